@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from asyncoll.errors import ClosedError as ClosedError
     from asyncoll.errors import DeadlineError as DeadlineError
     from asyncoll.errors import DeadlockError as DeadlockError
+    from asyncoll.errors import DeviceError as DeviceError
     from asyncoll.errors import MismatchError as MismatchError
     from asyncoll.errors import NonFiniteError as NonFiniteError
     from asyncoll.errors import PeerLostError as PeerLostError
@@ -67,6 +68,7 @@ _HOMES = {
         "ClosedError",
         "DeadlineError",
         "DeadlockError",
+        "DeviceError",
         "MismatchError",
         "NonFiniteError",
         "PeerLostError",

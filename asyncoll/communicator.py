@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from sys import intern
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.backend import Body, Collectives
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.gossip import graphs, neighbors
@@ -35,7 +36,7 @@ from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, Site, site_outside
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
-from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle
+from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle, staged_parts
 from asyncoll.tensors.reductions import ReduceOp
 
 T = TypeVar("T")
@@ -212,7 +213,7 @@ class Communicator:
         short = self._short
         if short is not None and (call := short.allreduce(x, op)) is not None:
             return call
-        operand = as_operand(x, writable=True)
+        operand = as_operand(x, writable=True, may_stage=True)
         if short is not None and operand.is_torch and not operand.copied:
             call = short.allreduce_view(x, op, operand.flat, intern(operand.dtype))
             if call is not None:
@@ -270,15 +271,15 @@ class Communicator:
             weights = np.full(1000, float(comm.rank))
             await comm.broadcast(weights, root=0)  # zeros everywhere
         """
-        operand = as_operand(x, writable=True)
         root = self._rank(root, "root")
+        operand = as_operand(x, writable=True, may_stage=True, is_read=self.rank == root)
 
         async def body(collectives: Collectives) -> T:
             await collectives.broadcast(operand.flat, root)
             operand.write_back()
             return x
 
-        return self._calls.start(self._call("broadcast", operand, f"root {root}"), body, operand.flat.nbytes)
+        return self._start(self._call("broadcast", operand, f"root {root}"), body, operand)
 
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` element by element over all ranks, into the root's `x`; the other ranks' `x` stays as it is.
@@ -325,7 +326,7 @@ class Communicator:
                 print(loss[0])  # 0.25 * (size - 1)
         """
         root = self._rank(root, "root")
-        operand = as_operand(x, writable=self.rank == root)
+        operand = as_operand(x, writable=self.rank == root, may_stage=True)
         reductions.check_reduction(op, operand.dtype)
 
         async def body(collectives: Collectives) -> T:
@@ -334,7 +335,7 @@ class Communicator:
                 operand.write_back()
             return x
 
-        return self._calls.start(self._call("reduce", operand, f"{op.name}, root {root}"), body, operand.flat.nbytes)
+        return self._start(self._call("reduce", operand, f"{op.name}, root {root}"), body, operand)
 
     def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` element by element over all ranks, and give each rank its shard of the rows of the result.
@@ -377,7 +378,7 @@ class Communicator:
             gradients = np.ones((2 * comm.size, 8))
             mine = await comm.reduce_scatter(gradients)  # shape (2, 8), each element is `size`
         """
-        operand = as_operand(x)
+        operand = as_operand(x, may_stage=True)
         reductions.check_reduction(op, operand.dtype)
         rows, row = self._rows(operand, "reduce_scatter")
         edges_of = on_lane.bounds(rows, self.size)
@@ -390,7 +391,7 @@ class Communicator:
             result: T = operand.like(shard, (end - start, *operand.shape[1:]))
             return result
 
-        return self._calls.start(self._call("reduce_scatter", operand, op.name), body, operand.flat.nbytes)
+        return self._start(self._call("reduce_scatter", operand, op.name), body, operand)
 
     def allgather(self, x: T) -> Coroutine[Any, Any, T]:
         """Collect every rank's `x` at every rank, stacked along a new first dimension.
@@ -428,7 +429,7 @@ class Communicator:
 
             ranks = await comm.allgather(np.array(comm.rank))  # array([0, 1, ...])
         """
-        operand = as_operand(x)
+        operand = as_operand(x, may_stage=True)
 
         async def body(collectives: Collectives) -> T:
             stacked, blocks = shapes.blocks(operand, self.size)
@@ -437,7 +438,7 @@ class Communicator:
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
-        return self._calls.start(self._call("allgather", operand), body, operand.flat.nbytes)
+        return self._start(self._call("allgather", operand), body, operand)
 
     def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
         """Collect every rank's `x`, of any shape, at every rank.
@@ -477,7 +478,7 @@ class Communicator:
             parts = await comm.allgatherv(np.ones(comm.rank))
             print([part.size for part in parts])  # [0, 1, ...]
         """
-        operand = as_operand(x)
+        operand = as_operand(x, may_stage=True)
 
         async def body(collectives: Collectives) -> list[T]:
             rows = shapes.rows(self.size)
@@ -488,7 +489,7 @@ class Communicator:
             await collectives.allgather(blocks)
             return [operand.like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
-        return self._calls.start(self._call("allgatherv", operand, any_count=True), body, operand.flat.nbytes)
+        return self._start(self._call("allgatherv", operand, any_count=True), body, operand)
 
     def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
         """Collect every rank's `x` at the root, stacked along a new first dimension.
@@ -530,7 +531,7 @@ class Communicator:
             if comm.rank == 0:
                 print(losses.shape)  # (size, 1)
         """
-        operand = as_operand(x)
+        operand = as_operand(x, may_stage=True)
         root = self._rank(root, "root")
 
         async def body(collectives: Collectives) -> T | None:
@@ -542,7 +543,7 @@ class Communicator:
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
-        return self._calls.start(self._call("gather", operand, f"root {root}"), body, operand.flat.nbytes)
+        return self._start(self._call("gather", operand, f"root {root}"), body, operand)
 
     def scatter(self, xs: Sequence[T] | None = None, root: int = 0) -> Coroutine[Any, Any, T]:
         """Give each rank its element of the root's list of tensors.
@@ -638,7 +639,7 @@ class Communicator:
             outgoing = np.full((comm.size, 4), comm.rank)
             incoming = await comm.alltoall(outgoing)  # row r holds the number r
         """
-        operand = as_operand(x)
+        operand = as_operand(x, may_stage=True)
         rows, _ = self._rows(operand, "alltoall")
         if rows % self.size:
             raise UsageError(f"alltoall of {rows} rows among {self.size} ranks: use a multiple, or alltoallv")
@@ -651,7 +652,7 @@ class Communicator:
             result: T = operand.like(received, operand.shape)
             return result
 
-        return self._calls.start(self._call("alltoall", operand), body, operand.flat.nbytes)
+        return self._start(self._call("alltoall", operand), body, operand)
 
     def alltoallv(self, xs: Sequence[T]) -> Coroutine[Any, Any, list[T]]:
         """Send `xs[i]` to rank i, for every i, and receive one tensor from each rank; the shapes may differ.
@@ -702,9 +703,8 @@ class Communicator:
             await collectives.alltoall([operand.flat for operand in operands], blocks)
             return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
-        return self._calls.start(
-            self._call("alltoallv", operands[0], any_count=True), body, sum(x.flat.nbytes for x in operands)
-        )
+        call, nbytes = self._call("alltoallv", operands[0], any_count=True), sum(x.flat.nbytes for x in operands)
+        return self._calls.start(call, body, nbytes, staged=staged_parts(operands))
 
     def barrier(self) -> Coroutine[Any, Any, None]:
         """Wait until every rank has called it.
@@ -782,7 +782,7 @@ class Communicator:
             elif comm.rank == 1:
                 x = await comm.recv(np.empty(4, int), source=0)
         """
-        operand = as_operand(x)
+        operand = as_operand(x, may_stage=True)
         dest, tag = self._peer(dest, "dest"), whole(tag, "tag")
 
         async def body(pair: Collectives) -> None:
@@ -793,9 +793,9 @@ class Communicator:
         def start() -> Coroutine[Any, Any, None]:
             number = self._calls.number_send(dest, tag)
             call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
-            if self._calls.send_directly(call, dest, tag, operand.flat):
+            if operand.staged is None and self._calls.send_directly(call, dest, tag, operand.flat):
                 return self._core.member.runner.done(None)
-            return self._calls.start_send(call, dest, tag, body)
+            return self._calls.start_send(call, dest, tag, body, staged_parts([operand]))
 
         return self._start_message(detail, start)
 
@@ -842,7 +842,7 @@ class Communicator:
             elif comm.rank == 1:
                 x = await comm.recv(np.empty(4, int), source=0, tag=7)
         """
-        operand = as_operand(x, writable=True)
+        operand = as_operand(x, writable=True, may_stage=True, is_read=False)
         source, tag = self._peer(source, "source"), whole(tag, "tag")
 
         async def body(pair: Collectives) -> T:
@@ -852,7 +852,8 @@ class Communicator:
 
         detail = f"from rank {source} to rank {self.rank}, tag {tag}"
         call = Signature("send/recv", 0, operand.dtype, operand.flat.size, detail, _site())
-        return self._start_message(detail, lambda: self._calls.start_receive(call, source, tag, body))
+        start = partial(self._calls.start_receive, call, source, tag, body, staged_parts([operand]))
+        return self._start_message(detail, start)
 
     def recv_any(self, x: T, tag: int = 0) -> Coroutine[Any, Any, tuple[T, int]]:
         """Receive a message that any other rank sends with `send` into `x`, in place, and tell which rank that is.
@@ -908,7 +909,7 @@ class Communicator:
                     x, sender = await comm.recv_any(np.empty(4, int))
                     assert (x == sender).all()
         """
-        operand, tag = as_operand(x, writable=True), whole(tag, "tag")
+        operand, tag = as_operand(x, writable=True, may_stage=True, is_read=False), whole(tag, "tag")
         if self.size == 1:
             raise UsageError("recv_any has no rank to receive from: this communicator has one rank")
         site = _site()
@@ -923,7 +924,7 @@ class Communicator:
             return x, source
 
         self._core.member.check_caller()
-        return self._calls.start_receive_from_any(call, tag, operand.flat, result)
+        return self._calls.start_receive_from_any(call, tag, operand.flat, result, staged_parts([operand]))
 
     # -- wait-avoiding ----------------------------------------------------------------------------
 
@@ -1913,6 +1914,10 @@ class Communicator:
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
+    def _start(self, call: Signature, body: Body[T], operand: Operand) -> Coroutine[Any, Any, T]:
+        staged = () if operand.staged is None else (operand.staged,)
+        return self._calls.start(call, body, operand.flat.nbytes, staged=staged)
+
     def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         """Make and start a call of two ranks by `start`. `detail` describes it."""
         self._core.member.check_caller()
@@ -1980,7 +1985,8 @@ class Communicator:
         if len(given) != self.size:
             what = f"{len(given)}" if given else f"{xs!r:.60}"
             raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
-        operands = [as_operand(x) for x in given]
+        # The ranks that a scatter gives something to have no tensor of a device, and so no device to put it on.
+        operands = [as_operand(x, may_stage=operation != "scatter") for x in given]
         if len({operand.dtype for operand in operands}) > 1:
             raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
         return operands

@@ -124,6 +124,10 @@ class AbortedError(AsyncollError):
         self.reason = reason
 
 
+class DeviceError(AsyncollError):
+    """A device, such as a GPU, has failed to copy a tensor to the host or back; the message names the device."""
+
+
 class RemoteError(AsyncollError):
     """A function that this rank has called by RPC has raised an exception where it ran.
 

@@ -105,6 +105,9 @@ class AloneBackend:
         # The next call must know that the result was lost. So nothing is over before its caller has awaited it.
         return self._member.runner.start(work, discarded)
 
+    def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
+        return work
+
     async def open(self, operation: Operation, site: str) -> Rounds:
         text = f"{operation} at {site}"
         rounds = LoneRounds(operation, lambda: text)

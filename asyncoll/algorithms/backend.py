@@ -292,6 +292,9 @@ class Backend(Part, Protocol):
         the result. `describe` describes the work, for the report of a deadlock.
         """
 
+    def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
+        """A coroutine for a task of the runtime's loop, which runs `work`, as of `start`, from its beginning on."""
+
     async def open(self, operation: Operation, site: str) -> Rounds:
         """Make `operation`, which `operations` does not have, and add it there; `site` is that of its first call.
 

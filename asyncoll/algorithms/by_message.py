@@ -45,6 +45,9 @@ class MessageBackend:
         del describe, nbytes  # the runtime's loop carries out all calls, short or long
         return self._member.runner.start(work, discarded)
 
+    def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
+        return work
+
     async def open(self, operation: Operation, site: str) -> Rounds:
         return self._announced.open(operation, self._member.group.rank, site)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Sized
+from collections.abc import Callable, Coroutine, Sequence, Sized
 from functools import partial
 from typing import Any, TypeVar
 
+from asyncoll.algorithms.arrival import Arrival
 from asyncoll.algorithms.backend import (
     Backend,
     BegunShortCall,
@@ -29,6 +30,7 @@ from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.tensors.staged import Staged
 
 T = TypeVar("T")
 
@@ -86,9 +88,14 @@ class Calls:
             self._member.abort(f"{self.unstarted} was interrupted before it had begun")
 
     def start(
-        self, call: Signature, body: Body[T], nbytes: int = 0, discarded: Callable[[], None] = ignore
+        self,
+        call: Signature,
+        body: Body[T],
+        nbytes: int = 0,
+        discarded: Callable[[], None] = ignore,
+        staged: Sequence[Staged] = (),
     ) -> Coroutine[Any, Any, T]:
-        """Start a call of all ranks, which runs `body` with the collectives of this call.
+        """Start a call of all ranks, which runs `body` with the collectives of this call once `staged` have arrived.
 
         Returns a coroutine that waits for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here
         aborts the communicator.
@@ -97,7 +104,10 @@ class Calls:
         def begin() -> Coroutine[Any, Any, T]:
             pending = self._pending.enter(call, call.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
-            work = self._carry_out(call, self._backend.collectives(call), body, pending)
+            collectives = self._backend.collectives(call)
+            if staged:
+                return self._start_staged(call, collectives, body, pending, staged, self._backend.here)
+            work = self._carry_out(call, collectives, body, pending)
             return self._backend.start(work, call.__str__, nbytes, discarded)
 
         try:
@@ -105,6 +115,20 @@ class Calls:
         except BaseException as error:
             self._member.abort(f"{call} was interrupted: {describe(error)}")
             raise
+
+    def _start_staged(
+        self,
+        call: Signature,
+        collectives: Collectives,
+        body: Body[T],
+        pending: PendingCall,
+        staged: Sequence[Staged],
+        here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
+    ) -> Coroutine[Any, Any, T]:
+        """As `start`, on the runtime's loop: the caller's thread waits for no device."""
+        arrival, runner = Arrival(self._member, staged), self._member.runner
+        work = here(self._carry_out(call, collectives, arrival.before(body), pending), call.__str__)
+        return runner.resuming(runner.start(arrival.then(work)), arrival.join)
 
     def start_shortly(
         self, call: Signature, body: Body[T], operand: Operand | None, op: ReduceOp, result: Callable[[], T]
@@ -114,6 +138,8 @@ class Calls:
         If the backend has a short way for it, the call goes that way, and `body` is not used unless the way is not
         free. `result` is called once `operand` has the result.
         """
+        if operand is not None and operand.staged is not None:
+            return self.start(call, body, staged=[operand.staged])
         way, nbytes = self._backend.short_way, 0 if operand is None else operand.flat.nbytes
         may_block = self._member.runner.may_block()
         if way is None or (operand is not None and not way.takes(operand.flat, may_block)):
@@ -155,7 +181,9 @@ class Calls:
         self.ledger.enter(call.operation, traffic)
         return True
 
-    def start_send(self, call: Signature, dest: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
+    def start_send(
+        self, call: Signature, dest: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
+    ) -> Coroutine[Any, Any, T]:
         """Start `call`, which sends to `dest`."""
         source = self._member.group.rank
         # Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of
@@ -164,25 +192,41 @@ class Calls:
 
         def begin() -> Coroutine[Any, Any, T]:
             pending = self._enter_pair(call, source, dest)
-            return self._member.runner.start(self._carry_out(call, self._backend.pair(call, context), body, pending))
+            pair = self._backend.pair(call, context)
+            if staged:
+                return self._start_staged(call, pair, body, pending, staged, lambda work, _: work)
+            return self._member.runner.start(self._carry_out(call, pair, body, pending))
 
         return self._begin(call, begin)
 
-    def start_receive(self, call: Signature, source: int, tag: int, body: Body[T]) -> Coroutine[Any, Any, T]:
-        """Start `call`, which receives from `source`. It takes its number on the runtime's loop."""
+    def start_receive(
+        self, call: Signature, source: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
+    ) -> Coroutine[Any, Any, T]:
+        """Start `call`, which receives from `source`. It takes its number on the runtime's loop.
+
+        It does not wait for `staged`, of which it reads nothing.
+        """
 
         def begin() -> Coroutine[Any, Any, T]:
-            pending = self._enter_pair(call, source, self._member.group.rank)
-            return self._member.runner.start(self._receive(call, source, tag, body, pending))
+            pending, runner = self._enter_pair(call, source, self._member.group.rank), self._member.runner
+            arrival = Arrival(self._member, staged)  # before the message may be there
+            started = runner.start(self._receive(call, source, tag, body, pending))
+            return runner.resuming(started, arrival.join) if staged else started
 
         return self._begin(call, begin)
 
     def start_receive_from_any(
-        self, call: Callable[[int | None, int], Signature], tag: int, into: Array, result: Callable[[int], T]
+        self,
+        call: Callable[[int | None, int], Signature],
+        tag: int,
+        into: Array,
+        result: Callable[[int], T],
+        staged: Sequence[Staged] = (),
     ) -> Coroutine[Any, Any, T]:
         """Start a receive of `into` from any source: `call(None, 0)`, and `call(source, number)` once it has a message.
 
         `result(source)` is called when `into` is complete. If no caller gets it, the message goes to the next receive.
+        `staged` is that of `start_receive`.
         """
         ranks, unserved = self._member.group.ranks, call(None, 0)
 
@@ -195,7 +239,9 @@ class Calls:
 
             receive = FromAny(self._member, taken, tag, into)
             work = self._receive_from_any(receive, unserved, pending, result)
-            return self._member.runner.start(work, partial(self._receives.discard, receive))
+            arrival, runner = Arrival(self._member, staged), self._member.runner
+            started = runner.start(work, partial(self._receives.discard, receive))
+            return runner.resuming(started, arrival.join) if staged else started
 
         return self._begin(unserved, begin)
 

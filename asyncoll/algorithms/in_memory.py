@@ -132,6 +132,9 @@ class MemoryBackend:
             return self._member.runner.start(driven.finish(), discarded)
         return self._member.runner.drive(driven, discarded)
 
+    def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
+        return self.short_way.work(work, describe).finish()
+
     async def open(self, operation: Operation, site: str) -> Rounds:
         """Make `operation`, or join it if another rank has made it.
 

@@ -272,6 +272,25 @@ class _Unfetched(Handle[T]):
             self._runner.home.call_soon_threadsafe(self._discarded)
 
 
+class _Resuming(Handle[T]):
+    """A handle with something to do where a thread or a task goes on with the outcome."""
+
+    __slots__ = ()
+
+    def _outcome(self) -> T:
+        self._runner.resumes[self]()
+        return super()._outcome()
+
+
+class _ResumingUnfetched(_Unfetched[T]):
+    """Both: once the result has been fetched, a `_Resuming`."""
+
+    __slots__ = ()
+
+    def claim(self) -> None:
+        self.__class__ = _Resuming  # type: ignore[assignment]
+
+
 class _Answered(Handle[T]):
     """The handle of a wait-avoiding call that is over. Its result is fetched from `_call`, the compiled core's answer.
 
@@ -310,6 +329,7 @@ class HandleRunner(ProgressThread):
         self.waiting = threading.local()  # `now`: this thread waits for the call that it makes, and may carry it out
         self._is_stopped = False
         self._left = set[Handle[Any]]()  # those that the runtime is to end
+        self.resumes = weakref.WeakKeyDictionary[Handle[Any], Callable[[], None]]()  # of `resuming`
         self._finishing = weakref.WeakKeyDictionary[Begun[Any], asyncio.Task[Any]]()  # those of `Shared`
 
     def abandon(self, parent: int) -> None:
@@ -355,6 +375,11 @@ class HandleRunner(ProgressThread):
         handle: Handle[T] = self._handle(discarded)
         self._post(handle, partial(self._run_here, handle, work))
         return handle
+
+    def resuming(self, call: Any, resume: Callable[[], None]) -> Any:
+        self.resumes[call] = resume  # no slot of `Handle`, which would add to the cost of every call
+        call.__class__ = _ResumingUnfetched if isinstance(call, _Unfetched) else _Resuming
+        return call
 
     def may_block(self) -> bool:
         return bool(getattr(self.waiting, "now", False))

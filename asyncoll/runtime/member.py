@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from asyncoll.errors import AbortedError, AsyncollError, ClosedError, ProtocolError, UsageError, describe
+from asyncoll.errors import AbortedError, AsyncollError, ClosedError, DeviceError, ProtocolError, UsageError, describe
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.executions import Identity, marked
 from asyncoll.runtime.group import Group, Lane
@@ -142,5 +142,5 @@ class Member:
         """
         if isinstance(error, asyncio.CancelledError):
             self.abort(f"{call} was cancelled")
-        elif not isinstance(error, AsyncollError) or isinstance(error, ProtocolError | UsageError):
+        elif not isinstance(error, AsyncollError) or isinstance(error, DeviceError | ProtocolError | UsageError):
             self.abort(f"{call} failed: {describe(error)}")

@@ -106,6 +106,12 @@ class Runner(Protocol):
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         """For a task on `home`: a coroutine that runs `work` on the runtime's loop. Cancellation is that of `start`."""
 
+    def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
+        """`call`, which a method here has returned; `resume` is called where its caller goes on with its outcome.
+
+        It must not raise. It is called once for each thread or task that goes on. If none comes, it is not called.
+        """
+
     def post(self, what: Callable[[], None]) -> None:
         """Schedule `what` on the runtime's loop, from any thread."""
 
@@ -283,6 +289,41 @@ class _Ended(Coroutine[Any, Any, T]):
                 self._runtime_loop.call_soon_threadsafe(self._discarded)
 
 
+class _Resuming(Coroutine[Any, Any, T]):
+    """A coroutine of a runner, with something to do where its caller goes on."""
+
+    def __init__(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> None:
+        self._call = call
+        self._resume = resume
+
+    def __await__(self) -> Generator[Any, None, T]:
+        try:
+            result = yield from self._call.__await__()
+        except GeneratorExit:  # the caller never comes
+            raise
+        except BaseException:
+            self._resume()
+            raise
+        self._resume()
+        return result
+
+    def send(self, value: Any) -> Any:
+        return self._step(self._call.send, value)
+
+    def throw(self, error: Any, *more: Any) -> Any:
+        return self._step(self._call.throw, error)
+
+    def close(self) -> None:
+        self._call.close()
+
+    def _step(self, step: Callable[[Any], Any], argument: Any) -> Any:
+        try:
+            return step(argument)
+        except BaseException:  # the outcome: StopIteration has the result
+            self._resume()
+            raise
+
+
 class SharedLoop:
     """A runner for in-process worlds: the runtime and the program share the loop on which this object is made."""
 
@@ -314,6 +355,9 @@ class SharedLoop:
 
     def may_block(self) -> bool:
         return False
+
+    def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
+        return _Resuming(call, resume)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
@@ -402,6 +446,9 @@ class ProgressThread:
 
     def may_block(self) -> bool:
         return False
+
+    def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
+        return _Resuming(call, resume)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if not work.is_atomic and may_interrupt():

@@ -29,9 +29,11 @@ from asyncoll.tensors.reductions import (
     dtype_name,
     put,
     scale,
+    storage,
     torch_view,
     widened,
 )
+from asyncoll.tensors.staged import Staged, Stager, stager_of, stagers
 
 if TYPE_CHECKING:
     import torch
@@ -42,7 +44,8 @@ _SHOWN = 64  # characters: a longer text is replaced by its digest
 class Operand(NamedTuple):
     """A caller's tensor as algorithms see it.
 
-    `flat` is a view of the caller's memory or, where `copied`, a packed copy of it.
+    `flat` is a view of the caller's memory or, where `copied`, a packed copy of it. A copy of a tensor on a device has
+    its elements once `staged` has arrived.
     """
 
     source: Any
@@ -50,6 +53,7 @@ class Operand(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     copied: bool
+    staged: Staged | None = None  # of a tensor on a device, whose mirror `flat` is
 
     @property
     def is_torch(self) -> bool:
@@ -59,14 +63,23 @@ class Operand(NamedTuple):
         """Put `flat` back into the caller's tensor, if it is a copy."""
         if not self.copied:
             return
-        if isinstance(self.source, np.ndarray):
+        if self.staged is not None:
+            self.staged.put()
+        elif isinstance(self.source, np.ndarray):
             self.source[...] = self.flat.reshape(self.shape)
         else:
             self.source.detach().copy_(build(self.flat, self.dtype, self.shape, as_torch=True))
 
     def like(self, flat: Array, shape: Sequence[int]) -> Any:
-        """`flat` as a tensor of the caller's kind and of `shape`."""
+        """`flat` as a tensor of the caller's kind and of `shape`, and on its device."""
+        if self.staged is not None:
+            return self.staged.like(flat, self.dtype, tuple(shape))
         return build(flat, self.dtype, shape, as_torch=self.is_torch)
+
+
+def staged_parts(operands: Iterable[Operand]) -> list[Staged]:
+    """Those of the operands that are on devices."""
+    return [operand.staged for operand in operands if operand.staged is not None]
 
 
 def build(flat: Array, dtype: str, shape: Sequence[int], *, as_torch: bool) -> Any:
@@ -78,7 +91,10 @@ def copy_of(x: Any) -> Any:
     """A copy of the tensor `x`, or a list of copies if `x` is a list or tuple of tensors."""
     if isinstance(x, (list, tuple)):
         return [copy_of(part) for part in x]
-    return x.copy() if isinstance(x, np.ndarray) else x.detach().clone()
+    if isinstance(x, np.ndarray):
+        return x.copy()
+    stager = stager_of(x)
+    return x.detach().clone() if stager is None else stager.clone(x)
 
 
 def is_tensor(x: object) -> bool:
@@ -89,8 +105,11 @@ def is_tensor(x: object) -> bool:
     return torch is not None and isinstance(x, torch.Tensor)
 
 
-def as_operand(x: object, *, writable: bool = False) -> Operand:
+def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is_read: bool = True) -> Operand:
     """`x` as a flat array.
+
+    With `may_stage`, `x` may be a tensor of a device: the caller waits for `Operand.staged` then. Unless `is_read`, the
+    call needs no elements of it.
 
     Raises UsageError for anything but a numpy array or a torch CPU tensor of one of `DTYPES`, and, if the result goes
     back into `x` (`writable`), for read-only memory or a tensor whose elements overlap. A subclass of either is seen as
@@ -106,6 +125,8 @@ def as_operand(x: object, *, writable: bool = False) -> Operand:
         return _numpy_operand(x.view(np.ndarray), writable)  # a subclass may have no flat view: numpy.matrix has none
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
+        if stagers and (stager := stager_of(x)) is not None:
+            return _staged_operand(x, stager, writable, may_stage, is_read)
         plain = _plain_torch_operand(x) if type(x) is torch.Tensor and x.layout is torch.strided else None
         return plain or _torch_operand(x, writable)
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
@@ -151,7 +172,17 @@ def _torch_names() -> dict[torch.dtype, str]:
     return {getattr(torch, name): name for name in DTYPES if name != BFLOAT16 and not name.startswith("complex")}
 
 
-def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
+def _staged_operand(x: torch.Tensor, stager: Stager, writable: bool, may_stage: bool, is_read: bool) -> Operand:
+    if not may_stage:
+        raise UsageError("this call takes no tensors of a device yet: pass x.cpu(), and copy the result back")
+    if x.is_conj() or x.is_neg():
+        raise UsageError("a tensor of a device whose conjugate or negative is due is not supported: pass x.clone()")
+    dtype = _checked_dtype(x, writable)
+    staged = stager.stage(x.detach(), is_read=is_read)
+    return Operand(x, staged.mirror.view(storage(dtype)), dtype, tuple(x.shape), copied=True, staged=staged)
+
+
+def _checked_dtype(x: torch.Tensor, writable: bool) -> str:
     import torch
 
     dtype = dtype_name(x.dtype)
@@ -159,12 +190,16 @@ def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
         raise UsageError(f"dtype {x.dtype} is not supported: use one of {', '.join(DTYPES)}")
     if x.layout is not torch.strided:
         raise UsageError(f"layout {x.layout} is not supported: pass x.to_dense()")
+    if writable and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
+    return dtype
+
+
+def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
     if x.device.type != "cpu":
         raise UsageError(f"a tensor on {x.device} is not supported yet: pass x.cpu() and copy the result back")
     try:
-        if writable and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-            raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
-        return _strided_operand(x, dtype)
+        return _strided_operand(x, _checked_dtype(x, writable))
     except RuntimeError as error:  # a subclass of its own layout: masked, nested, fake, inside of vmap
         raise UsageError(f"a {type(x).__name__} without plain memory is not supported: {error}") from None
 
@@ -197,6 +232,11 @@ class Single:
         self._flat = flat
         self._dtype = dtype
         self._operand = operand
+
+    @property
+    def staged(self) -> Sequence[Staged]:
+        operand = self._operand
+        return () if operand is None or operand.staged is None else (operand.staged,)
 
     def read(self, into: Iterable[Array]) -> None:
         (part,) = into
@@ -243,6 +283,11 @@ class Bundle:
     def _carried(self, operand: Operand) -> str:
         """The dtype in which `operand` is packed."""
         return accumulator(self._op, operand.dtype)
+
+    @property
+    def staged(self) -> Sequence[Staged]:
+        """The tensors of devices, which have to arrive before `read` and `lend`."""
+        return staged_parts(self._operands) if stagers else ()
 
     @property
     def layout(self) -> tuple[tuple[str, int], ...]:
@@ -319,10 +364,11 @@ class Bundle:
                 yield operand, part[start:end]
 
 
-def bundle(x: object, op: ReduceOp, weight: float = 1.0) -> Bundle | Single:
+def bundle(x: object, op: ReduceOp, weight: float = 1.0, *, is_read: bool = True) -> Bundle | Single:
     """The tensor `x`, or the list or tuple of tensors `x`, as a bundle into which results can be written.
 
-    Its contribution is `x` multiplied by `weight`, which is 1 unless `op` is an average.
+    Its contribution is `x` multiplied by `weight`, which is 1 unless `op` is an average. `is_read` is that of
+    `as_operand`.
     Raises UsageError as `as_operand` does, and for an empty list.
     """
     if type(x) is np.ndarray and x.ndim == 1 and (dtype := _NUMPY_NAMES.get(x.dtype)) is not None:
@@ -330,10 +376,11 @@ def bundle(x: object, op: ReduceOp, weight: float = 1.0) -> Bundle | Single:
         if flags.c_contiguous and flags.writeable and accumulator(op, dtype) == dtype:
             return Single(x, x, dtype, weight)
     if not isinstance(x, (list, tuple)):
-        operand = as_operand(x, writable=True)
+        operand = as_operand(x, writable=True, may_stage=True, is_read=is_read)
         if accumulator(op, operand.dtype) == operand.dtype:
             return Single(x, operand.flat, operand.dtype, weight, operand)
         return Bundle([operand], op, x, weight)
     if not x:
         raise UsageError("an empty list of tensors: pass at least one")
-    return Bundle([as_operand(part, writable=True) for part in x], op, x, weight)
+    operands = [as_operand(part, writable=True, may_stage=True, is_read=is_read) for part in x]
+    return Bundle(operands, op, x, weight)

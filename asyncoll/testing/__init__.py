@@ -1,7 +1,9 @@
-"""The test kit: worlds of ranks in one process, real or simulated; contract suites for transports and arenas; the laws
+"""The test kit: worlds of ranks in one process, real or simulated; contract suites for transports, arenas
+and devices; a device without hardware; the laws
 of wait-avoiding collectives; faults that strike real ranks."""
 
 from asyncoll.testing.contract import check_arena, check_transport
+from asyncoll.testing.devices import DeviceProgram, FakeDevice, Hazard, check_device, fake_device
 from asyncoll.testing.faults.injectors import (
     Disconnect,
     Exit,
@@ -22,9 +24,12 @@ from asyncoll.transport.messages.simulated import Crash, Cut, Network, Pause
 __all__ = [
     "Crash",
     "Cut",
+    "DeviceProgram",
     "Disconnect",
     "Exit",
+    "FakeDevice",
     "Fault",
+    "Hazard",
     "HoldGil",
     "Kill",
     "LawBroken",
@@ -38,8 +43,10 @@ __all__ = [
     "Slow",
     "Stop",
     "check_arena",
+    "check_device",
     "check_laws",
     "check_transport",
+    "fake_device",
     "fault",
     "run_ranks",
     "simulate",

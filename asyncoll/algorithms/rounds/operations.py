@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from asyncoll.algorithms.arrival import Arrival, to_its_end
 from asyncoll.algorithms.backend import Backend
 from asyncoll.algorithms.rounds.directory import Rounds
 from asyncoll.algorithms.rounds.operation import JoinCall, Operation, RoundCall
@@ -33,6 +34,7 @@ from asyncoll.runtime.work import Work
 from asyncoll.tensors.operands import Bundle, Single, bundle
 from asyncoll.tensors.reductions import ReduceOp, storage
 
+T = TypeVar("T")
 Rest = Coroutine[Any, Any, Delivery]  # of a call that has begun
 
 
@@ -77,6 +79,8 @@ class Operations:
         self.repeats: dict[str, Repeat] = {}  # by name
         self._called: dict[str, Operation] = {}  # by name: those that this rank has called
         self._joined: set[str] = set()  # the names of those that this rank has joined
+        # By name: the turns of calls, from the first one on whose tensors were on a device. Waiters get them in order.
+        self._turns: dict[str, asyncio.Lock] = {}
 
     def start(self, spec: Operation, given: Bundle | Single, site: Site) -> Coroutine[Any, Any, Reduction]:
         """Start a call of the operation `spec`. Returns a coroutine that waits for the result.
@@ -90,6 +94,8 @@ class Operations:
             raise UsageError(f"this rank has joined {name!r}, and contributes no more: use another name")
         self._called[name] = spec
         call: RoundCall = tuple.__new__(RoundCall, (spec, site))  # in half the time of `RoundCall(...)`
+        if given.staged or name in self._turns:
+            return self._start_in_turn(call, given)
         rounds = self._known.get(name)
         # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
         if rounds is not None and rounds.is_prompt and rounds.operation is spec:
@@ -102,6 +108,44 @@ class Operations:
         except BaseException:
             self.pending.leave(pending)
             raise
+
+    def _start_in_turn(self, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
+        """As `start`, once the tensors have arrived from their devices, and the call before is over.
+
+        Until then the call counts as not made: a round goes on without this rank, or waits for it.
+        """
+        arrival, receipt, runner = Arrival(self.member, given.staged), Receipt(), self.member.runner
+        turn, pending = self._turns.setdefault(call.operation.name, asyncio.Lock()), self.pending.enter(call)
+        work = partial(self._contribute, call, given, receipt, pending)
+        started = runner.start(self._in_turn(turn, arrival, call, work, pending), receipt.take_back)
+        return runner.resuming(started, arrival.join)
+
+    async def _in_turn(
+        self,
+        turn: asyncio.Lock,
+        arrival: Arrival,
+        call: RoundCall | JoinCall,
+        work: Callable[[], Coroutine[Any, Any, T]],
+        pending: PendingCall,
+    ) -> T:
+        """`work`, once the calls before are over and the tensors have arrived. Cancelled, it is begun all the same."""
+        try:
+            await to_its_end(turn.acquire())
+        except BaseException:
+            self.pending.leave(pending)
+            raise
+        try:
+            await to_its_end(arrival.complete())
+        except BaseException as error:
+            turn.release()
+            self.pending.leave(pending)
+            if isinstance(error, Exception):
+                self.failed(call, error)
+            raise
+        try:
+            return await self._backend.here(work(), call.__str__)
+        finally:
+            turn.release()
 
     def _begin(self, rounds: Rounds, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
         """As `start`, of `rounds` whose calls begin in their callers' threads."""
@@ -193,7 +237,7 @@ class Operations:
         spec = self._called.get(name)
         if spec is None:
             raise UsageError(f"this rank has made no call named {name!r}: make at least one before it joins")
-        given = bundle(x, spec.op)
+        given = bundle(x, spec.op, is_read=False)
         if (given.layout, given.boundaries) != (spec.layout, spec.buckets):
             raise UsageError(f"x is not as in the calls of {spec}: pass tensors of the same dtypes and sizes")
         self._joined.add(name)
@@ -201,10 +245,22 @@ class Operations:
         call = JoinCall(spec, site)
         pending = self.pending.enter(call)
         try:
-            return self._backend.start(self._conclude(call, given, pending), call.__str__, spec.nbytes, _nothing)
+            if given.staged or name in self._turns:
+                return self._join_in_turn(call, given, pending)
+            work = self._conclude(call, given, pending)
+            return self._backend.start(work, call.__str__, spec.nbytes, _nothing)
         except BaseException:
             self.pending.leave(pending)
             raise
+
+    def _join_in_turn(
+        self, call: JoinCall, given: Bundle | Single, pending: PendingCall
+    ) -> Coroutine[Any, Any, Reduction | None]:
+        """The contributions of this rank come before: it counts as one that makes no more calls from then on."""
+        arrival, runner = Arrival(self.member, given.staged), self.member.runner
+        turn = self._turns.setdefault(call.operation.name, asyncio.Lock())
+        work = partial(self._conclude, call, given, pending)
+        return runner.resuming(runner.start(self._in_turn(turn, arrival, call, work, pending), _nothing), arrival.join)
 
     async def _conclude(self, call: JoinCall, given: Bundle | Single, pending: PendingCall) -> Reduction | None:
         """The whole call, on whichever loop drives it. A cancellation aborts the communicator, as of a collective."""

@@ -1,0 +1,81 @@
+"""The arrival of a call's tensors from devices: the call begins before it, and its algorithm runs after it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from asyncoll.algorithms.backend import Body, Collectives
+from asyncoll.errors import DeviceError
+from asyncoll.runtime.member import Member
+from asyncoll.tensors.staged import Staged
+
+T = TypeVar("T")
+
+
+class Arrival:
+    """The tensors of one call that are staged. A failure ends the call as any other does, inside of its context."""
+
+    def __init__(self, member: Member, tensors: Sequence[Staged]) -> None:
+        """In the caller's thread, before the call starts. The copies begin."""
+        self._member = member
+        self._tensors = tensors
+        self._error: BaseException | None = None
+        for tensor in tensors:
+            tensor.begin(self._lost)
+
+    async def then(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, which begins once the tensors have arrived, or have failed, or this is cancelled."""
+        try:
+            await self.complete()
+        except (Exception, asyncio.CancelledError) as error:
+            self._error = error
+        return await work
+
+    def before(self, body: Body[T]) -> Body[T]:
+        """`body`, which raises first what has kept the tensors from arriving."""
+
+        async def checked(collectives: Collectives) -> T:
+            if self._error is not None:
+                raise self._error
+            return await body(collectives)
+
+        return checked
+
+    async def complete(self) -> None:
+        """Return once the tensors have arrived. Raises DeviceError, or the error of the communicator if that fails."""
+        member = self._member
+        with member.endpoint.failures.watch(member.communicator, "tensors from a device") as ended:
+            arriving = asyncio.ensure_future(self._all())
+            try:
+                await asyncio.wait([arriving, ended], return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                arriving.cancel()
+            await (ended if ended.done() else arriving)
+
+    def join(self) -> None:
+        """Where the caller goes on: its work comes after all copies."""
+        for tensor in self._tensors:
+            tensor.join()
+
+    async def _all(self) -> None:
+        for tensor in self._tensors:
+            await tensor.arrived()
+
+    def _lost(self, error: DeviceError) -> None:
+        """A result has not reached its tensor, after the call was over. In a thread of the device."""
+        self._member.post(lambda: self._member.abort(str(error)))
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`. A cancellation is put off to the next time that this task waits."""
+    task, is_cancelled = asyncio.ensure_future(work), False
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled and (waiting := asyncio.current_task()) is not None:
+        waiting.cancel()
+    return task.result()

@@ -1,0 +1,401 @@
+"""A device without hardware, which notices what a real one would only do wrong now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import mmap
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from asyncoll.forks import address_of
+from asyncoll.tensors.operands import build
+from asyncoll.tensors.reductions import Array, dtype_name, storage
+from asyncoll.testing.devices.order import Accesses, Order, Ticket
+from asyncoll.testing.devices.streams import Operation, Streams, TurnedBy
+from asyncoll.transport.staging.mirrors import staging
+
+POISON = 0xA5  # every byte of memory that has no content, or not yet
+_DEFAULT, _OUT, _IN = "default", "out", "in"
+_SLICES_MAX = 5  # of one copy
+
+
+class Hazard(AssertionError):  # noqa: N818
+    """The device was used in a way that gives wrong results, at least now and then."""
+
+
+@dataclass
+class _Memory:
+    """A piece of the memory of the device, and how it is used."""
+
+    content: Array  # its bytes
+    accesses: Accesses = field(default_factory=Accesses)
+    decoy: Array | None = None  # the memory of the program's tensor, which the host must not touch
+    owner: Any = None  # keeps the memory of `decoy`
+
+
+class FakeTransfer:
+    """A `Transfer` of a fake device."""
+
+    def __init__(self, order: Order, ticket: Ticket, host: Array, lock: threading.RLock) -> None:
+        self.nbytes = host.nbytes
+        self.error: BaseException | None = None
+        self.host = host
+        self.done = 0  # bytes, whether the host knows or not
+        self._order = order
+        self._ticket = ticket
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self._lock = lock
+
+    @property
+    def is_over(self) -> bool:
+        return self.error is not None or self.done == self.nbytes
+
+    @property
+    def moved(self) -> int:
+        """Whoever reads this knows, and with it the host: its threads count as one here."""
+        with self._lock:
+            self._ticket.seen = self.done
+            if self.is_over:
+                self._order.seen(self._ticket)
+            return self.done
+
+    def when_moved(self, nbytes: int, callback: Callable[[], None]) -> None:
+        with self._lock:
+            self._waiting.append((nbytes, callback))
+            self._tell()
+
+    def advance(self, done: int, error: BaseException | None = None) -> None:
+        with self._lock:
+            self.done, self.error = done, error
+            self._tell()
+
+    def _tell(self) -> None:
+        due = [each for each in self._waiting if self.error is not None or each[0] <= self.done]
+        self._waiting = [each for each in self._waiting if each not in due]
+        for _, callback in due:
+            callback()
+
+
+class FakeMark:
+    """A `Mark` of a fake device: where the elements are, packed, and the operation that comes before all copies."""
+
+    def __init__(self, device: FakeDevice, x: Any, memory: _Memory, start: int, stream: str, event: Operation) -> None:
+        self._device = device
+        self.x = x
+        self.memory = memory
+        self.start = start
+        self.nbytes: int = x.nbytes
+        self.stream = stream
+        self.event = event
+        self.copies: list[Operation] = []
+        self.is_changed = False  # by a copy
+        self.unpacked: list[Operation] = []  # the one that has given the tensor its values
+
+    def fetch(self, start: int, into: Array) -> FakeTransfer:
+        return self._device.fetch(self, start, into)
+
+    def put(self, source: Array, start: int) -> FakeTransfer:
+        return self._device.put(source, self, start)
+
+    def join(self) -> None:
+        self._device.join(self)
+
+
+class FakeDevice:
+    """A `Device` in the memory of this process, for tests of code that copies between a device and the host.
+
+    Its tensors are CPU tensors of torch, made by `tensor`. Their own memory holds POISON only, and the device keeps
+    their elements elsewhere, so code that touches them directly gets nonsense. Copies arrive in slices of random
+    length, and streams go on in random order, both drawn from `seed`.
+
+    `turned_by` says what drives the streams: a "thread" of the device, timers of the running "loop" (for virtual time),
+    or the "program", by `turn`. Use `fake_device`, which raises the hazards that the device has noticed:
+
+    - memory of the device is used by two operations, one of which writes, and nothing orders them;
+    - the host writes what a copy reads, or what a copy has still to write;
+    - memory is pinned twice, or not in whole pages; it is unpinned under a copy, or not pinned, or never;
+    - the host writes to the memory of a tensor.
+
+    A host that reads what has not arrived, or the memory of a tensor, gets POISON. All threads of the host count as
+    one: what one of them knows to have arrived is over for all.
+    """
+
+    def __init__(self, seed: int = 0, turned_by: TurnedBy = "thread", name: str = "fake:0") -> None:
+        self.name = name
+        self.hazards: list[str] = []
+        self._random = np.random.default_rng([seed, 1])
+        self._streams = Streams(seed, turned_by)
+        self._order = Order()
+        self._memories: dict[int, _Memory] = {}  # by the address of the decoy
+        self._current = threading.local()
+        self._pinned: dict[int, int] = {}  # bytes, by address
+        self._copying: list[FakeTransfer] = []
+        self._count = 0  # of copies
+        self._failures: dict[int, tuple[BaseException, bool]] = {}
+        self._broken: BaseException | None = None
+        self._refuses_pins = False
+
+    # -- what a program does --------------------------------------------------------------------------
+
+    def tensor(self, x: Any) -> Any:
+        """Move the dense CPU tensor `x` of torch, which owns all of its memory, to this device. Returns `x`."""
+        owner = x.untyped_storage()
+        decoy = _bytes_of(owner)
+        self._memories[owner.data_ptr()] = _Memory(decoy.copy(), decoy=decoy, owner=owner)
+        decoy[:] = POISON
+        return x
+
+    def compute(self, function: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+        """Queue `function` on the current stream. It gets numpy arrays of the tensors `writes`, and then of `reads`."""
+        with self._streams.lock:
+            tensors = (*writes, *reads)
+            arrays = [self._elements(x) for x in tensors]
+            ticket = self._order.queue(self._stream)
+            for index, x in enumerate(tensors):
+                self._use(ticket, self._memory(x), *_extent(x), writes=index < len(writes))
+            self._add(ticket, _once(lambda: self._broken or function(*arrays)))
+
+    def values(self, x: Any) -> Array:
+        """The elements of `x` once all queued work is done, as a numpy array. The calling thread does that work."""
+        with self._streams.lock:
+            self._streams.run()
+            self._order.seen_all()
+            return self._elements(x).copy()
+
+    @contextlib.contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """Make stream `name` the current one of this thread. The tasks of a loop share its thread, as on a real one."""
+        before, self._current.stream = self._stream, name
+        try:
+            yield
+        finally:
+            self._current.stream = before
+
+    # -- what a test does -----------------------------------------------------------------------------
+
+    def turn(self) -> bool:
+        """Let one operation go a step on. Returns whether there was one."""
+        return self._streams.turn()
+
+    def fail_copy(self, number: int, error: BaseException, *, sticky: bool = False) -> None:
+        """The copy with this number, from 0, fails in its middle; with `sticky` all later work fails as well."""
+        self._failures[number] = error, sticky
+
+    def refuse_pins(self) -> None:
+        """`pin` returns False from here on."""
+        self._refuses_pins = True
+
+    # -- the `Device` ---------------------------------------------------------------------------------
+
+    def holds(self, x: Any) -> bool:
+        try:
+            return x.untyped_storage().data_ptr() in self._memories
+        except (RuntimeError, NotImplementedError):  # it has no memory: sparse, fake, nested
+            return False
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        return self.tensor(build(np.empty(math.prod(shape), storage(dtype)), dtype, shape, as_torch=True))
+
+    def clone(self, x: Any) -> Any:
+        copy = self.empty(dtype_name(x.dtype), tuple(x.shape))
+        self.compute(np.copyto, copy, reads=[x])
+        return copy
+
+    def mark(self, x: Any) -> FakeMark:
+        with self._streams.lock:
+            memory, (start, stop) = self._memory(x), _extent(x)
+            ticket = self._order.queue(self._stream)
+            steps: Iterator[None] = iter(())
+            if not x.is_contiguous():
+                elements, packed = self._elements(x), np.full(x.nbytes, POISON, np.uint8)
+                self._use(ticket, memory, start, stop, writes=False)
+                steps = _once(lambda: _copy(packed.view(elements.dtype), elements.reshape(-1)))
+                memory, start = _Memory(packed), 0
+                self._use(ticket, memory, 0, packed.nbytes, writes=True)
+            return FakeMark(self, x, memory, start, self._stream, self._add(ticket, steps))
+
+    def fetch(self, mark: FakeMark, start: int, into: Array) -> FakeTransfer:
+        source = mark.memory.content[mark.start + start :][: into.nbytes]
+
+        def move(first: int, last: int) -> None:
+            if (into[first:last] != POISON).any():
+                self._note("the host has written memory that a copy from the device has still to write")
+            into[first:last] = source[first:last]
+
+        with self._streams.lock:
+            into[:] = POISON
+            return self._copy(_OUT, mark, start, into, move, writes=False)
+
+    def put(self, source: Array, mark: FakeMark, start: int) -> FakeTransfer:
+        into, before = mark.memory.content[mark.start + start :][: source.nbytes], source.copy()
+
+        def move(first: int, last: int) -> None:
+            if (source[first:last] != before[first:last]).any():
+                self._note("the host has written memory that a copy to the device has still to read")
+            into[first:last] = source[first:last]
+
+        with self._streams.lock:
+            mark.is_changed = True
+            return self._copy(_IN, mark, start, source, move, writes=True)
+
+    def join(self, mark: FakeMark) -> None:
+        with self._streams.lock:
+            before = [mark.event, *mark.copies, *mark.unpacked]
+            if mark.x.is_contiguous() or not mark.is_changed or mark.unpacked:
+                self._wait(self._stream, before)
+                self._wait(mark.stream, before)
+                return
+            elements = self._elements(mark.x)
+            ticket = self._order.queue(self._stream, *(operation.ticket for operation in before))
+            self._use(ticket, mark.memory, 0, mark.nbytes, writes=False)
+            self._use(ticket, self._memory(mark.x), *_extent(mark.x), writes=True)
+            packed = mark.memory.content.view(elements.dtype)
+            steps = _once(lambda: _copy(elements, packed.reshape(elements.shape)))
+            mark.unpacked.append(self._add(ticket, steps, before))
+            if mark.stream != self._stream:
+                self._wait(mark.stream, mark.unpacked)
+
+    def pin(self, block: Array) -> bool:
+        with self._streams.lock:
+            address, nbytes = address_of(block), block.nbytes
+            if self._refuses_pins:
+                return False
+            if not nbytes or address % mmap.PAGESIZE or nbytes % mmap.PAGESIZE:
+                self._note(f"{nbytes} bytes at {address:#x} are not whole pages, and were pinned")
+            if any(address < other + size and other < address + nbytes for other, size in self._pinned.items()):
+                self._note(f"{nbytes} bytes at {address:#x} were pinned twice")
+            self._pinned[address] = nbytes
+            return True
+
+    def unpin(self, block: Array) -> None:
+        with self._streams.lock:
+            address, nbytes = address_of(block), block.nbytes
+            if self._pinned.pop(address, None) != nbytes:
+                self._note(f"{nbytes} bytes at {address:#x} were unpinned, and not pinned before")
+            if any(_overlap(copy.host, block) for copy in self._copying if not copy.is_over):
+                self._note(f"{nbytes} bytes at {address:#x} were unpinned while they were copied")
+
+    def close(self) -> None:
+        self._streams.close()
+        if self._pinned:
+            self._note(f"{len(self._pinned)} blocks were never unpinned")
+        for memory in self._memories.values():
+            if memory.decoy is not None and (memory.decoy != POISON).any():
+                self._note("the host has written to the memory of a tensor of the device")
+
+    # -- operations ---------------------------------------------------------------------------------
+
+    @property
+    def _stream(self) -> str:
+        return getattr(self._current, "stream", _DEFAULT)
+
+    def _add(self, ticket: Ticket, steps: Iterator[None], after: Sequence[Operation] = ()) -> Operation:
+        operation = Operation(ticket, steps, after)
+        self._streams.add(operation)
+        return operation
+
+    def _wait(self, stream: str, operations: Sequence[Operation]) -> None:
+        ticket = self._order.queue(stream, *(operation.ticket for operation in operations))
+        self._add(ticket, iter(()), operations)
+
+    def _copy(
+        self, stream: str, mark: FakeMark, start: int, host: Array, move: Callable[[int, int], None], *, writes: bool
+    ) -> FakeTransfer:
+        ticket = self._order.queue(stream, mark.event.ticket)
+        first = mark.start + start
+        self._use(ticket, mark.memory, first, first + host.nbytes, writes=writes)
+        transfer = FakeTransfer(self._order, ticket, host, self._streams.lock)
+        failure = self._failures.get(self._count)
+        self._count += 1
+        self._copying = [*(copy for copy in self._copying if not copy.is_over), transfer]
+        mark.copies.append(self._add(ticket, self._slices(transfer, move, failure), [mark.event]))
+        return transfer
+
+    def _slices(
+        self, transfer: FakeTransfer, move: Callable[[int, int], None], failure: tuple[BaseException, bool] | None
+    ) -> Iterator[None]:
+        count = self._random.integers(1, _SLICES_MAX, endpoint=True)
+        ends = sorted({*self._random.integers(0, transfer.nbytes + 1, count - 1).tolist(), transfer.nbytes} - {0})
+        for end in ends:
+            if failure is not None and end == ends[len(ends) // 2]:
+                error, is_sticky = failure
+                self._broken = error if is_sticky else self._broken
+                return transfer.advance(transfer.done, error)
+            if self._broken is not None:
+                return transfer.advance(transfer.done, self._broken)
+            move(transfer.done, end)
+            transfer.advance(end)
+            yield
+        return None
+
+    # -- memory -------------------------------------------------------------------------------------
+
+    def _memory(self, x: Any) -> _Memory:
+        return self._memories[x.untyped_storage().data_ptr()]
+
+    def _elements(self, x: Any) -> Array:
+        """The elements of `x` on the device, as an array of its shape and layout."""
+        dtype = storage(dtype_name(x.dtype))
+        strides = [stride * dtype.itemsize for stride in x.stride()]
+        content = self._memory(x).content
+        return np.ndarray(tuple(x.shape), dtype, content.data, x.storage_offset() * dtype.itemsize, strides)
+
+    def _use(self, ticket: Ticket, memory: _Memory, start: int, stop: int, *, writes: bool) -> None:
+        if other := memory.accesses.add(ticket, start, stop, writes=writes):
+            verb = "writes" if writes else "reads"
+            self._note(f"an operation of stream {ticket.stream!r} {verb} memory, and nothing orders it with {other}")
+
+    def _note(self, hazard: str) -> None:
+        self.hazards.append(f"{self.name}: {hazard}")
+
+
+@contextlib.contextmanager
+def fake_device(seed: int = 0, turned_by: TurnedBy = "thread", name: str = "fake:0") -> Iterator[FakeDevice]:
+    """A `FakeDevice`, closed in the end. Calls of this process take its tensors meanwhile.
+
+    Raises Hazard if the block has ended and the device has noticed hazards.
+    """
+    device = FakeDevice(seed, turned_by, name)
+    try:
+        with staging(device):
+            yield device
+    finally:
+        device.close()
+    if device.hazards:
+        raise Hazard("; ".join(device.hazards))
+
+
+def _bytes_of(storage: Any) -> Array:
+    """The memory of an untyped storage of torch."""
+    if not storage.nbytes():
+        return np.empty(0, np.uint8)
+    return np.frombuffer((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), np.uint8)
+
+
+def _extent(x: Any) -> tuple[int, int]:
+    """The bytes of its storage that `x` may use: the first one, and the one after the last."""
+    if not x.numel():
+        return 0, 0
+    first = x.storage_offset()
+    last = first + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return first * x.itemsize, (last + 1) * x.itemsize
+
+
+def _overlap(x: Array, y: Array) -> bool:
+    return address_of(x) < address_of(y) + y.nbytes and address_of(y) < address_of(x) + x.nbytes
+
+
+def _once(act: Callable[[], object]) -> Iterator[None]:
+    act()
+    return
+    yield
+
+
+def _copy(into: Array, source: Array) -> None:
+    into[...] = source

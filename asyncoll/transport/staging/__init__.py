@@ -1,0 +1,132 @@
+"""The interface to the memory of a device, such as a GPU: tensors in it are copied from and to memory of the host.
+
+The program queues its work on the *streams* of the device. A stream carries its work out one piece after the other, and
+different streams are ordered only where one waits for another. The copies here go on streams of their own, so they
+overlap with the work of the program. `asyncoll.testing.check_device` tests the contract below against any device, and
+`asyncoll.testing.fake_device` is one without hardware.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from asyncoll.tensors.reductions import Array
+
+
+class Transfer(Protocol):
+    """A copy between the device and the host. Its bytes arrive in order."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are copied."""
+
+    @property
+    def moved(self) -> int:
+        """How many bytes have arrived. It never falls."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the other bytes never arrive; None if they do."""
+
+    def when_moved(self, nbytes: int, callback: Callable[[], None]) -> None:
+        """Call `callback` once, when `nbytes` have arrived or `error` is set: in any thread, or at once in this one.
+
+        The callback must neither block nor raise. It tells nothing by itself: what goes on with the bytes reads `moved`
+        first.
+        """
+
+
+class Mark(Protocol):
+    """A tensor of the device, with the values that the program's work up to `Device.mark` gives it.
+
+    It keeps the tensor alive. Until `join` the program does not write to the tensor.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements, which copies see packed, in the order of a contiguous tensor."""
+
+    def fetch(self, start: int, into: Array) -> Transfer:
+        """Copy the bytes of the tensor from `start` on into the flat uint8 array `into`.
+
+        Until they have arrived, the caller neither reads nor writes `into`, and does not unpin it. The device keeps it
+        alive.
+        """
+
+    def put(self, source: Array, start: int) -> Transfer:
+        """Copy the flat uint8 array `source` to the bytes of the tensor from `start` on.
+
+        The host has seen the end of all `fetch`es of the bytes that it overwrites. Until `source` has been copied, the
+        caller does not write it, and does not unpin it. The device keeps it alive.
+        """
+
+    def join(self) -> None:
+        """Make the device, not the caller, wait: work that is queued from here on comes after the mark and its copies.
+
+        That holds for the current stream, and for the one that was current in `Device.mark`. Called again, in another
+        thread for instance, it changes nothing in the tensor.
+        """
+
+
+class Device(Protocol):
+    """One device, as one rank uses it. All methods may be called in any thread; none waits for the device.
+
+    Each thread has a current stream, on which the program queues its work.
+    """
+
+    @property
+    def name(self) -> str:
+        """For errors: "cuda:0"."""
+
+    def holds(self, x: Any) -> bool:
+        """Whether the torch tensor `x` is on this device."""
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A new contiguous tensor on this device, with undefined content."""
+
+    def clone(self, x: Any) -> Any:
+        """A contiguous copy of `x` on this device, made on the current stream."""
+
+    def mark(self, x: Any) -> Mark:
+        """Note the work that the program has queued on the current stream: copies of `x` come after it.
+
+        `x` may have any layout.
+        """
+
+    def pin(self, block: Array) -> bool:
+        """Pin whole pages, which are then copied at full speed, and while the program's work goes on.
+
+        Returns False if the driver refuses. Copies of memory that is not pinned are slower, and just as right.
+        """
+
+    def unpin(self, block: Array) -> None:
+        """Undo `pin`, with the same block. No copy of it is under way."""
+
+    def close(self) -> None:
+        """Wait for all copies, and release the device. Nothing is pinned any more."""
+
+
+async def arrived(transfer: Transfer, nbytes: int | None = None) -> None:
+    """Return once `nbytes` of the copy have arrived; None: all. Raises the error of the transfer.
+
+    Cancellation ends the wait, and the copy goes on.
+    """
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def end() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def wake() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the task that waits
+            loop.call_soon_threadsafe(end)
+
+    wanted = transfer.nbytes if nbytes is None else nbytes
+    transfer.when_moved(wanted, wake)
+    await ended
+    if transfer.moved < wanted and transfer.error is not None:
+        raise transfer.error

@@ -1,0 +1,345 @@
+"""Fake devices: the contract of a device, the hazards that they notice, and the faults that they have."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+
+import numpy as np
+import pytest
+import torch
+import uvloop
+
+from asyncoll.testing import FakeDevice, Hazard, check_device, fake_device
+from asyncoll.testing.devices.fake import POISON
+from asyncoll.transport.staging import arrived
+from asyncoll.transport.virtual_time import VirtualTimeLoop
+
+COUNT = 4096
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+class Program:
+    """A `DeviceProgram` of a fake device."""
+
+    def __init__(self, device):
+        self.device = device
+        self.tensor, self.values = device.tensor, device.values
+
+    def add(self, x, value):
+        self.device.compute(lambda array: np.add(array, value, out=array), x)
+
+    def stream(self):
+        return self.device.stream("side")
+
+
+@contextlib.contextmanager
+def opened(seed=0, turned_by="thread", kind=FakeDevice):
+    with fake_device(seed, turned_by) as device:
+        device.__class__ = kind
+        yield Program(device)
+
+
+# -- the contract ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_the_contract_on_a_thread(loop):
+    check_device(opened, loop)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_contract_in_virtual_time(seed):
+    check_device(lambda: opened(seed, "loop"), VirtualTimeLoop)
+
+
+class Hasty(FakeDevice):
+    """Copies to the host do not wait for the program's work."""
+
+    def fetch(self, mark, start, into):
+        mark.event = self.mark(torch.empty(0)).event
+        return super().fetch(mark, start, into)
+
+
+class Deaf(FakeDevice):
+    """Work after `join` does not wait for what was put."""
+
+    def join(self, mark):
+        mark.copies.clear()
+        super().join(mark)
+
+
+class Shifted(FakeDevice):
+    """A part of a tensor goes to its beginning."""
+
+    def put(self, source, mark, start):
+        return super().put(source, mark, 0)
+
+
+class Flat(FakeDevice):
+    """A tensor is taken for a contiguous one."""
+
+    def mark(self, x):
+        return super().mark(x.as_strided((x.numel(),), (1,)))
+
+
+class OfOneStream(FakeDevice):
+    """Only the stream of `join` waits."""
+
+    def join(self, mark):
+        mark.stream = self._stream
+        super().join(mark)
+
+
+class Early(FakeDevice):
+    """Bytes are told before they have arrived."""
+
+    def fetch(self, mark, start, into):
+        transfer = super().fetch(mark, start, into)
+        transfer.when_moved = lambda nbytes, callback: callback()
+        return transfer
+
+
+class Twice(FakeDevice):
+    """Callbacks are called twice."""
+
+    def fetch(self, mark, start, into):
+        transfer = super().fetch(mark, start, into)
+        when_moved = transfer.when_moved
+
+        def register(nbytes, callback):
+            for _ in range(2):
+                when_moved(nbytes, callback)
+
+        transfer.when_moved = register
+        return transfer
+
+
+class Lazy(FakeDevice):
+    """A clone is a view."""
+
+    def clone(self, x):
+        return x
+
+
+class Again(FakeDevice):
+    """Each `join` unpacks."""
+
+    def join(self, mark):
+        mark.unpacked = []
+        super().join(mark)
+
+
+BROKEN = {
+    Hasty: "_fetches_what_was_queued",
+    Deaf: "_put_comes_between",
+    Shifted: "_takes_windows",
+    Flat: "_packs_any_layout",
+    OfOneStream: "_follows_streams",
+    Early: "_fetches_what_was_queued",
+    Twice: "_tells_at_once",
+    Lazy: "_clones",
+    Again: "_joins_again",
+}
+
+
+@pytest.mark.parametrize(("kind", "check"), BROKEN.items(), ids=lambda each: getattr(each, "__name__", ""))
+def test_the_contract_notices_a_broken_device(kind, check):
+    with pytest.raises(AssertionError, match=check):
+        check_device(lambda: opened(1, "loop", kind), VirtualTimeLoop)
+
+
+# -- hazards --------------------------------------------------------------------------------------
+
+
+def pages(count=COUNT):
+    return np.frombuffer(mmap.mmap(-1, 4 * count), np.uint8)
+
+
+def increment(device, x):
+    device.compute(lambda array: np.add(array, 1, out=array), x)
+
+
+def fetched(device, x):
+    """A mark of `x`, and pages with its bytes, which the host has seen to arrive."""
+    mark, into = device.mark(x), pages()
+    transfer = mark.fetch(0, into)
+    while transfer.moved != transfer.nbytes:
+        device.turn()
+    return mark, into
+
+
+def changed_after_the_mark(device, x):
+    mark = device.mark(x)
+    increment(device, x)
+    mark.fetch(0, pages())
+
+
+def changed_during_the_copy(device, x):
+    device.mark(x).fetch(0, pages())
+    increment(device, x)
+
+
+def used_without_join(device, x):
+    mark, into = fetched(device, x)
+    mark.put(into, 0)
+    increment(device, x)
+
+
+def used_on_a_stream_that_has_not_joined(device, x):
+    mark, into = fetched(device, x)
+    mark.put(into, 0)
+    mark.join()
+    with device.stream("other"):
+        increment(device, x)
+
+
+def read_on_a_stream_that_has_not_joined(device, x):
+    mark, into = fetched(device, x)
+    mark.put(into, 0)
+    with device.stream("other"):
+        device.compute(lambda into, source: np.copyto(into, source), device.tensor(torch.empty(COUNT)), reads=[x])
+
+
+def put_before_all_has_arrived(device, x):
+    mark, into = device.mark(x), pages()
+    transfer = mark.fetch(0, into)
+    while not transfer.moved:
+        device.turn()
+    assert transfer.moved < transfer.nbytes
+    mark.put(np.zeros(4 * COUNT, np.uint8), 0)
+
+
+def host_writes_what_has_not_arrived(device, x):
+    into = pages()
+    device.mark(x).fetch(0, into)
+    into[-1] = 1
+
+
+def host_writes_what_is_put(device, x):
+    mark, into = fetched(device, x)
+    mark.put(into, 0)
+    into[-1] += 1
+
+
+def unpinned_during_the_copy(device, x):
+    into = pages()
+    device.pin(into)
+    device.mark(x).fetch(0, into)
+    device.unpin(into)
+
+
+def pinned_twice(device, x):
+    into = pages()
+    device.pin(into)
+    device.pin(into[4096:])
+    device.unpin(into[4096:])
+    device.unpin(into)
+
+
+def unpinned_twice(device, x):
+    into = pages()
+    device.pin(into)
+    device.unpin(into)
+    device.unpin(into)
+
+
+def pinned_in_part_of_a_page(device, x):
+    into = pages()[64:]
+    device.pin(into)
+    device.unpin(into)
+
+
+def never_unpinned(device, x):
+    device.pin(pages())
+
+
+def touched_by_the_host(device, x):
+    x.zero_()
+
+
+HAZARDS = {
+    changed_after_the_mark: "stream 'out' reads memory, and nothing orders it with .*'default' that writes",
+    changed_during_the_copy: "stream 'default' writes memory, and nothing orders it with .*'out' that reads",
+    used_without_join: "stream 'default' writes memory, and nothing orders it with .*'in' that writes",
+    used_on_a_stream_that_has_not_joined: "stream 'other' writes memory",
+    read_on_a_stream_that_has_not_joined: "stream 'other' reads memory, and nothing orders it with .*'in' that writes",
+    put_before_all_has_arrived: "stream 'in' writes memory, and nothing orders it with .*'out' that reads",
+    host_writes_what_has_not_arrived: "the host has written memory that a copy from the device has still to write",
+    host_writes_what_is_put: "the host has written memory that a copy to the device has still to read",
+    unpinned_during_the_copy: "were unpinned while they were copied",
+    pinned_twice: "were pinned twice",
+    unpinned_twice: "were unpinned, and not pinned before",
+    pinned_in_part_of_a_page: "are not whole pages",
+    never_unpinned: "1 blocks were never unpinned",
+    touched_by_the_host: "the host has written to the memory of a tensor",
+}
+
+
+@pytest.mark.parametrize(("misuse", "hazard"), HAZARDS.items(), ids=lambda each: getattr(each, "__name__", ""))
+def test_each_hazard_is_noticed(misuse, hazard):
+    with pytest.raises(Hazard, match=hazard), fake_device(3, "program") as device:
+        misuse(device, device.tensor(torch.arange(COUNT, dtype=torch.int32)))
+
+
+def test_what_has_not_arrived_is_poison():
+    with fake_device(0, "program") as device:
+        into = pages()
+        transfer = device.mark(device.tensor(torch.zeros(COUNT))).fetch(0, into)
+        assert (into == POISON).all()
+        while transfer.moved < transfer.nbytes:
+            assert (into[: transfer.moved] == 0).all()
+            assert (into[transfer.moved :] == POISON).all()
+            device.turn()
+
+
+def test_a_tensor_shows_nothing_to_the_host():
+    with fake_device(0, "program") as device:
+        x = device.tensor(torch.ones(5, dtype=torch.uint8))
+        assert device.holds(x[1:])
+        assert x.tolist() == [POISON] * 5
+        assert device.values(x).tolist() == [1] * 5
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+def test_a_copy_fails():
+    async def main():
+        with fake_device(0, "loop") as device:
+            device.fail_copy(1, OSError("no more"))
+            x = device.tensor(torch.zeros(COUNT))
+            copies = [device.mark(x).fetch(0, pages()) for _ in range(3)]
+            await arrived(copies[0])
+            with pytest.raises(OSError, match="no more"):
+                await arrived(copies[1])
+            await arrived(copies[1], copies[1].moved)
+            await arrived(copies[2])
+
+    run_in_virtual_time(main)
+
+
+def test_an_error_that_stays():
+    async def main():
+        with fake_device(0, "loop") as device:
+            device.fail_copy(0, OSError("broken"), sticky=True)
+            x = device.tensor(torch.zeros(COUNT))
+            for _ in range(2):
+                with pytest.raises(OSError, match="broken"):
+                    await arrived(device.mark(x).fetch(0, pages()))
+            increment(device, x)
+            assert not device.values(x).any()
+
+    run_in_virtual_time(main)
+
+
+def test_the_driver_refuses_to_pin():
+    with fake_device() as device:
+        device.refuse_pins()
+        assert not device.pin(pages())
+
+
+def run_in_virtual_time(main):
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(main())

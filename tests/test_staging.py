@@ -1,0 +1,346 @@
+"""Calls of tensors on devices: the bits, the order and the errors, on devices without hardware."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from functools import partial
+from itertools import cycle, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import asyncoll
+from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
+from asyncoll.tensors.reductions import DTYPES, is_divisible
+from asyncoll.testing import fake_device, run_ranks, simulate
+
+SCRIPT = Path(__file__).parent / "scripts" / "staged.py"
+TRANSPORTS = ["inproc", "zmq", "shm"]
+SIZES = [1, 2, 3, 5]
+LAYOUTS = {
+    "flat": lambda x: x,
+    "rows": lambda x: x.view(-1, 4)[::2],
+    "transposed": lambda x: x.view(4, -1).t(),
+    "one": lambda x: x[3],
+    "empty": lambda x: x[:0],
+}
+
+
+def tensor(dtype, seed, count=240):
+    """Elements of which sums are exact in every dtype, in any order."""
+    values = np.random.default_rng(seed).integers(0, 2 if dtype == "bool" else 8, count)
+    return torch.tensor(values).to(getattr(torch, dtype))
+
+
+def bits(device, x):
+    """The elements of a tensor as bytes, wherever it is."""
+    if device.holds(x):
+        return device.values(x).tobytes()
+    return x.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if x.numel() else b""
+
+
+def made(move, dtype, layout, seed):
+    return LAYOUTS[layout](move(tensor(dtype, seed)))
+
+
+async def all_calls(comm, make):
+    """The results of every dense call, and of messages, of tensors that `make(seed)` gives."""
+    rank, size = comm.rank, comm.size
+    results = [
+        await comm.allreduce(make(rank)),
+        await comm.broadcast(make(rank), root=size - 1),
+        await comm.reduce(make(rank), root=0),
+        *await comm.allgatherv(make(rank)),
+        await comm.allgather(make(rank)),
+        await comm.gather(make(rank), root=size - 1),
+        *await comm.alltoallv([make(rank * size + dest) for dest in range(size)]),
+    ]
+    if make(0).dim():
+        results.append(await comm.reduce_scatter(make(rank)))
+        if len(make(0)) % size == 0:
+            results.append(await comm.alltoall(make(rank)))
+    if size > 1:
+        sent = comm.send(make(rank), dest=(rank + 1) % size)
+        results.append(await comm.recv(make(0), source=(rank - 1) % size))
+        await sent
+        sent = comm.send(make(rank), dest=(rank + 1) % size, tag=1)
+        results.append((await comm.recv_any(make(0), tag=1))[0])
+        await sent
+    return [result for result in results if result is not None]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", SIZES)
+def test_every_call_gives_the_bits_of_the_host(size, transport):
+    with fake_device(size) as device:
+        moves = (lambda x: x), device.tensor
+
+        async def main(comm):
+            for dtype, layout in [*product(["float32"], LAYOUTS), *zip(DTYPES, cycle(LAYOUTS), strict=False)]:
+                expected, found = [await all_calls(comm, partial(made, move, dtype, layout)) for move in moves]
+                for one, other in zip(expected, found, strict=True):
+                    assert device.holds(other) or not other.numel()
+                    assert (other.dtype, other.shape) == (one.dtype, one.shape)
+                    assert bits(device, other) == bits(device, one), (dtype, layout)
+
+        run_ranks(size, main, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_averages(transport):
+    with fake_device() as device:
+
+        async def main(comm):
+            for dtype in filter(is_divisible, DTYPES):
+                results = []
+                for move in (lambda x: x, device.tensor):
+                    x = move(tensor(dtype, comm.rank))
+                    results.append(bits(device, await comm.allreduce(x, asyncoll.AVG)))
+                assert results[0] == results[1]
+
+        run_ranks(3, main, transport)
+
+
+def increment(device, x):
+    device.compute(lambda array: np.add(array, 1, out=array), x)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("seed", range(5))
+def test_work_before_and_after_a_call_is_in_order(transport, seed):
+    with fake_device(seed) as device:
+
+        async def main(comm):
+            x = device.tensor(torch.full((50_000,), float(comm.rank)))
+            for turn in range(4):
+                y = device.tensor(torch.full((50_000,), float(comm.rank)))
+                increment(device, x)
+                with device.stream("side"):
+                    increment(device, y)
+                    increment(device, y)
+                    other = comm.allreduce(y, asyncoll.AVG)
+                await comm.allreduce(x, asyncoll.MAX)
+                increment(device, x)
+                await other
+                with device.stream("side" if turn % 2 else "default"):
+                    increment(device, y)
+                assert (device.values(y) == (comm.size - 1) / 2 + 3).all()
+            assert (device.values(x) == comm.size - 1 + 8).all()
+
+        run_ranks(3, main, transport)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_ranks_with_and_without_a_device_in_virtual_time(seed):
+    """Rank 0 has ordinary tensors."""
+
+    async def main(comm):
+        with fake_device(seed, "loop", f"fake:{comm.rank}") as device:
+            move = device.tensor if comm.rank else lambda x: x
+            x = move(torch.full((1000,), float(comm.rank)))
+            gathered = await comm.allgather(x)
+            total = await comm.allreduce(x)
+            values = device.values if comm.rank else torch.Tensor.numpy
+            assert (values(total) == comm.size * (comm.size - 1) / 2).all()
+            assert (values(gathered) == np.arange(comm.size)[:, None]).all()
+            await comm.barrier()
+
+    simulate(2 + seed % 6, main, seed=seed)
+
+
+def test_a_call_that_is_refused_has_not_begun():
+    with fake_device(0, "program") as device:
+
+        async def main(comm):
+            x = device.tensor(torch.ones(5, dtype=torch.int32))
+            with pytest.raises(UsageError, match="AVG is not defined"):
+                comm.allreduce(x, asyncoll.AVG)
+            assert not device.turn()
+            with pytest.raises(UsageError, match="takes no tensors of a device yet"):
+                comm.sparse_allreduce(device.tensor(torch.ones(8)), density=0.5)
+            with pytest.raises(UsageError, match="takes no tensors of a device yet"):
+                comm.scatter([x])
+            with pytest.raises(UsageError, match="expanded"):
+                comm.allreduce(device.tensor(torch.ones(1)).expand(3))
+
+        run_ranks(1, main, "inproc")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_copy_to_the_host_fails(transport):
+    with fake_device() as device:
+        device.fail_copy(0, OSError("no such bus"))
+
+        async def main(comm):
+            x = torch.ones(1000)
+            with pytest.raises((DeviceError, AbortedError), match="fake:0 has failed: OSError: no such bus") as caught:
+                await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
+            return type(caught.value)
+
+        assert run_ranks(3, main, transport) == [AbortedError, DeviceError, AbortedError]
+
+
+async def barriers(comm):
+    while True:
+        await comm.barrier()
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_copy_to_the_device_fails(transport):
+    """No call waits for it, so it aborts the communicator."""
+    with fake_device() as device:
+        device.fail_copy(1, OSError("no such bus"))
+
+        async def main(comm):
+            x = torch.ones(1000)
+            await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
+            if comm.rank == 1:
+                device.values(x)
+            with pytest.raises(AbortedError, match="fake:0 has failed: OSError: no such bus"):
+                await barriers(comm)
+
+        run_ranks(3, main, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("call", ["allreduce", "solo_allreduce", "send"])
+def test_a_device_that_stands_still(call, transport):
+    """The call notices a deadline, and that the communicator is aborted; nothing of it is left."""
+
+    def start(comm, x):
+        return comm.send(x, dest=1) if call == "send" else getattr(comm, call)(x)
+
+    async def overdue(comm):
+        with asyncoll.deadline(0.2 if comm.rank == 0 else 60):
+            with pytest.raises(DeadlineError):
+                await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else comm.barrier())
+
+    async def aborted(comm):
+        if comm.rank:
+            comm.abort("enough")
+        with pytest.raises(AbortedError, match="enough"):
+            await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else comm.barrier())
+
+    for main in (overdue, aborted):
+        with fake_device(0, "program") as device:
+            run_ranks(2, main, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_cancelled_call_has_released_its_tensor(transport):
+    with fake_device(0, "program") as device:
+
+        async def main(comm):
+            x = device.tensor(torch.ones(1000))
+            if comm.rank:
+                call = asyncio.ensure_future(comm.allreduce(x))
+                await asyncio.sleep(0)
+                call.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await call
+                increment(device, x)  # while it is copied
+            else:
+                with pytest.raises(AbortedError):
+                    await comm.allreduce(torch.ones(1000))
+
+        run_ranks(2, main, transport)
+
+
+# -- rounds ---------------------------------------------------------------------------------------
+
+
+ROUNDS = {
+    "solo": lambda comm, x, **rules: comm.solo_allreduce(x, name="r", **rules),
+    "majority": lambda comm, x, **rules: comm.majority_allreduce(x, name="r", **rules),
+    "quorum": lambda comm, x, **rules: comm.quorum_allreduce(x, name="r", quorum=2, **rules),
+}
+
+
+async def contributed(comm, call, make, values, calls, rng):
+    """The sum of the results of all rounds, to which this rank has contributed `calls` times."""
+    total = 0.0
+    for number in range(calls):
+        await asyncio.sleep(rng.random() * 0.003)
+        reduction = await call(comm, make(number), history=200)
+        total += sum(values(result)[0] for result in reduction.results())
+    last = await comm.join("r", make(0))
+    return total + sum(values(result)[0] for result in last.results()) if last is not None else total
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("call", ROUNDS.values(), ids=ROUNDS)
+def test_every_contribution_enters_one_round(call, seed):
+    """Every second call of rank 1, and every call of the others, has tensors of a device."""
+    size, calls = 2 + seed % 5, 12
+
+    async def main(comm):
+        with fake_device(seed, "loop", f"fake:{comm.rank}") as device:
+
+            def make(number):
+                x = torch.full((40_000 if seed % 2 else 10,), float(number + 1))
+                if comm.rank == 1 and number % 2:
+                    return x
+                device.tensor(x)
+                increment(device, x)
+                return x
+
+            def values(x):
+                return device.values(x) if device.holds(x) else x.numpy()
+
+            rng = np.random.default_rng([seed, comm.rank])
+            total = await contributed(comm, call, make, values, calls, rng)
+            await comm.barrier()
+        return total
+
+    of_rank = sum(range(1, calls + 1)) + calls
+    expected = of_rank * size - calls // 2
+    assert simulate(size, main, seed=seed).results == [expected] * size
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_joins_after_its_calls(transport):
+    """Its own calls are under way, with tensors that have not arrived."""
+    with fake_device(2) as device:
+
+        async def main(comm):
+            calls = [comm.solo_allreduce(started(device, 0), name="r", history=9) for _ in range(3)]
+            last = await comm.join("r", started(device, 0))
+            of_calls = [sum(device.values(x)[0] for x in (await call).results()) for call in calls]
+            return sum(of_calls) + sum(device.values(x)[0] for x in (last.results() if last else ()))
+
+        assert run_ranks(3, main, transport) == [3 * 3 * 2] * 3
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_rounds_on_a_thread(transport):
+    with fake_device(3) as device:
+
+        async def main(comm):
+            rng = np.random.default_rng(comm.rank)
+            make = partial(started, device)
+            return await contributed(comm, ROUNDS["solo"], make, device.values, 10, rng)
+
+        assert run_ranks(3, main, transport) == [3 * (55 + 10)] * 3
+
+
+def started(device, number):
+    x = device.tensor(torch.full((30_000,), float(number + 1)))
+    increment(device, x)
+    return x
+
+
+# -- in worlds of real processes ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("case", ["awaited", "waited"])
+def test_processes(forked_world, case, transport):
+    environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "ASYNCOLL_TRANSPORT": transport}
+    for rank, each in enumerate(forked_world(environment, 3, SCRIPT, case)):
+        code, out, err = each.end()
+        assert (code, out, err) == (0, "passed\n", ""), rank
