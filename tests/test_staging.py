@@ -315,6 +315,26 @@ def test_a_rank_joins_after_its_calls(transport):
         assert run_ranks(3, main, transport) == [3 * 3 * 2] * 3
 
 
+def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
+    """Arrays of numpy, of which the operation has seen several, take the shortest way otherwise."""
+    with fake_device(0, "program") as device:
+
+        async def main(comm):
+            for _ in range(4):
+                await comm.solo_allreduce(np.ones(10), name="r")
+            first = comm.solo_allreduce(device.tensor(torch.ones(10, dtype=torch.float64)), name="r")
+            second = asyncio.ensure_future(comm.solo_allreduce(np.ones(10), name="r"))
+            for _ in range(10):
+                await asyncio.sleep(0)
+            assert not second.done()
+            while device.turn():
+                pass
+            assert (await first).round < (await second).round
+
+        run_ranks(1, main, "shm")
+        run_ranks(2, main, "zmq")
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_rounds_on_a_thread(transport):
     with fake_device(3) as device:
