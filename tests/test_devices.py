@@ -49,7 +49,7 @@ def test_the_contract_on_a_thread(loop):
     check_device(opened, loop)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_the_contract_in_virtual_time(seed):
     check_device(lambda: opened(seed, "loop"), VirtualTimeLoop)
 

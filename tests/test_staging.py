@@ -19,7 +19,6 @@ from asyncoll.testing import fake_device, run_ranks, simulate
 
 SCRIPT = Path(__file__).parent / "scripts" / "staged.py"
 TRANSPORTS = ["inproc", "zmq", "shm"]
-SIZES = [1, 2, 3, 5]
 LAYOUTS = {
     "flat": lambda x: x,
     "rows": lambda x: x.view(-1, 4)[::2],
@@ -72,8 +71,7 @@ async def all_calls(comm, make):
     return [result for result in results if result is not None]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("size", "transport"), [(1, "inproc"), (2, "shm"), (3, "zmq"), (5, "shm"), (7, "inproc")])
 def test_every_call_gives_the_bits_of_the_host(size, transport):
     with fake_device(size) as device:
         moves = (lambda x: x), device.tensor
