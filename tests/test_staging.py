@@ -207,7 +207,7 @@ def test_a_copy_to_the_device_fails(transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("call", ["allreduce", "solo_allreduce", "send"])
 def test_a_device_that_stands_still(call, transport):
-    """The call notices a deadline, and that the communicator is aborted; nothing of it is left."""
+    """The call notices a deadline, and that the communicator is aborted."""
 
     def start(comm, x):
         return comm.send(x, dest=1) if call == "send" else getattr(comm, call)(x)

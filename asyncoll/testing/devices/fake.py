@@ -46,7 +46,7 @@ class FakeTransfer:
         self.nbytes = host.nbytes
         self.error: BaseException | None = None
         self.host = host
-        self.done = 0  # bytes, whether the host knows or not
+        self.done = 0  # bytes that have arrived; reading this tells the host nothing
         self._order = order
         self._ticket = ticket
         self._waiting: list[tuple[int, Callable[[], None]]] = []
@@ -58,7 +58,7 @@ class FakeTransfer:
 
     @property
     def moved(self) -> int:
-        """Whoever reads this knows, and with it the host: its threads count as one here."""
+        """Reading it tells the host: operations that are queued from here on come after these bytes."""
         with self._lock:
             self._ticket.seen = self.done
             if self.is_over:

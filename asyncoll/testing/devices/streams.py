@@ -62,9 +62,9 @@ class Streams:
                 queue.popleft()
             return True
 
-    def run(self, operation: Operation | None = None) -> None:
-        """Turn until the operation is over; None: until all are."""
-        while not (operation is not None and operation.is_over) and self.turn():
+    def run(self) -> None:
+        """Turn until all operations are over."""
+        while self.turn():
             pass
 
     def pause_s(self) -> float:
