@@ -22,6 +22,7 @@ from asyncoll.training import EagerSGD
 from trainers.__main__ import main as cli
 from trainers.algorithms import ALGORITHMS
 from trainers.consensus import Consensus
+from trainers.devices import own_device
 from trainers.experiment import Machine, experiment, learning_rate, make_scheduler, make_trainer
 from trainers.imbalance import IMBALANCES, OneRandom, Real, Rotating, parse_imbalance
 from trainers.report import Record, Report
@@ -376,6 +377,8 @@ def test_settings_follow_what_is_given_then_the_workload_then_the_algorithm() ->
         (["allreduce_sgd", "--data", "here"], "reads no files"),
         (["eager_sgd", "--batch", "2000"], "a batch of 2000 is more than a rank's share of 1257 samples"),
         (["allreduce_sgd", "--workload", "cats"], "'cats' is not"),
+        (["allreduce_sgd", "--device", "gpu"], "'gpu' is no device: use cpu, cuda or cuda:0"),
+        (["allreduce_sgd", "--device", "cuda:"], "'cuda:' is no device"),
         (["eager_sgd", "--average-every", "-1"], "-1 is not in the range"),
         (["demo", "--ranks", "1"], "1 is not in the range"),
         (["compare"], "Missing option '--algorithms'"),
@@ -392,6 +395,21 @@ def test_bad_flags_are_usage_errors(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(cli, arguments)
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_ranks_of_a_host_take_its_gpus_in_turn(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    assert own_device("cpu", 3) == torch.device("cpu")
+    if not count:
+        with pytest.raises(asyncoll.UsageError, match="sees no GPU here; leave --device out"):
+            own_device("cuda", 0)
+        return
+    assert [own_device("cuda", rank).index for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert own_device("cuda:1", 0).index == 1
+    with pytest.raises(asyncoll.UsageError, match="there are 2 visible GPUs, from cuda:0 to cuda:1"):
+        own_device("cuda:2", 0)
 
 
 def test_one_process_alone_trains_and_reports(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import asyncoll
 from asyncoll.training import Trainer
 from trainers.algorithms import ALGORITHMS, Algorithm
 from trainers.consensus import Consensus
-from trainers.imbalance import Real
+from trainers.devices import own_device, synchronize
+from trainers.imbalance import Balanced, Real
 from trainers.report import Record, Report, collect
 from trainers.saving import Saving
 from trainers.settings import Settings
@@ -32,6 +33,7 @@ async def experiment(comm: asyncoll.Communicator, algorithm: str, settings: Sett
     workload = WORKLOADS[settings.workload](
         comm.rank, comm.size, settings.batch, settings.seed, full=settings.full, data=settings.data
     )
+    workload.move(own_device(settings.device, comm.local_rank))
     consensus = Consensus()
     scheduler = make_scheduler(settings, workload)
     trainer = make_trainer(comm, algorithm, settings, scheduler, workload, consensus)
@@ -104,6 +106,8 @@ class Machine:
 
     def __init__(self, comm: asyncoll.Communicator, workload: Workload, settings: Settings, entry: Algorithm) -> None:
         self._comm = comm
+        self._device = next(workload.model.parameters()).device
+        self._is_emulated = bool(settings.compute_s) or not isinstance(settings.imbalance, (Balanced, Real))
         self._workload = workload
         self._settings = settings
         self._in_thread = entry.is_served  # the loop of the program goes on while this rank computes
@@ -133,6 +137,7 @@ class Machine:
         settings, comm = self._settings, self._comm
         started_s = time.perf_counter()
         loss = self._workload.loss()
+        self._wait_for_device()
         real_s = time.perf_counter() - started_s + self._backward_s
         step_s = max(settings.compute_s, real_s)
         if late_for is not None:
@@ -141,7 +146,13 @@ class Machine:
         time.sleep(step_s - real_s)
         started_s = time.perf_counter()
         loss.backward()
+        self._wait_for_device()
         self._backward_s = time.perf_counter() - started_s
+
+    def _wait_for_device(self) -> None:
+        """Only where times are stretched: otherwise the work of a device overlaps with what follows."""
+        if self._is_emulated:
+            synchronize(self._device)
 
 
 def _score(workload: Workload, record: Record) -> None:

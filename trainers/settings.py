@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from trainers.algorithms import ALGORITHMS, LEAST_ZERO, NATURAL, POSITIVE, Option
+from trainers.devices import parse_device
 from trainers.imbalance import IMBALANCES, Balanced, Imbalance, parse_duration, parse_imbalance
 from trainers.workloads import WORKLOADS
 
@@ -41,6 +42,9 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 _WORKLOAD = _flag(click.Choice(sorted(WORKLOADS)), "The workload to train.")
 _FULL = _flag(bool, "The size of the paper, instead of one for two cores and minutes.")
 _DATA = _flag(click.Path(path_type=Path), "The workload's data, for those that read files.")
+_DEVICE = _flag(
+    _parsed("device", parse_device), "Where to train: cpu, cuda (the ranks of a host share its GPUs) or cuda:N."
+)
 _RATE = _flag(LEAST_ZERO, "Peak of the learning rate, in the middle of the run.")
 _BETA = _flag(_MOMENTUM, "Momentum of SGD; beta 1 of the Adam family.")
 _CLIP = _flag(_NORM, "Clip gradients to this norm.")
@@ -67,6 +71,7 @@ class Settings:
     full: bool = field(default=False, metadata=_FULL)
     data: Path | None = field(default=None, metadata=_DATA)
     rounds: int = field(default=180, metadata=_flag(POSITIVE, "Rounds to train."))
+    device: str = field(default="cpu", metadata=_DEVICE)
     batch: int = field(default=64, metadata=_flag(POSITIVE, "Samples per rank and step."))
     learning_rate: float = field(default=1.0, metadata=_RATE)
     momentum: float = field(default=0.0, metadata=_BETA)

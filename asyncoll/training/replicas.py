@@ -182,6 +182,7 @@ async def _share_optimizer(comm: asyncoll.Communicator, optimizer: torch.optim.O
     groups = optimizer.param_groups
     parameters = [parameter for group in groups for parameter in group["params"]]
     tensors: list[Tensor] = []
+    device = parameters[0].device
     described: dict[str, list[Any]] = {"groups": [], "states": [], "others": []}
     if comm.rank == root:
         described["groups"] = [_options(group, tensors) for group in groups]
@@ -190,18 +191,18 @@ async def _share_optimizer(comm: asyncoll.Communicator, optimizer: torch.optim.O
     described, _ = await _from_root(comm, described, _NOTHING, root)
     if comm.rank != root:
         for group, options in zip(groups, described["groups"], strict=True):
-            values = {name: _decoded(value, group.get(name), tensors) for name, value in options.items()}
+            values = {name: _decoded(value, group.get(name), tensors, device) for name, value in options.items()}
             values["params"] = group["params"]
             group.clear()
             group.update(values)
         for parameter, state in zip(parameters, described["states"], strict=True):
             own = optimizer.state.pop(parameter, {})
             if state:  # some optimizers initialize a state only if there is no entry
-                optimizer.state[parameter] = _decoded_items(state, own, tensors)
+                optimizer.state[parameter] = _decoded_items(state, own, tensors, device)
         own = _others(optimizer)
         for key in own:
             del optimizer.state[key]
-        optimizer.state.update(_decoded_items(described["others"], own, tensors))
+        optimizer.state.update(_decoded_items(described["others"], own, tensors, device))
     for tensor in tensors:
         await comm.broadcast(tensor, root=root)
 
@@ -238,11 +239,13 @@ def _items(optimizer: torch.optim.Optimizer, state: dict[Any, Any], tensors: lis
     return items
 
 
-def _decoded_items(items: list[list[Any]], own: dict[Any, Any], tensors: list[Tensor]) -> dict[Any, Any]:
+def _decoded_items(
+    items: list[list[Any]], own: dict[Any, Any], tensors: list[Tensor], device: torch.device
+) -> dict[Any, Any]:
     values = {}
     for item, value in items:
-        name = _decoded(item, None, tensors)
-        values[name] = _decoded(value, own.get(name), tensors)
+        name = _decoded(item, None, tensors, device)
+        values[name] = _decoded(value, own.get(name), tensors, device)
     return values
 
 
@@ -250,7 +253,7 @@ def _encoded(value: Any, tensors: list[Tensor]) -> Any:
     """`value` for JSON. A tensor is appended to `tensors`, and only its dtype and shape are encoded."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return {"tensor": [_dtype(value), list(value.shape)]}
+        return {"tensor": [_dtype(value), list(value.shape), value.is_cpu]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_encoded(item, tensors) for item in value]}
     if type(value) is dict:
@@ -264,23 +267,27 @@ def _encoded(value: Any, tensors: list[Tensor]) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent")
 
 
-def _decoded(value: Any, own: Any, tensors: list[Tensor]) -> Any:
-    """The value that was encoded; a tensor is memory that its broadcast fills: `own`, if it is of the same kind."""
+def _decoded(value: Any, own: Any, tensors: list[Tensor], device: torch.device) -> Any:
+    """The value that was encoded; a tensor is memory that its broadcast fills: `own`, if it is of the same kind.
+
+    A tensor of the host, such as a count of steps, stays there. Others go to `device`, which holds this rank's model.
+    """
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()
     if kind == "own":
         return own
     if kind == "tensor":
-        dtype, shape = getattr(torch, content[0]), content[1]
-        fits = isinstance(own, Tensor) and own.dtype == dtype and list(own.shape) == shape
-        tensors.append(own if fits else torch.empty(shape, dtype=dtype))
+        dtype, shape, is_of_host = getattr(torch, content[0]), torch.Size(content[1]), content[2]
+        place = torch.device("cpu") if is_of_host else device
+        fits = isinstance(own, Tensor) and (own.dtype, own.shape, own.device) == (dtype, shape, place)
+        tensors.append(own if fits else torch.empty(shape, dtype=dtype, device=place))
         return tensors[-1]
     if kind == "numpy":
         return numpy.dtype(content[0]).type(content[1])
     if kind == "dict":
-        return {_decoded(key, None, tensors): _decoded(item, None, tensors) for key, item in content}
-    items = [_decoded(item, None, tensors) for item in content]
+        return {_decoded(key, None, tensors, device): _decoded(item, None, tensors, device) for key, item in content}
+    items = [_decoded(item, None, tensors, device) for item in content]
     return tuple(items) if kind == "tuple" else items
 
 
@@ -300,11 +307,11 @@ def _assign(buffer: Tensor, value: Tensor) -> None:
         if buffer.shape == value.shape and 0 not in buffer.stride():
             buffer.copy_(value)
         else:  # it has another size (a cache), or is expanded, so that its elements share memory
-            buffer.set_(value)  # type: ignore[call-overload]
+            buffer.set_(value.to(buffer.device))  # type: ignore[call-overload]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).cpu()
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -46,6 +46,9 @@ class Workload(Protocol):
         self, rank: int, size: int, batch: int, seed: int, *, full: bool = False, data: Path | None = None
     ) -> None: ...
 
+    def move(self, device: torch.device) -> None:
+        """Move the model to `device`, and each batch once it is made. Before `optimizer`, and before any batch."""
+
     def loss(self) -> Tensor:
         """The model's mean loss over this rank's next batch, a scalar with gradients; sets `weight`."""
 
@@ -84,11 +87,21 @@ class EpochWorkload(ABC):
         self._seed = int(identity["seed"])
         self._identity = {"workload": self.name, "rank": rank, "batch": batch, **identity}
         self._epochs = Epochs(order, batch)
+        self._device = torch.device("cpu")
+
+    def move(self, device: torch.device) -> None:
+        """Move the model to `device`, and each batch once it is made."""
+        self.model.to(device)
+        self._device = device
 
     def loss(self) -> Tensor:
         """The model's mean loss over this rank's next batch."""
         generator = np.random.default_rng((self._seed, self._rank, *self._epochs.position))
         return self._loss(self._epochs.next_rows(), generator)
+
+    def _moved(self, data: Data) -> Data:
+        samples, targets = data
+        return samples.to(self._device), targets.to(self._device)
 
     @abstractmethod
     def _loss(self, rows: Rows, generator: np.random.Generator) -> Tensor:

@@ -45,7 +45,7 @@ class ImageWorkload(EpochWorkload):
         """The model of that size."""
 
     def _loss(self, rows: Rows, generator: np.random.Generator) -> Tensor:
-        images, labels = self._train.read(rows, generator)
+        images, labels = self._moved(self._train.read(rows, generator))
         self.weight = float(len(rows))
         return nn.functional.cross_entropy(self.model(images), labels)
 
@@ -55,7 +55,7 @@ class ImageWorkload(EpochWorkload):
         right = 0
         with evaluating(self.model):
             for rows in np.array_split(chosen, -(-len(chosen) // _SCORED_AT_ONCE)):
-                images, labels = self._test.read(rows, None)
+                images, labels = self._moved(self._test.read(rows, None))
                 right += int((self.model(images).argmax(dim=1) == labels).sum())
         return right / len(chosen)
 

@@ -47,13 +47,13 @@ class Digits(EpochWorkload):
         return images[rows], labels[rows]
 
     def _loss(self, rows: Rows, generator: np.random.Generator) -> Tensor:
-        images, labels = self._rows(rows)
+        images, labels = self._moved(self._rows(rows))
         self.weight = float(len(rows))
         return nn.functional.cross_entropy(self.model(images), labels)
 
     def score(self) -> float:
         """Test accuracy."""
-        images, labels = self._test
+        images, labels = self._moved(self._test)
         with torch.inference_mode():
             return float((self.model(images).argmax(dim=1) == labels).float().mean())
 

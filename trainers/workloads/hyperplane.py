@@ -60,13 +60,13 @@ class Hyperplane(EpochWorkload):
         return x[rows], y[rows]
 
     def _loss(self, rows: Rows, generator: np.random.Generator) -> Tensor:
-        x, y = self._rows(rows)
+        x, y = self._moved(self._rows(rows))
         self.weight = float(len(rows))
         return nn.functional.mse_loss(self.model(x), y)
 
     def score(self) -> float:
         """The share of the variance of y that the model explains; the rest is the loss."""
-        x, y = self._test
+        x, y = self._moved(self._test)
         with torch.inference_mode():
             return 1.0 - float(nn.functional.mse_loss(self.model(x), y) / y.var(correction=0))
 

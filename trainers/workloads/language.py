@@ -97,8 +97,8 @@ class Language(TextWorkload):
         return LanguageModel(shape)
 
     def _losses(self, data: Sequences, rows: Rows, generator: np.random.Generator) -> Tensor:
-        targets = data.padded(rows)
-        begin = torch.full((len(rows), 1), BEGIN)
+        targets = data.padded(rows).to(self._device)
+        begin = torch.full((len(rows), 1), BEGIN, device=self._device)
         logits = self.model(torch.cat([begin, targets[:, :-1]], dim=1))
         is_token = targets != PAD
         return nn.functional.cross_entropy(logits[is_token], targets[is_token], reduction="none")
@@ -130,7 +130,9 @@ class Bert(TextWorkload):
         tokens = data.padded(rows)
         is_token = tokens != PAD
         chosen = _choose(is_token, generator)
-        logits = self.model(_corrupt(tokens, chosen, self._shape.vocabulary, generator), is_token, chosen)
+        corrupt = _corrupt(tokens, chosen, self._shape.vocabulary, generator)
+        tokens, is_token, chosen, corrupt = (x.to(self._device) for x in (tokens, is_token, chosen, corrupt))
+        logits = self.model(corrupt, is_token, chosen)
         return nn.functional.cross_entropy(logits, tokens[chosen], reduction="none")
 
 

@@ -96,7 +96,13 @@ class Navigation:
             "workload": self.name, "rank": rank, "batch": batch, "size": size, "seed": seed, "full": full,
         }  # fmt: skip
         self._collected, self._used = 0, 0  # rollouts, and losses of the last one
+        self._device = torch.device("cpu")
         self._rollout: Rollout | None = None
+
+    def move(self, device: torch.device) -> None:
+        """Move the model to `device`. Episodes are played on the host, which sees each observation and each move."""
+        self.model.to(device)
+        self._device = device
 
     @staticmethod
     def network(full: bool) -> nn.Module:
@@ -116,7 +122,8 @@ class Navigation:
     def _minibatch(self, steps: int) -> Tensor:
         epoch, part = divmod(self._used, _MINIBATCHES)
         generator = np.random.default_rng((self._seed, self._rank, self._collected, epoch))
-        return torch.from_numpy(np.array_split(generator.permutation(steps), _MINIBATCHES)[part])
+        rows = np.array_split(generator.permutation(steps), _MINIBATCHES)[part]
+        return torch.from_numpy(rows).to(self._device)
 
     def _collect(self) -> Rollout:
         seeds = np.random.SeedSequence((self._seed, self._rank, self._collected)).generate_state(len(self._mazes) + 1)
@@ -124,7 +131,7 @@ class Navigation:
         episodes = play(self.model, self._mazes, mazes, torch.Generator().manual_seed(int(seeds[0])))
         parts = [_judge(episode) for episode in episodes]
         fields = (torch.cat([getattr(part, f.name) for part in parts]) for f in dataclasses.fields(Rollout))
-        return Rollout(*fields)
+        return Rollout(*(rows.to(self._device) for rows in fields))
 
     def score(self) -> float:
         """Mean SPL of 32 mazes; moves are drawn from the policy, with equal random numbers in each call."""
@@ -148,7 +155,9 @@ class Navigation:
         check_identity(self._identity, state)
         self._collected, self._used = state["collected"], state["used"]
         steps = state["steps"]
-        self._rollout = None if steps is None else Rollout(**{name: rows.clone() for name, rows in steps.items()})
+        if steps is not None:
+            steps = Rollout(**{name: rows.to(self._device, copy=True) for name, rows in steps.items()})
+        self._rollout = steps
 
 
 # -- episodes ------------------------------------------------------------------------------------
@@ -170,12 +179,12 @@ def play(
     model: nn.Module, mazes: list[gymnasium.Env[Any, Any]], seeds: list[int], generator: torch.Generator
 ) -> list[Episode]:
     """One whole episode in each of the mazes, which are drawn from the `seeds`; moves are drawn from the policy."""
-    episodes = [Episode() for _ in mazes]
+    episodes, device = [Episode() for _ in mazes], next(model.parameters()).device
     seen = {place: mazes[place].reset(seed=seed)[0] for place, seed in enumerate(seeds)}  # of running episodes
     while seen:
         observations = torch.from_numpy(np.stack(list(seen.values())))
         with evaluating(model):
-            log_probabilities, values = model(observations)
+            log_probabilities, values = (x.cpu() for x in model(observations.to(device)))
         moves = torch.multinomial(log_probabilities.exp(), 1, generator=generator)
         drawn = zip(
             list(seen),

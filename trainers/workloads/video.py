@@ -50,7 +50,7 @@ class LSTMClassifier(nn.Module):
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
         """Logits (batch, classes) of videos (batch, longest, features), padded at their ends."""
         outputs, _ = self.lstm(frames)
-        logits: Tensor = self.head(outputs[torch.arange(len(lengths)), lengths - 1])
+        logits: Tensor = self.head(outputs[torch.arange(len(lengths), device=lengths.device), lengths - 1])
         return logits
 
 
@@ -93,8 +93,8 @@ class Video(EpochWorkload):
 
     def _loss(self, rows: Rows, generator: np.random.Generator) -> Tensor:
         self.weight = float(len(rows))
-        videos, labels = self._videos(rows)
-        return nn.functional.cross_entropy(self.model(videos, torch.from_numpy(self._lengths[rows])), labels)
+        videos, labels = self._moved(self._videos(rows))
+        return nn.functional.cross_entropy(self.model(videos, self._lengths_of(rows)), labels)
 
     def score(self) -> float:
         """Accuracy on 128 held-out videos."""
@@ -103,14 +103,17 @@ class Video(EpochWorkload):
         right = 0
         with evaluating(self.model):
             for rows in np.array_split(by_length, 4):
-                videos, labels = self._videos(rows)
-                logits = self.model(videos, torch.from_numpy(self._lengths[rows]))
+                videos, labels = self._moved(self._videos(rows))
+                logits = self.model(videos, self._lengths_of(rows))
                 right += int((logits.argmax(dim=1) == labels).sum())
         return right / len(held_out)
 
     def optimizer(self, learning_rate: float, momentum: float) -> torch.optim.Optimizer:
         """Adam, as SGD takes too long over long sequences."""
         return torch.optim.Adam(self.model.parameters(), lr=learning_rate, betas=(momentum, 0.999))
+
+    def _lengths_of(self, rows: Rows) -> Tensor:
+        return torch.from_numpy(self._lengths[rows]).to(self._device)
 
     def _videos(self, rows: Rows) -> Data:
         lengths, classes = self._lengths[rows], rows % self._shape.classes
