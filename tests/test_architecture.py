@@ -117,7 +117,7 @@ SANS_IO = (
     *(f"algorithms.rounds.{name}" for name in ("engine", "rules", "activation", "grouping", "operation")),
 )
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
-TORCH = {"tensors", "torch", "torch.hooks", "training", "doctor", "launch", "world"}
+TORCH = {"bench", "tensors", "torch", "torch.hooks", "training", "doctor", "launch", "world"}
 ZMQ = {"transport.messages", "doctor"}
 DOORS = (
     "asyncoll.rpc",

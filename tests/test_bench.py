@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 from conftest import LIGHT, PATIENCE_S
 
@@ -77,6 +78,16 @@ def test_usage_errors_name_the_mistake(arguments: Sequence[str], complaint: str)
     code, output = invoke(*arguments)
     assert code == 2
     assert complaint in output
+
+
+def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, output = invoke("allreduce", "--device", "cuda", "--sizes", "4")
+    assert code == 2
+    assert "sees no GPU here; leave --device out" in output
+    code, output = invoke("allreduce", "--device", "cuda", "--registered")
+    assert code == 2
+    assert "--registered is memory of the host" in output
 
 
 def test_a_plan_is_unchanged_by_json() -> None:

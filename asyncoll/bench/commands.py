@@ -60,6 +60,13 @@ def bench() -> None:
 @_sizes("4:100M")
 @_transport
 @click.option("--registered", is_flag=True, help="Reduce a tensor of `comm.empty`, in place.")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="Reduce a tensor of the host or of a GPU; ranks take the GPUs in turn.",
+)
 @_json
 def allreduce(as_json: bool, **plan: Any) -> None:
     """Allreduce of float32: time (the slowest rank's median) and bandwidths, as nccl-tests defines them."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import numpy as np
 
+from asyncoll.bench.places import OnGpu, OnHost
 from asyncoll.bench.plan import ITEM_BYTES, Plan, Row, repeats
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
@@ -25,15 +27,12 @@ def pattern(count: int) -> Array:
 
 
 async def allreduce(comm: Communicator, plan: Plan, size: int) -> Row:
-    """Measure `comm.allreduce` of float32, in place. All ranks call it."""
+    """Measure `comm.allreduce` of float32, in place; on a GPU with the copies. All ranks call it."""
     base = pattern(size // ITEM_BYTES)
     mine, total = base * (comm.rank + 1), base * (comm.size * (comm.size + 1) // 2)
-    x = comm.empty(base.size, "float32") if plan.registered else np.empty_like(base)
-
-    def prepare() -> None:
-        x[...] = mine
-
-    seconds, wrong = await timed(comm, size, prepare, lambda: comm.allreduce(x), lambda: wrong_elements(x, total))
+    place = OnGpu(comm, base.size) if plan.device == "cuda" else OnHost(comm, base.size, registered=plan.registered)
+    prepare, call = partial(place.fill, mine), partial(place.allreduce, comm)
+    seconds, wrong = await timed(comm, size, prepare, call, lambda: wrong_elements(place.values(), total))
     median, p99, wrong = await slowest(comm, seconds, wrong)
     algorithm = size / median / 1e9
     return {

@@ -24,6 +24,7 @@ class Plan:
     sizes: tuple[int, ...]  # bytes
     transport: str = "shm"  # a key of `runs.TRANSPORTS`
     registered: bool = False  # whether allreduce reduces a tensor of `comm.empty`
+    device: str = "cpu"  # of the tensor that allreduce reduces: cpu or cuda
     skew_s: float = 0.0  # of solo: rank r arrives r times this late
     iterations: int = 0  # of solo: measured calls
 

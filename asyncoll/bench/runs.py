@@ -12,6 +12,7 @@ from pathlib import Path
 
 import asyncoll
 from asyncoll.bench import dense, skewed
+from asyncoll.bench.places import check
 from asyncoll.bench.plan import Plan, Row
 from asyncoll.communicator import Communicator
 from asyncoll.launch import launch
@@ -27,6 +28,7 @@ TRANSPORTS = {
 
 def run_plan(plan: Plan) -> tuple[int, list[Row]]:
     """Run the benchmark. Returns the exit code of the job, and its rows: none if it has failed."""
+    check(plan)
     if plan.transport == "inproc":
         return 0, run_ranks(plan.ranks, lambda comm: measure(comm, plan))[0]
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:

@@ -58,7 +58,7 @@ def headline(plan: Plan) -> str:
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cpu = models[0] if models else platform.machine()
     return (
-        f"# {plan.benchmark}, {plan.ranks} ranks, {plan.transport} ({TRANSPORTS[plan.transport]}); "
+        f"# {plan.benchmark}, {plan.ranks} ranks, {plan.transport} ({TRANSPORTS[plan.transport]}), {plan.device}; "
         f"{len(os.sched_getaffinity(0))} cores, {cpu}; "
         f"asyncoll {asyncoll.__version__}, Python {platform.python_version()}, {versions}; {NOTES[plan.benchmark]}"
     )
@@ -67,7 +67,12 @@ def headline(plan: Plan) -> str:
 def show(plan: Plan, rows: Sequence[Row], *, as_json: bool) -> None:
     """Print the rows of a benchmark to stdout."""
     if as_json:
-        common = {"benchmark": plan.benchmark, "ranks": plan.ranks, "transport": plan.transport}
+        common = {
+            "benchmark": plan.benchmark,
+            "ranks": plan.ranks,
+            "transport": plan.transport,
+            "device": plan.device,
+        }
         for row in rows:
             click.echo(json.dumps(common | row))
         return

@@ -1,0 +1,68 @@
+"""Where the array of a benchmark is: in memory of the host, or on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncoll.bench.plan import Plan
+from asyncoll.communicator import Communicator
+from asyncoll.errors import UsageError
+
+if TYPE_CHECKING:
+    from asyncoll.tensors.reductions import Array
+
+
+class OnHost:
+    """A float32 array in memory of the host; with `registered`, in that of the world."""
+
+    def __init__(self, comm: Communicator, count: int, *, registered: bool) -> None:
+        self.x: Any = comm.empty(count, "float32") if registered else np.empty(count, np.float32)
+
+    def fill(self, values: Array) -> None:
+        self.x[...] = values
+
+    def allreduce(self, comm: Communicator) -> Awaitable[object]:
+        return comm.allreduce(self.x)
+
+    def values(self) -> Array:
+        found: Array = self.x
+        return found
+
+
+class OnGpu:
+    """A float32 tensor on a GPU. The ranks of a host take its GPUs in turn."""
+
+    def __init__(self, comm: Communicator, count: int) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = torch.device("cuda", comm.local_rank % torch.cuda.device_count())
+        self.x: Any = torch.empty(count, device=self._device)
+
+    def fill(self, values: Array) -> None:
+        self.x.copy_(self._torch.from_numpy(values))
+        self._torch.cuda.synchronize(self._device)
+
+    async def allreduce(self, comm: Communicator) -> None:
+        """The call, and the copy of its result to the GPU."""
+        await comm.allreduce(self.x)
+        self._torch.cuda.synchronize(self._device)
+
+    def values(self) -> Array:
+        found: Array = self.x.cpu().numpy()
+        return found
+
+
+def check(plan: Plan) -> None:
+    """Raise UsageError unless the device of the plan is there."""
+    if plan.device == "cpu":
+        return
+    import torch
+
+    if plan.registered:
+        raise UsageError("--registered is memory of the host: leave it out with --device cuda")
+    if not torch.cuda.is_available():
+        raise UsageError(f"--device cuda: torch {torch.__version__} sees no GPU here; leave --device out")
