@@ -1,0 +1,455 @@
+"""What only a GPU can show to be right: the checks of `gpu.py`. Each runs at every rank of a new world."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import asyncoll
+from asyncoll.errors import AsyncollError
+from asyncoll.training import OverlappedSGD
+from trainers.experiment import experiment
+from trainers.settings import Settings
+
+Tell = Callable[[object], object]
+
+COUNT = 1_000_003  # elements of the larger tensors: odd, and of several windows
+SMALL = 4096
+SLEEP_CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32,
+    torch.int64, torch.bool, torch.complex64,
+)  # fmt: skip
+LAYOUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: x,
+    lambda x: x[1:],
+    lambda x: x[:4000].view(50, 80)[::2],
+    lambda x: x[:4000].view(50, 80).t(),
+    lambda x: x[3],
+    lambda x: x[:1],
+    lambda x: x[:0],
+)
+
+
+class NotHereError(Exception):
+    """This machine cannot show it; the text says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check: `body` raises at a rank if it fails there. The ranks `lost` do not survive it, and give no answer."""
+
+    name: str
+    what: str
+    body: Callable[[asyncoll.Communicator], Awaitable[None]]
+    ranks: tuple[int, ...] = ()  # empty: those of the command line
+    lost: tuple[int, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the environment
+
+    def environment(self) -> Mapping[str, str]:
+        return self.variables
+
+    def run(self, tell: Tell) -> None:
+        try:
+            asyncoll.run(self.body)
+        except AsyncollError:
+            if not self.lost:
+                raise
+        tell("pass")
+
+    def judge(self, values: object) -> str:
+        del values
+        return "pass"
+
+
+CHECKS: list[Check] = []
+
+
+def check(what: str, **more: Any) -> Callable[[Callable[[asyncoll.Communicator], Awaitable[None]]], Any]:
+    """Add a function to the checks, under its name."""
+
+    def add(body: Callable[[asyncoll.Communicator], Awaitable[None]]) -> Any:
+        CHECKS.append(Check(body.__name__.replace("_", "-"), what, body, **more))
+        return body
+
+    return add
+
+
+def own(comm: asyncoll.Communicator) -> torch.device:
+    """The GPU of this rank."""
+    return torch.device("cuda", comm.local_rank % torch.cuda.device_count())
+
+
+def values(dtype: torch.dtype, seed: int, count: int = SMALL) -> Tensor:
+    """Elements on the host. Sums of floats are not exact, so that another order of additions shows."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point or dtype.is_complex:
+        return torch.randn(count, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 8, (count,), generator=generator).to(dtype)
+
+
+def made(dtype: torch.dtype, layout: Callable[[Tensor], Tensor], device: torch.device, seed: int) -> Tensor:
+    return layout(values(dtype, seed).to(device))
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors have equal bits, wherever they are."""
+    pair = [each.detach().cpu().contiguous().view(-1) for each in (x, y)]
+    return x.shape == y.shape and x.dtype == y.dtype and bytes(_raw(pair[0])) == bytes(_raw(pair[1]))
+
+
+def _raw(x: Tensor) -> Any:
+    return x.view(torch.uint8).numpy() if x.numel() else b""
+
+
+async def dense(comm: asyncoll.Communicator, make: Callable[[int], Tensor]) -> list[Tensor]:
+    """The results of the dense calls and of messages."""
+    rank, size = comm.rank, comm.size
+    results: list[Any] = [
+        await comm.allreduce(make(rank)),
+        await comm.broadcast(make(rank), root=size - 1),
+        await comm.reduce(make(rank), root=0),
+        *await comm.allgatherv(make(rank)),
+        await comm.allgather(make(rank)),
+        await comm.gather(make(rank), root=0),
+        *await comm.alltoallv([make(rank * size + dest) for dest in range(size)]),
+    ]
+    if make(0).dim():
+        results.append(await comm.reduce_scatter(make(rank)))
+    sent = comm.send(make(rank), dest=(rank + 1) % size)
+    results.append(await comm.recv(make(0), source=(rank - 1) % size))
+    await sent
+    return [result for result in results if result is not None]
+
+
+# -- values ---------------------------------------------------------------------------------------
+
+
+@check("every dense call gives the bits of the host: dtypes, layouts, odd sizes, AVG at 3 ranks", ranks=(1, 2, 3, 5))
+async def bits(comm: asyncoll.Communicator) -> None:
+    device = own(comm)
+    host = torch.device("cpu")
+    for dtype, layout in [*((torch.float32, each) for each in LAYOUTS), *zip(DTYPES, cycle(LAYOUTS), strict=False)]:
+        expected = await dense(comm, partial(made, dtype, layout, host))
+        found = await dense(comm, partial(made, dtype, layout, device))
+        for one, other in zip(expected, found, strict=True):
+            assert other.device == device, f"a result is on {other.device}"
+            assert same(one, other), f"other bits: {dtype}, shape {tuple(one.shape)}"
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = values(dtype, comm.rank, COUNT)
+        y = x.to(device)
+        await comm.allreduce(x, asyncoll.AVG)
+        await comm.allreduce(y, asyncoll.AVG)
+        assert same(x, y), f"another average of {dtype}"
+
+
+async def whole_order(comm: asyncoll.Communicator) -> None:
+    """Work before and after calls on the same stream, on side streams, and of tasks that take turns."""
+    device, size = own(comm), comm.size
+    side = torch.cuda.Stream(device)
+    for turn in range(6):
+        x = torch.zeros(COUNT, device=device)
+        torch.cuda._sleep(SLEEP_CYCLES)
+        x.add_(comm.rank + 1)
+        await comm.allreduce(x)
+        x.mul_(2)
+        with torch.cuda.stream(side):
+            y = torch.zeros(COUNT, device=device)
+            torch.cuda._sleep(SLEEP_CYCLES)
+            y.add_(comm.rank + turn)
+            under_way = comm.allreduce(y)
+            z = torch.full((COUNT,), float(comm.rank), device=device)
+            others = [comm.allreduce(z.clone(), asyncoll.MAX), under_way]
+        for done in await asyncio.gather(*others):
+            done.add_(1)
+        torch.cuda.synchronize(device)
+        assert bool((x == size * (size + 1)).all()), "work on the current stream was overtaken"
+        assert bool((y == size * (size - 1) / 2 + turn * size + 1).all()), "work on a side stream was overtaken"
+
+
+@check("work that is queued before and after a call is in order, on all streams and in all tasks")
+async def order(comm: asyncoll.Communicator) -> None:
+    await whole_order(comm)
+
+
+@check("the same under torch's sanitizer of streams", ranks=(2,), variables={"TORCH_CUDA_SANITIZER": "1"})
+async def sanitizer(comm: asyncoll.Communicator) -> None:
+    await whole_order(comm)
+
+
+@check("a tensor may be dropped, and its memory filled anew, while its call is under way")
+async def lifetime(comm: asyncoll.Communicator) -> None:
+    device = own(comm)
+    for turn in range(20):
+        x = torch.full((COUNT,), float(turn), device=device)
+        under_way = comm.allreduce(x)
+        del x
+        torch.full((COUNT,), -1.0, device=device)  # gets the same memory, unless the call still holds it
+        total = await under_way
+        assert bool((total == turn * comm.size).all()), "the memory was reused too early"
+
+
+@check("all ranks pin and copy at once, and no error of CUDA stays pending")
+async def pins(comm: asyncoll.Communicator) -> None:
+    device = own(comm)
+    for count in (COUNT, 16 * COUNT, 3):
+        x = torch.ones(count, device=device)
+        await comm.allreduce(x)
+        torch.cuda.synchronize(device)
+        assert bool((x == comm.size).all())
+        x.add_(1)  # raises an error that a failed registration has left pending
+        torch.cuda.synchronize(device)
+
+
+@check(
+    "the bits, with expandable segments", ranks=(2,), variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+)
+async def segments(comm: asyncoll.Communicator) -> None:
+    await bits(comm)
+
+
+@check("ranks that see the GPUs in another order", ranks=(2,))
+async def visible(comm: asyncoll.Communicator) -> None:
+    if torch.cuda.device_count() < 2:
+        raise NotHereError("needs two GPUs")
+    x = torch.full((COUNT,), 1.0, device=torch.device("cuda", 1 - comm.rank % 2))
+    await comm.allreduce(x)
+    assert bool((x == comm.size).all())
+
+
+@check("ranks with tensors of the GPU and ranks with tensors of the host in one call")
+async def mixed(comm: asyncoll.Communicator) -> None:
+    place = own(comm) if comm.rank % 2 else torch.device("cpu")
+    x = torch.arange(COUNT, dtype=torch.float32, device=place)
+    await comm.allreduce(x)
+    assert same(x, torch.arange(COUNT, dtype=torch.float32) * comm.size)
+
+
+# -- rounds ---------------------------------------------------------------------------------------
+
+
+@check("rounds lose no contribution and count none twice: solo, majority and quorum, with late ranks")
+async def rounds(comm: asyncoll.Communicator) -> None:
+    device, generator = own(comm), np.random.default_rng(comm.rank)
+    kinds: dict[str, Callable[..., Awaitable[asyncoll.Reduction]]] = {
+        "solo": comm.solo_allreduce,
+        "majority": comm.majority_allreduce,
+        "quorum": partial(comm.quorum_allreduce, quorum=max(1, comm.size - 1)),
+    }
+    for name, call in kinds.items():
+        given = taken = 0.0
+        for _ in range(30):
+            if generator.random() < 0.3:
+                torch.cuda._sleep(int(SLEEP_CYCLES * generator.random()))
+            value = float(generator.integers(1, 100))
+            given += value
+            reduction = await call(torch.full((SMALL,), value, device=device), name=name, history=1000)
+            taken += sum(whole(result) for result in reduction.results())
+        last = await comm.join(name, torch.zeros(SMALL, device=device))
+        taken += sum(whole(result) for result in last.results()) if last is not None else 0.0
+        everyones = await comm.allgather(torch.tensor([given, taken], dtype=torch.float64))
+        total = float(everyones[:, 0].sum())
+        assert everyones[:, 1].tolist() == [total] * comm.size, f"{name}: {total} was given, and {everyones} taken"
+
+
+def whole(result: Tensor) -> float:
+    """The value that all elements of a round's result have."""
+    assert bool((result == result[0]).all()), "a round is torn"
+    return float(result[0])
+
+
+@check("a contribution is used although its rank is stopped", ranks=(3,))
+async def stopped(comm: asyncoll.Communicator) -> None:
+    device, pid = own(comm), torch.tensor(os.getpid())
+    await comm.solo_allreduce(torch.zeros(SMALL, device=device), name="stopped")  # all know the operation
+    await comm.broadcast(pid, root=1)
+    await comm.barrier()
+    if comm.rank == 1:
+        for _ in range(20):
+            await comm.solo_allreduce(torch.ones(SMALL, device=device), name="stopped")
+    elif comm.rank == 0:
+        os.kill(int(pid), signal.SIGSTOP)
+        try:
+            for _ in range(20):
+                reduction = await comm.solo_allreduce(torch.ones(SMALL, device=device), name="stopped")
+                assert reduction.included, "a stopped rank kept a round waiting"
+        finally:
+            os.kill(int(pid), signal.SIGCONT)
+    await comm.barrier()
+
+
+# -- faults ---------------------------------------------------------------------------------------
+
+
+@check("a cancelled call leaves the next one right: while its copy waits, and while it waits for others")
+async def cancelled(comm: asyncoll.Communicator) -> None:
+    device = own(comm)
+    for state in ("queued", "arrived"):
+        x = torch.ones(COUNT, device=device)
+        if state == "queued":
+            torch.cuda._sleep(SLEEP_CYCLES)
+        task = asyncio.ensure_future(comm.solo_allreduce(x, name=state))
+        await asyncio.sleep(0 if state == "queued" else 0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        y = torch.full((COUNT,), 2.0, device=device)
+        await comm.allreduce(y)
+        assert bool((y == 2 * comm.size).all())
+
+
+@contextmanager
+def named(rank: int) -> Iterator[None]:
+    """The block must raise an error that names rank `rank`."""
+    text = "no error"
+    try:
+        yield
+    except AsyncollError as error:
+        text = str(error)
+    assert f"rank {rank}" in text, f"rank {rank} is lost, and the error does not name it: {text}"
+
+
+def killed_while(delay_s: float, sleep_cycles: int) -> Callable[[asyncoll.Communicator], Awaitable[None]]:
+    """Rank 1 is killed `delay_s` after its call has begun, whose copy waits for `sleep_cycles` of the GPU."""
+
+    async def body(comm: asyncoll.Communicator) -> None:
+        device = own(comm)
+        await comm.allreduce(torch.ones(COUNT, device=device))
+        await comm.barrier()
+        if comm.rank == 1:
+            torch.cuda._sleep(max(1, sleep_cycles))
+            under_way = asyncio.ensure_future(comm.allreduce(torch.ones(COUNT, device=device)))
+            await asyncio.sleep(delay_s)
+            os.kill(os.getpid(), signal.SIGKILL)
+            await under_way
+        with named(1):
+            while True:
+                await comm.allreduce(torch.ones(COUNT, device=device))
+
+    return body
+
+
+CHECKS += [
+    Check("killed", "kill -9 while a copy waits: every survivor names the rank",
+          killed_while(0.0, 5 * SLEEP_CYCLES), (2, 4), lost=(1,)),
+    Check("killed-later", "kill -9 while copies are under way: every survivor names the rank",
+          killed_while(0.002, 0), (2, 4), lost=(1,)),
+]  # fmt: skip
+
+
+@check("an illegal access at one rank is an error that names it, and the world ends", ranks=(2, 3), lost=(1,))
+async def illegal(comm: asyncoll.Communicator) -> None:
+    device = own(comm)
+    await comm.allreduce(torch.ones(SMALL, device=device))
+    x = torch.ones(SMALL, device=device)
+    if comm.rank == 1:
+        x[torch.tensor([10**9], device=device)] = 1  # a failed assertion in a kernel, which ends the context
+    with named(1):
+        while True:
+            await comm.allreduce(x)
+
+
+@check("a device out of memory is an error that names it, and the world ends", ranks=(2,), lost=(1,))
+async def memory(comm: asyncoll.Communicator) -> None:
+    device = own(comm)
+    x = torch.ones(SMALL, device=device)
+    await comm.allgather(x)
+    hoard = fill(device) if comm.rank == 1 else []
+    with named(1):
+        for _ in range(1000):
+            await comm.allgather(x)
+    hoard.clear()
+
+
+def fill(device: torch.device) -> list[Tensor]:
+    """Tensors that leave no room for another one."""
+    hoard, count = [], 2**30
+    while count >= SMALL:
+        try:
+            hoard.append(torch.ones(count, device=device))
+        except torch.OutOfMemoryError:
+            count //= 2
+    return hoard
+
+
+@check("a call inside of a capture is refused, and the next one is right", ranks=(2,))
+async def capture(comm: asyncoll.Communicator) -> None:
+    device = own(comm)
+    x = torch.ones(SMALL, device=device)
+    await comm.allreduce(x)
+    graph, refused = torch.cuda.CUDAGraph(), ""
+    with torch.cuda.graph(graph):
+        try:
+            comm.allreduce(x)
+        except asyncoll.UsageError as error:
+            refused = str(error)
+    assert "captur" in refused, f"the call was not refused: {refused!r}"
+    y = torch.ones(SMALL, device=device)
+    await comm.allreduce(y)
+    assert bool((y == comm.size).all())
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+@check("the trainers learn with models on the GPU", ranks=(4,))
+async def trainers(comm: asyncoll.Communicator) -> None:
+    for algorithm, options in TRAINED.items():
+        settings = Settings.of(algorithm, device="cuda", rounds=120, **options)
+        report = await experiment(comm, algorithm, settings)
+        assert report is None or report.final_score > 0.9, f"{algorithm}: {report.final_score:.1%}"
+
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "allreduce_sgd": {},
+    "overlapped_sgd": {},
+    "eager_sgd": {"partial": "majority"},
+    "wagma_sgd": {"group_size": 2},
+    "dc_s3gd": {},
+    "oktopk_sgd": {"density": 0.05, "clip_norm": 1.0},
+    "local_sgd": {},
+    "sgp": {},
+    "dpsgd": {},
+}
+
+
+@check("a ResNet-50 of 25.6 M parameters trains with eager-SGD", ranks=(4,))
+async def resnet(comm: asyncoll.Communicator) -> None:
+    settings = Settings.of("eager_sgd", workload="imagenet", full=True, device="cuda", rounds=20, batch=16)
+    report = await experiment(comm, "eager_sgd", settings)
+    assert report is None or math.isfinite(report.final_score)
+
+
+@check("copies and backward() overlap in a trace of the GPU", ranks=(2,))
+async def overlap(comm: asyncoll.Communicator) -> None:
+    device = own(comm)
+    model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(6))).to(device)
+    trainer = OverlappedSGD(comm, model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    await trainer.start()
+    x = torch.ones(2048, 4096, device=device)
+    for _ in range(2):
+        model(x).mean().backward()
+        await trainer.step()
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
+        model(x).mean().backward()
+        await trainer.step()
+        torch.cuda.synchronize(device)
+    on_device = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
+    copies = [event.time_range for event in on_device if "Memcpy DtoH" in event.name]
+    kernels = [event.time_range for event in on_device if "Mem" not in event.name]
+    assert copies, "the trace has no copies to the host"
+    hidden = sum(min(copy.end, kernel.end) > max(copy.start, kernel.start) for copy in copies for kernel in kernels)
+    assert hidden, "no copy to the host overlaps with a kernel"
