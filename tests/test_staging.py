@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import weakref
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
@@ -181,25 +183,24 @@ def test_a_copy_to_the_host_fails(transport):
         assert run_ranks(3, main, transport) == [AbortedError, DeviceError, AbortedError]
 
 
-async def barriers(comm):
-    while True:
-        await comm.barrier()
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_copy_to_the_device_fails(transport):
     """No call waits for it, so it aborts the communicator."""
     with fake_device() as device:
         device.fail_copy(1, OSError("no such bus"))
 
-        async def main(comm):
+        async def calls(comm):
             x = torch.ones(1000)
-            await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
+            await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)  # it may not be over at another rank
             if comm.rank == 1:
                 device.values(x)
+            while True:
+                await comm.barrier()
+                await asyncio.sleep(0)
+
+        async def main(comm):
             with pytest.raises(AbortedError, match="fake:0 has failed: OSError: no such bus"):
-                await barriers(comm)
+                await calls(comm)
 
         run_ranks(3, main, transport)
 
@@ -246,6 +247,29 @@ def test_a_cancelled_call_has_released_its_tensor(transport):
                     await comm.allreduce(torch.ones(1000))
 
         run_ranks(2, main, transport)
+
+
+@pytest.mark.parametrize("call", ["allreduce", "allgather", "solo_allreduce"])
+def test_a_call_keeps_no_memory_of_its_device(call):
+    """Not even until Python looks for cycles."""
+
+    async def main(comm):
+        x = device.tensor(torch.ones(1000))
+        gone = weakref.ref(x)
+        await getattr(comm, call)(x)
+        while not await asyncio.sleep(0) and device.turn():
+            pass
+        del x
+        await asyncio.sleep(0)
+        assert gone() is None
+
+    with fake_device(0, "loop") as device:
+        gc.collect()
+        gc.disable()
+        try:
+            run_ranks(2, main)
+        finally:
+            gc.enable()
 
 
 # -- rounds ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Body, Collectives
@@ -22,8 +23,10 @@ class Arrival:
         self._member = member
         self._tensors = tensors
         self._error: BaseException | None = None
+        # Without a reference to this object: a cycle would keep the tensors' memory until Python looks for cycles.
+        lost = partial(_lost, member)
         for tensor in tensors:
-            tensor.begin(self._lost)
+            tensor.begin(lost)
 
     async def then(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which begins once the tensors have arrived, or have failed, or this is cancelled."""
@@ -63,9 +66,10 @@ class Arrival:
         for tensor in self._tensors:
             await tensor.arrived()
 
-    def _lost(self, error: DeviceError) -> None:
-        """A result has not reached its tensor, after the call was over. In a thread of the device."""
-        self._member.post(lambda: self._member.abort(str(error)))
+
+def _lost(member: Member, error: DeviceError) -> None:
+    """A result has not reached its tensor, after the call was over. In a thread of the device."""
+    member.post(lambda: member.abort(str(error)))
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
