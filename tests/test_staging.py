@@ -202,7 +202,24 @@ def test_a_copy_to_the_device_fails(transport):
             with pytest.raises(AbortedError, match="fake:0 has failed: OSError: no such bus"):
                 await calls(comm)
 
-        run_ranks(3, main, transport)
+        with pytest.raises(DeviceError, match="fake:0 has failed: OSError: no such bus"):  # as rank 1 leaves the world
+            run_ranks(3, main, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_copy_to_the_device_fails_after_the_last_call(is_split, transport):
+    """Leaving the world waits for the copies."""
+
+    async def calls(comm):
+        part = await comm.split(0) if is_split else comm
+        x = torch.ones(1000)
+        await part.allreduce(device.tensor(x) if comm.rank == 1 else x)
+
+    with fake_device() as device:
+        device.fail_copy(1, OSError("no such bus"))
+        with pytest.raises(DeviceError, match="fake:0 has failed: OSError: no such bus"):
+            run_ranks(3, calls, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -344,7 +361,8 @@ def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
         async def main(comm):
             for _ in range(4):
                 await comm.solo_allreduce(np.ones(10), name="r")
-            first = comm.solo_allreduce(device.tensor(torch.ones(10, dtype=torch.float64)), name="r")
+            x = device.tensor(torch.ones(10, dtype=torch.float64))
+            first = comm.solo_allreduce(x, name="r")
             second = asyncio.ensure_future(comm.solo_allreduce(np.ones(10), name="r"))
             for _ in range(10):
                 await asyncio.sleep(0)
@@ -352,6 +370,7 @@ def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
             while device.turn():
                 pass
             assert (await first).round < (await second).round
+            assert device.values(x)[0]
 
         run_ranks(1, main, "shm")
         run_ranks(2, main, "zmq")
