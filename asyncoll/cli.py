@@ -120,7 +120,8 @@ def doctor(as_json: bool) -> None:
     help="simulated, memory: virtual time; inproc, zmq, shm, shm-mixed: real time in one process; others: a process "
     "each. mixed: every second rank does without the compiled core.",
 )
-def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str) -> None:
+@click.option("--devices", is_flag=True, help="Some ranks have tensors on devices, which have no hardware.")
+def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str, devices: bool) -> None:
     """Check the laws of wait-avoiding collectives in many worlds, each drawn from a seed.
 
     Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world.
@@ -132,7 +133,7 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
             raise click.UsageError("give --seed or --seeds, not both")
         seeds, jobs = f"{seed}:{seed + 1}", 1
     worlds = sweep.parse_kinds(kind), sweep.parse_ranks(ranks), sweep.parse_seeds(seeds)
-    sys.exit(not sweep.sweep(*worlds, jobs, transport))
+    sys.exit(not sweep.sweep(*worlds, jobs, transport, devices))
 
 
 @main.command()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import mmap
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -211,6 +212,20 @@ def put_before_all_has_arrived(device, x):
     mark.put(np.zeros(4 * COUNT, np.uint8), 0)
 
 
+def put_before_this_thread_has_seen_that_all_has_arrived(device, x):
+    threads = ThreadPoolExecutor(1)
+    mark, into = threads.submit(fetched, device, x).result()
+    mark.put(into, 0)
+
+
+def changed_during_the_copy_after_many_uses(device, x):
+    for _ in range(50):
+        increment(device, x)
+        device.compute(lambda array: None, reads=[x])
+        device.values(x)
+    changed_during_the_copy(device, x)
+
+
 def host_writes_what_has_not_arrived(device, x):
     into = pages()
     device.mark(x).fetch(0, into)
@@ -259,6 +274,12 @@ def touched_by_the_host(device, x):
     x.zero_()
 
 
+def touched_by_the_host_before_it_was_dropped(device, x):
+    device.tensor(torch.ones(3)).zero_()
+    for _ in range(99):
+        device.tensor(torch.ones(3))
+
+
 HAZARDS = {
     changed_after_the_mark: "stream 'out' reads memory, and nothing orders it with .*'default' that writes",
     changed_during_the_copy: "stream 'default' writes memory, and nothing orders it with .*'out' that reads",
@@ -266,6 +287,8 @@ HAZARDS = {
     used_on_a_stream_that_has_not_joined: "stream 'other' writes memory",
     read_on_a_stream_that_has_not_joined: "stream 'other' reads memory, and nothing orders it with .*'in' that writes",
     put_before_all_has_arrived: "stream 'in' writes memory, and nothing orders it with .*'out' that reads",
+    put_before_this_thread_has_seen_that_all_has_arrived: "stream 'in' writes memory, and nothing orders it with",
+    changed_during_the_copy_after_many_uses: "stream 'default' writes memory, and nothing orders it with .*'out'",
     host_writes_what_has_not_arrived: "the host has written memory that a copy from the device has still to write",
     host_writes_what_is_put: "the host has written memory that a copy to the device has still to read",
     unpinned_during_the_copy: "were unpinned while they were copied",
@@ -274,6 +297,7 @@ HAZARDS = {
     pinned_in_part_of_a_page: "are not whole pages",
     never_unpinned: "1 blocks were never unpinned",
     touched_by_the_host: "the host has written to the memory of a tensor",
+    touched_by_the_host_before_it_was_dropped: "the host has written to the memory of a tensor",
 }
 
 
@@ -300,6 +324,21 @@ def test_a_tensor_shows_nothing_to_the_host():
         assert device.holds(x[1:])
         assert x.tolist() == [POISON] * 5
         assert device.values(x).tolist() == [1] * 5
+
+
+def test_a_long_run_keeps_its_speed():
+    """What can cause no hazard any more is forgotten."""
+    with fake_device(0, "program") as device:
+        x, empty = device.tensor(torch.zeros(COUNT)), device.tensor(torch.zeros(0))
+        for turn in range(200):
+            increment(device, x)
+            device.compute(lambda array: None, reads=[x])
+            mark, into = fetched(device, device.tensor(torch.full((COUNT,), float(turn)))[::2])
+            mark.put(into, 0)
+            mark.join()
+        assert len(device._memory(x).accesses._known) < 40
+        assert len(device._memories) < 140
+        assert not device.values(empty).size
 
 
 # -- faults ---------------------------------------------------------------------------------------

@@ -33,10 +33,13 @@ SEEDS = 52  # worlds of each kind: four of each size
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("transport", "seeds"), [(SIMULATED, SEEDS), (MEMORY, 20)])
-def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds):
+@pytest.mark.parametrize(
+    ("transport", "seeds", "devices"),
+    [(SIMULATED, SEEDS, []), (MEMORY, 20, []), (SIMULATED, 7, ["--devices"]), (MEMORY, 4, ["--devices"])],
+)
+def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices):
     """Runs the command, in two processes."""
-    command = [sys.executable, "-m", "asyncoll.cli", "laws", "--seeds", f"0:{seeds}", "--jobs", "2"]
+    command = [sys.executable, "-m", "asyncoll.cli", "laws", "--seeds", f"0:{seeds}", "--jobs", "2", *devices]
     command += ["--transport", transport] if transport != SIMULATED else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,12 +64,19 @@ def test_laws_over_real_sockets(kind, transport):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("transport", "sizes"), [("shm-processes", (2, 5)), ("zmq-processes", (4,)), ("shm-mixed-processes", (3,))]
+    ("transport", "kinds", "sizes", "devices"),
+    [
+        ("shm-processes", KINDS, (2, 5), False),
+        ("zmq-processes", KINDS, (4,), False),
+        ("shm-mixed-processes", KINDS, (3,), False),
+        ("shm-processes", ("solo",), (3,), True),
+    ],
 )
-def test_laws_over_processes(transport, sizes, capfd):
+def test_laws_over_processes(transport, kinds, sizes, devices, capfd):
     with ThreadPoolExecutor(4) as pool:
-        done = [pool.submit(check_laws, kind, size, size, transport=transport) for kind in KINDS for size in sizes]
-    assert [world.result().rounds for world in done] == [12] * len(KINDS) * len(sizes)
+        check = partial(check_laws, transport=transport, devices=devices)
+        done = [pool.submit(check, kind, size, size) for kind in kinds for size in sizes]
+    assert [world.result().rounds for world in done] == [12] * len(kinds) * len(sizes)
     assert capfd.readouterr().err == "", "such as that the ranks share no memory"
 
 
@@ -93,6 +103,7 @@ def test_the_drawn_worlds_contain_late_cancelled_and_overlapping_calls(kind, tra
     assert {case.buckets for case in cases} == {1, 2}
     assert {case.quitter is None for case in cases} == {case.sleeper is None for case in cases} == {True, False}
     assert any(case.network.faults for case in cases)
+    assert len({len(case.staging) for case in cases}) > 2
 
 
 def what_happens(story):
@@ -349,6 +360,21 @@ def test_a_real_transport_is_named_in_the_replay(spread):
     spread("solo", inverts_included)
     with pytest.raises(LawBroken, match="replay: asyncoll laws --kind solo --ranks 2 --seed 0 --transport inproc"):
         check_laws("solo", 2, 0, transport="inproc")
+
+
+async def touches_the_memory_of_a_device(call, comm, x):
+    if not isinstance(x, np.ndarray):
+        x.add_(1)
+    return await call(x)
+
+
+def test_a_hazard_of_a_device_breaks_a_law(spread):
+    spread("solo", touches_the_memory_of_a_device)
+    seed = next(seed for seed in range(9) if draw("solo", 3, seed).staging and draw("solo", 3, seed).buckets == 1)
+    check_laws("solo", 3, seed)
+    with pytest.raises(LawBroken, match=f"(?s)Hazard: fake:.* memory of a tensor.*--seed {seed} --devices") as broken:
+        check_laws("solo", 3, seed, devices=True)
+    assert broken.value.law == "completion"
 
 
 @pytest.fixture

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
+import weakref
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
@@ -181,27 +183,43 @@ def test_a_copy_to_the_host_fails(transport):
         assert run_ranks(3, main, transport) == [AbortedError, DeviceError, AbortedError]
 
 
-async def barriers(comm):
-    while True:
-        await comm.barrier()
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_copy_to_the_device_fails(transport):
     """No call waits for it, so it aborts the communicator."""
     with fake_device() as device:
         device.fail_copy(1, OSError("no such bus"))
 
-        async def main(comm):
+        async def calls(comm):
             x = torch.ones(1000)
-            await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
+            await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)  # it may not be over at another rank
             if comm.rank == 1:
                 device.values(x)
-            with pytest.raises(AbortedError, match="fake:0 has failed: OSError: no such bus"):
-                await barriers(comm)
+            while True:
+                await comm.barrier()
+                await asyncio.sleep(0)
 
-        run_ranks(3, main, transport)
+        async def main(comm):
+            with pytest.raises(AbortedError, match="fake:0 has failed: OSError: no such bus"):
+                await calls(comm)
+
+        with pytest.raises(DeviceError, match="fake:0 has failed: OSError: no such bus"):  # as rank 1 leaves the world
+            run_ranks(3, main, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("is_split", [False, True])
+def test_a_copy_to_the_device_fails_after_the_last_call(is_split, transport):
+    """Leaving the world waits for the copies."""
+
+    async def calls(comm):
+        part = await comm.split(0) if is_split else comm
+        x = torch.ones(1000)
+        await part.allreduce(device.tensor(x) if comm.rank == 1 else x)
+
+    with fake_device() as device:
+        device.fail_copy(1, OSError("no such bus"))
+        with pytest.raises(DeviceError, match="fake:0 has failed: OSError: no such bus"):
+            run_ranks(3, calls, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -246,6 +264,29 @@ def test_a_cancelled_call_has_released_its_tensor(transport):
                     await comm.allreduce(torch.ones(1000))
 
         run_ranks(2, main, transport)
+
+
+@pytest.mark.parametrize("call", ["allreduce", "allgather", "solo_allreduce"])
+def test_a_call_keeps_no_memory_of_its_device(call):
+    """Not even until Python looks for cycles."""
+
+    async def main(comm):
+        x = device.tensor(torch.ones(1000))
+        gone = weakref.ref(x)
+        await getattr(comm, call)(x)
+        while not await asyncio.sleep(0) and device.turn():
+            pass
+        del x
+        await asyncio.sleep(0)
+        assert gone() is None
+
+    with fake_device(0, "loop") as device:
+        gc.collect()
+        gc.disable()
+        try:
+            run_ranks(2, main)
+        finally:
+            gc.enable()
 
 
 # -- rounds ---------------------------------------------------------------------------------------
@@ -320,7 +361,8 @@ def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
         async def main(comm):
             for _ in range(4):
                 await comm.solo_allreduce(np.ones(10), name="r")
-            first = comm.solo_allreduce(device.tensor(torch.ones(10, dtype=torch.float64)), name="r")
+            x = device.tensor(torch.ones(10, dtype=torch.float64))
+            first = comm.solo_allreduce(x, name="r")
             second = asyncio.ensure_future(comm.solo_allreduce(np.ones(10), name="r"))
             for _ in range(10):
                 await asyncio.sleep(0)
@@ -328,6 +370,7 @@ def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
             while device.turn():
                 pass
             assert (await first).round < (await second).round
+            assert device.values(x)[0]
 
         run_ranks(1, main, "shm")
         run_ranks(2, main, "zmq")

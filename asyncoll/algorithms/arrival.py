@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Body, Collectives
@@ -22,8 +24,9 @@ class Arrival:
         self._member = member
         self._tensors = tensors
         self._error: BaseException | None = None
+        back = _CopiesBack(member)
         for tensor in tensors:
-            tensor.begin(self._lost)
+            tensor.begin(back)
 
     async def then(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which begins once the tensors have arrived, or have failed, or this is cancelled."""
@@ -63,9 +66,27 @@ class Arrival:
         for tensor in self._tensors:
             await tensor.arrived()
 
-    def _lost(self, error: DeviceError) -> None:
-        """A result has not reached its tensor, after the call was over. In a thread of the device."""
-        self._member.post(lambda: self._member.abort(str(error)))
+
+class _CopiesBack:
+    """Those of one call. Implements `tensors.staged.CopiesBack`.
+
+    It does not refer to the tensors: a cycle would keep their memory until Python looks for cycles.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def begun(self) -> None:
+        self._member.endpoint.returns.begun()
+
+    def ended(self, error: DeviceError | None) -> None:
+        with contextlib.suppress(RuntimeError):  # the runtime's loop is closed: this rank has left with an error
+            self._member.post(partial(self._ended, error))
+
+    def _ended(self, error: DeviceError | None) -> None:
+        self._member.endpoint.returns.ended(error)
+        if error is not None:
+            self._member.abort(str(error))
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

@@ -19,6 +19,7 @@ from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.executions import Executions
 from asyncoll.runtime.failures import WORLD, Closed, Failures, error_of
 from asyncoll.runtime.membership import Membership
+from asyncoll.runtime.returns import Returns
 from asyncoll.runtime.router import Router
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.transport import Arena, Buffer, Loss, Transport, wire
@@ -55,6 +56,7 @@ class Endpoint:
         self.executions = Executions(transport, self.router, self.failures)
         self.membership = Membership()
         self.departures = Departures(self.router, self.membership)
+        self.returns = Returns()
         self._services: set[asyncio.Task[None]] = set()
         self._at_last_call: list[Callable[[], None]] = []
         self._parted = False  # every rank has made its last call

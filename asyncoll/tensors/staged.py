@@ -5,7 +5,6 @@ The library does not know the kinds of devices here. Whoever opens a device adds
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncoll.errors import DeviceError
@@ -14,15 +13,25 @@ from asyncoll.tensors.reductions import Array
 stagers: list[Stager] = []  # of the devices that this process uses
 
 
+class CopiesBack(Protocol):
+    """Is told of each copy of a result to a device: no call waits for it."""
+
+    def begun(self) -> None:
+        """In the thread that makes the copy."""
+
+    def ended(self, error: DeviceError | None) -> None:
+        """In any thread. Neither blocks nor raises."""
+
+
 class Staged(Protocol):
     """A tensor of a device, and its mirror."""
 
     mirror: Array  # the elements, as flat bytes, once they have arrived
 
-    def begin(self, lost: Callable[[DeviceError], None]) -> None:
+    def begin(self, back: CopiesBack) -> None:
         """In the caller's thread: begin to copy the elements. The work that the program has queued comes before.
 
-        `lost` is called, in any thread, if a copy back fails: nothing waits for that.
+        `back` is told of the copies of results.
         """
 
     async def arrived(self) -> None:

@@ -63,6 +63,7 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
             the environment describes no possible world.
         PeerLostError: a rank has died, or is frozen, before all ranks had joined, or while this rank waited for the
             others to leave.
+        DeviceError: a result has not reached its tensor on a device.
         DeadlineError: a rank has not joined in time.
         ServiceLostError: the store at MASTER_ADDR has ended before all ranks had joined.
 
@@ -113,6 +114,7 @@ async def connect() -> AsyncIterator[Communicator]:
         UsageError: this process is in a world already; it inherits the environment of a rank that has started it; or
             the environment describes no possible world.
         PeerLostError: a rank has died, or is frozen, before all ranks had joined, or before all had left.
+        DeviceError: a result has not reached its tensor on a device. Leaving raises it.
         DeadlineError: a rank has not joined in time.
         ServiceLostError: the store at MASTER_ADDR has ended before all ranks had joined.
 
@@ -282,14 +284,12 @@ class World:
             return
         forks.unregister(self)
         self._inside.close()
-        if self._departs:
-            await self._end(error)
-            return
         # A rank that has never used RPC must still answer calls of others, with the error that it has no functions.
         with contextlib.suppress(UsageError):  # shared memory has no room for it: then no rank can call this one
-            _ = self._core.rpc
+            _ = self._departs or self._core.rpc
         try:
-            await self._flush(error)
+            if error is None:
+                await self._flush()
         except BaseException as cancelled:
             error = cancelled
             raise
@@ -301,11 +301,22 @@ class World:
         forks.silence_signals()
         forks.isolate(self._loop)
 
-    async def _flush(self, error: BaseException | None) -> None:
-        if error is None:
+    async def _flush(self) -> None:
+        """Wait for what no call of the program waits for. Raises DeviceError if a result has not reached its device."""
+        if not self._departs:
             with contextlib.suppress(AsyncollError):  # the world has failed, which `_leave` deals with
                 for rpc in self._core.rpcs:
                     await rpc.flush()
+        if self._endpoint.returns.any:
+            await self._runner.within(self._return())
+
+    async def _return(self) -> None:
+        """On the runtime's loop: wait for the copies of results to devices. A failure of the world ends the wait."""
+        failures, returns = self._endpoint.failures, self._endpoint.returns
+        with contextlib.suppress(AsyncollError):  # `_leave` deals with it
+            with failures.watch(self._group.communicator, "results to reach a device") as failed:
+                await asyncio.wait([returns.over(), failed], return_when=asyncio.FIRST_COMPLETED)
+        returns.check()
 
     async def _end(self, error: BaseException | None) -> None:
         try:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import math
 import mmap
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -58,9 +59,9 @@ class FakeTransfer:
 
     @property
     def moved(self) -> int:
-        """Reading it tells the host: operations that are queued from here on come after these bytes."""
+        """Reading it tells this thread: operations that it queues from here on come after these bytes."""
         with self._lock:
-            self._ticket.seen = self.done
+            self._ticket.seen[threading.get_ident()] = self.done
             if self.is_over:
                 self._order.seen(self._ticket)
             return self.done
@@ -122,8 +123,8 @@ class FakeDevice:
     - memory is pinned twice, or not in whole pages; it is unpinned under a copy, or not pinned, or never;
     - the host writes to the memory of a tensor.
 
-    A host that reads what has not arrived, or the memory of a tensor, gets POISON. All threads of the host count as
-    one: what one of them knows to have arrived is over for all.
+    A host that reads what has not arrived, or the memory of a tensor, gets POISON. What a thread has not seen itself to
+    have arrived is not over for it.
     """
 
     def __init__(self, seed: int = 0, turned_by: TurnedBy = "thread", name: str = "fake:0") -> None:
@@ -133,6 +134,7 @@ class FakeDevice:
         self._streams = Streams(seed, turned_by)
         self._order = Order()
         self._memories: dict[int, _Memory] = {}  # by the address of the decoy
+        self._many = 64  # of them: look for those whose tensors are gone
         self._current = threading.local()
         self._pinned: dict[int, int] = {}  # bytes, by address
         self._copying: list[FakeTransfer] = []
@@ -147,7 +149,9 @@ class FakeDevice:
         """Move the dense CPU tensor `x` of torch, which owns all of its memory, to this device. Returns `x`."""
         owner = x.untyped_storage()
         decoy = _bytes_of(owner)
-        self._memories[owner.data_ptr()] = _Memory(decoy.copy(), decoy=decoy, owner=owner)
+        with self._streams.lock:
+            self._forget_unused()
+            self._memories[owner.data_ptr()] = _Memory(decoy.copy(), decoy=decoy, owner=owner)
         decoy[:] = POISON
         return x
 
@@ -286,8 +290,7 @@ class FakeDevice:
         if self._pinned:
             self._note(f"{len(self._pinned)} blocks were never unpinned")
         for memory in self._memories.values():
-            if memory.decoy is not None and (memory.decoy != POISON).any():
-                self._note("the host has written to the memory of a tensor of the device")
+            self._check(memory)
 
     # -- operations ---------------------------------------------------------------------------------
 
@@ -336,6 +339,20 @@ class FakeDevice:
 
     # -- memory -------------------------------------------------------------------------------------
 
+    def _forget_unused(self) -> None:
+        """Forget the memory of tensors that are gone, if there is much. Operations that use it keep it."""
+        if len(self._memories) < self._many:
+            return
+        for address, memory in list(self._memories.items()):
+            if _is_unused(memory.owner):
+                self._check(memory)
+                del self._memories[address]
+        self._many = 2 * len(self._memories) + 64
+
+    def _check(self, memory: _Memory) -> None:
+        if memory.decoy is not None and (memory.decoy != POISON).any():
+            self._note("the host has written to the memory of a tensor of the device")
+
     def _memory(self, x: Any) -> _Memory:
         return self._memories[x.untyped_storage().data_ptr()]
 
@@ -350,6 +367,7 @@ class FakeDevice:
         if other := memory.accesses.add(ticket, start, stop, writes=writes):
             verb = "writes" if writes else "reads"
             self._note(f"an operation of stream {ticket.stream!r} {verb} memory, and nothing orders it with {other}")
+        memory.accesses.forget(self._order)
 
     def _note(self, hazard: str) -> None:
         self.hazards.append(f"{self.name}: {hazard}")
@@ -376,6 +394,15 @@ def _bytes_of(storage: Any) -> Array:
     if not storage.nbytes():
         return np.empty(0, np.uint8)
     return np.frombuffer((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()), np.uint8)
+
+
+def _is_unused(storage: Any) -> bool:
+    """Whether no tensor has this untyped storage of torch any more: the reference of its Python object is the last.
+
+    Those without bytes all have the same address.
+    """
+    count: int = sys.modules["torch"]._C._storage_Use_Count(storage._cdata)
+    return storage.nbytes() > 0 and count == 1
 
 
 def _extent(x: Any) -> tuple[int, int]:

@@ -3,10 +3,15 @@
 Mattern, "Virtual time and global states of distributed systems", 1989. Each stream counts its operations. The clock of
 an operation has, for each stream, the last operation that certainly comes before it. Two operations that use the same
 bytes, one of them to write, must be ordered; whether they are shows when they are queued, not only when they collide.
+
+Each thread of the host has a clock, too: what it has seen the end of. A device does not notice how threads wait for
+each other, so what one of them has seen orders nothing that another one queues.
 """
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 Clock = dict[str, int]  # by stream: the number of its last operation
@@ -19,7 +24,7 @@ class Ticket:
     stream: str
     number: int
     clock: Clock
-    seen: int = 0  # the bytes of a copy that the host knows to have arrived
+    seen: dict[int, int] = field(default_factory=dict)  # by thread: the bytes of a copy that it knows to have arrived
 
 
 @dataclass(slots=True)
@@ -35,23 +40,35 @@ class Order:
     """The order of the operations of one device."""
 
     def __init__(self) -> None:
-        self._host: Clock = {}  # what the host has seen the end of
+        self._threads: dict[int, Clock] = {}  # what each thread of the host has seen the end of
         self._streams: dict[str, Clock] = {}
+        self._passed: Clock = {}
 
     def queue(self, stream: str, *after: Ticket) -> Ticket:
         """Queue an operation on `stream`, which waits for the operations `after` as well."""
-        clock = _latest(self._host, self._streams.get(stream, {}), *(ticket.clock for ticket in after))
+        thread = self._threads.get(threading.get_ident(), {})
+        before = self._streams.get(stream, {})
+        clock = _latest(self._passed, thread, before, *(ticket.clock for ticket in after))
         clock[stream] = clock.get(stream, 0) + 1
         self._streams[stream] = clock
         return Ticket(stream, clock[stream], clock)
 
     def seen(self, ticket: Ticket) -> None:
-        """The host has seen the end of the operation: what it queues from here on comes later."""
-        self._host = _latest(self._host, ticket.clock)
+        """This thread has seen the end of the operation: what it queues from here on comes later."""
+        thread = threading.get_ident()
+        self._threads[thread] = _latest(self._threads.get(thread, {}), ticket.clock)
 
     def seen_all(self) -> None:
-        """The host has seen the end of everything that is queued."""
-        self._host = _latest(self._host, *self._streams.values())
+        """This thread has seen the end of everything that is queued."""
+        self._threads[threading.get_ident()] = _latest(*self._streams.values())
+
+    def passed(self) -> Clock:
+        """The operations that come before all that are queued from here on, on known streams or by known threads.
+
+        New streams and threads come after them, too: who makes one has seen them, or waits for them.
+        """
+        self._passed = _latest(self._passed, _earliest(self._streams.values()), _earliest(self._threads.values()))
+        return self._passed
 
 
 @dataclass(slots=True)
@@ -59,6 +76,7 @@ class Accesses:
     """The uses of one piece of device memory."""
 
     _known: list[_Access] = field(default_factory=list)
+    _many: int = 16
 
     def add(self, ticket: Ticket, start: int, stop: int, *, writes: bool) -> str:
         """Note that the operation uses these bytes. Returns what it collides with; "" if nothing."""
@@ -73,11 +91,20 @@ class Accesses:
         self._known.append(_Access(ticket, start, stop, start, writes))
         return collision
 
+    def forget(self, order: Order) -> None:
+        """Forget uses that collide with no later one, if there are many."""
+        if len(self._known) < self._many:
+            return
+        passed = order.passed()
+        self._known = [each for each in self._known if passed.get(each.ticket.stream, 0) < each.ticket.number]
+        self._many = 2 * len(self._known) + 16
+
 
 def _is_before(known: _Access, until: int, ticket: Ticket) -> bool:
     """Whether `known` has used its bytes up to `until` before the operation of `ticket` begins."""
     earlier = known.ticket
-    return ticket.clock.get(earlier.stream, 0) >= earlier.number or earlier.seen >= until - known.first
+    seen = earlier.seen.get(threading.get_ident(), 0)
+    return ticket.clock.get(earlier.stream, 0) >= earlier.number or seen >= until - known.first
 
 
 def _latest(*clocks: Clock) -> Clock:
@@ -86,3 +113,9 @@ def _latest(*clocks: Clock) -> Clock:
         for stream, number in clock.items():
             latest[stream] = max(number, latest.get(stream, 0))
     return latest
+
+
+def _earliest(clocks: Collection[Clock]) -> Clock:
+    """What is in all `clocks`."""
+    streams = set.intersection(*map(set, clocks)) if clocks else set()
+    return {stream: min(clock[stream] for clock in clocks) for stream in streams}

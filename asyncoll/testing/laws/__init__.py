@@ -29,7 +29,7 @@ class Lawful:
     messages: int  # 0 on a real transport, which does not count them
 
 
-def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED) -> Lawful:
+def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, devices: bool = False) -> Lawful:
     """Run the world drawn from `kind`, `size` and `seed`. Raises LawBroken if it breaks a law.
 
     `transport` "simulated" (messages) and "memory" (shared memory) run the world in virtual time, with jitter, a slow
@@ -37,15 +37,22 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED) -
     and "shm-mixed" (`asyncoll.testing.run_ranks`) run the ranks on one loop in real time; "zmq-processes" and
     "shm-processes" run them as processes of `asyncoll launch`, and so does "shm-mixed-processes", where every second
     rank does without the compiled core, as in "shm-mixed". In real time there is neither a drawn network nor a
-    pause of a trainer. Raises UsageError for an unknown kind, a size below 1 or a negative seed.
+    pause of a trainer.
+
+    With `devices` some ranks have most of their tensors on devices without hardware (`fake_device`), and the law
+    `completion` says also that no copy was at the wrong time.
+
+    Raises UsageError for an unknown kind, a size below 1 or a negative seed.
     """
 
     replay = f"asyncoll laws --kind {kind} --ranks {size} --seed {seed}"
     if transport != SIMULATED:
         replay += f" --transport {transport}"
+    if devices:
+        replay += " --devices"
     case = draw(kind, size, seed)
     try:
-        story = tell(case, transport)
+        story = tell(case, transport, devices=devices)
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise LawBroken("completion", "Every world runs to its end.", what, replay) from error

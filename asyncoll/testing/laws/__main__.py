@@ -1,4 +1,4 @@
-"""One rank of a case, under the launcher: `python -m asyncoll.testing.laws KIND SEED FOLDER CORES`."""
+"""One rank of a case, under the launcher: `python -m asyncoll.testing.laws KIND SEED FOLDER CORES DEVICES`."""
 
 from asyncoll.testing.laws.runs import rank_main
 

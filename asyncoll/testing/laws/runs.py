@@ -30,8 +30,12 @@ PROCESSES = {"shm-processes": "shm", "zmq-processes": "zmq", MIXED: "shm"}
 _TIMEOUT_S = 120  # a case takes about a second, so a world that runs this long has a rank that waits for ever
 
 
-def tell(case: Case, transport: str) -> Story:
-    """Run the world and return its story. A real transport has no drawn network and no sleeper."""
+def tell(case: Case, transport: str, *, devices: bool = False) -> Story:
+    """Run the world and return its story. A real transport has no drawn network and no sleeper.
+
+    Without `devices` no rank has one.
+    """
+    case = case if devices else replace(case, staging=())
     if transport in (SIMULATED, MEMORY):
         case = replace(case, alarmed=None, forking=None)
         main, in_memory = (lambda comm: take_part(comm, case)), transport == MEMORY
@@ -48,6 +52,11 @@ def _in_real_time(case: Case) -> Case:
     return replace(case, sleeper=None, network=Network())
 
 
+def _in_processes(case: Case) -> Case:
+    """The devices are for tests of calls, and bear neither the exceptions of signal handlers nor forks."""
+    return replace(case, staging=tuple(rank for rank in case.staging if rank not in (case.alarmed, case.forking)))
+
+
 def _story(case: Case, parts: list[Part], messages: int) -> Story:
     return Story(case, [calls for calls, _ in parts], [each for _, cancelled in parts for each in cancelled], messages)
 
@@ -61,8 +70,8 @@ def _launch(case: Case, transport: str) -> list[Part]:
     Each case needs a launch of its own, because a rank of a case may leave the world early.
     """
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
-        cores = "mixed" if transport == MIXED else "same"
-        program = ["-m", "asyncoll.testing.laws", case.kind, str(case.seed), folder, cores]
+        cores, devices = "mixed" if transport == MIXED else "same", "devices" if case.staging else "none"
+        program = ["-m", "asyncoll.testing.laws", case.kind, str(case.seed), folder, cores, devices]
         _run_job(["-n", str(case.size), "--transport", PROCESSES[transport], "--timeout", str(_TIMEOUT_S), *program])
         return [read_record(_record(folder, rank)) for rank in range(case.size)]
 
@@ -86,7 +95,7 @@ def _run_job(arguments: list[str]) -> None:
 
 def rank_main() -> None:
     """The program of a rank."""
-    kind, seed, folder, cores = sys.argv[1:]
+    kind, seed, folder, cores, devices = sys.argv[1:]
     if cores == "mixed" and int(os.environ["RANK"]) % 2:
         os.environ[_core.VARIABLE] = "python"
     # The exception of the signal handler may come between the creation of a coroutine and its await.
@@ -94,7 +103,8 @@ def rank_main() -> None:
     sys.unraisablehook = _ignore_alarms
 
     async def main(comm: Communicator) -> tuple[int, Part]:
-        return comm.rank, await take_part(comm, _in_real_time(draw(kind, comm.size, int(seed))))
+        case = _in_processes(_in_real_time(draw(kind, comm.size, int(seed))))
+        return comm.rank, await take_part(comm, case if devices == "devices" else replace(case, staging=()))
 
     rank, part = run(main)
     write_record(_record(folder, rank), part)

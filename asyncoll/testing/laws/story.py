@@ -21,7 +21,10 @@ from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
+from asyncoll.runtime.progress import SharedLoop
 from asyncoll.tensors.reductions import Array
+from asyncoll.testing.devices import FakeDevice, fake_device
+from asyncoll.testing.laws.tensors import Layout, Tensors
 from asyncoll.transport.messages.simulated import Network, Pause
 
 KINDS = ("solo", "majority", "quorum", "full", "candidates", "group")
@@ -60,6 +63,7 @@ class Case:
     alarmed: int | None  # the rank whose signal handler raises in some of its calls; only where ranks are processes
     forking: int | None  # the rank that forks a child; only where ranks are processes
     forks_at: int  # the call in which it forks
+    staging: tuple[int, ...]  # the ranks that have devices; only where that is asked for
     rounds: int = _ROUNDS
 
     @property
@@ -75,6 +79,10 @@ class Case:
     def calls(self) -> int:
         """The most calls that a rank makes. Each answer is of a newer round, so at most `rounds` calls return."""
         return self.rounds + _CANCELS + max(_OVERLAPS) - 1
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.buckets, self.padding, self.calls, self.size)
 
     def is_synchronous(self, number: int) -> bool:
         return number % self.sync_every == 0
@@ -137,6 +145,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
         forking=one_of(None, rank()) if size > 1 else None,
         forks_at=one_of(*_FORK_AT),
         alarmed=one_of(None, rank()) if kind != "group" and size > 1 else None,
+        staging=tuple(rank for rank in range(size) if one_of(True, False)),
     )
 
 
@@ -197,7 +206,11 @@ class Story:
 
 async def take_part(comm: Communicator, case: Case) -> Part:
     """Make calls at random moments until one returns the last round. Returns all answers and cancelled calls."""
-    return await _Trainer(comm, case).run()
+    if comm.rank not in case.staging:
+        return await _Trainer(comm, case).run()
+    on_one_loop = isinstance(comm._core.member.runner, SharedLoop)
+    with fake_device(case.seed + comm.rank, "loop" if on_one_loop else "thread", f"fake:{comm.rank}") as device:
+        return await _Trainer(comm, case, device).run()  # in the end of the block the answers get their values
 
 
 class AlarmError(Exception):
@@ -217,9 +230,10 @@ def _ignore_alarms(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
 class _Trainer:
     """One rank of a case."""
 
-    def __init__(self, comm: Communicator, case: Case) -> None:
+    def __init__(self, comm: Communicator, case: Case, device: FakeDevice | None = None) -> None:
         self._comm = comm
         self._case = case
+        self._tensors = Tensors(case.layout, comm, device)
         self._generator = np.random.default_rng([case.seed, comm.rank])
         self._step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
         self._begun = 0  # number of calls for which a task was made
@@ -307,19 +321,23 @@ class _Trainer:
     async def _call(self, index: int, *, alone: bool) -> None:
         case, now = self._case, asyncio.get_running_loop().time
         self._aims[index] = self._seen() + 1
-        contribution = _contribution(case, self._comm, index)
-        if (self._comm.rank, index) == (case.forking, case.forks_at):
-            self._fork(contribution)
-        given, began = _counts(contribution, case), now()
+        tensors = self._tensors
+        with tensors.stream(index):
+            contribution = tensors.contribution(index)
+            if (self._comm.rank, index) == (case.forking, case.forks_at):
+                self._fork(contribution)
+            given, began = tensors.counts(contribution), now()
+            call = _reduced(case, self._comm, contribution)
         try:
-            reduction = await _reduced(case, self._comm, contribution)
+            reduction = await call
         except asyncio.CancelledError:
-            _scribble(contribution)
+            tensors.scribble(contribution)
             return
-        value, wait_s = _counts(contribution, case), now() - began if alone else 0.0
-        if not reduction.active:  # a round without contributors leaves the caller's tensors unchanged
-            value -= given
-        missed = tuple(_counts(result, case) for result in reduction.missed)
+        wait_s = now() - began if alone else 0.0
+        # A round without contributors leaves the caller's tensors unchanged.
+        value = tensors.counts(contribution, less=0 if reduction.active else given)
+        missed = tuple(map(tensors.counts, reduction.missed))
+        tensors.scribble(contribution)
         reduction = replace(reduction, missed=(), result=None)
         self._answers[index] = Call(self._comm.rank, index, self._aims[index], value, missed, reduction, wait_s, alone)
 
@@ -332,7 +350,7 @@ class _Trainer:
         self._child = os.fork()
         if self._child:
             return
-        _scribble(contribution)
+        self._tensors.scribble(contribution)
         could_call = 1
         try:
             self._comm.barrier().close()
@@ -371,27 +389,3 @@ def _reduced(case: Case, comm: Communicator, x: Any) -> Awaitable[Reduction]:
     if case.kind in ("quorum", "full"):
         return comm.quorum_allreduce(x, quorum=case.number(comm.rank), **options)
     return comm.majority_allreduce(x, seed=case.seed, candidates=case.candidates, **options)
-
-
-def _contribution(case: Case, comm: Communicator, index: int) -> Any:
-    """Zeros with a 1 in the element of this call, behind the padding. Odd calls use registered memory."""
-    own = case.padding + index * case.size + comm.rank
-    dtypes = (np.int64, np.float64)[: case.buckets]
-    make = comm.empty if index % 2 else np.empty
-    buckets = [make(case.padding + case.calls * case.size, dtype) for dtype in dtypes]
-    for bucket in buckets:
-        bucket.fill(0)
-        bucket[own] = 1
-    return buckets if case.buckets > 1 else buckets[0]
-
-
-def _counts(x: Any, case: Case) -> Array:
-    buckets = x if isinstance(x, list) else [x]
-    return np.stack([bucket[case.padding :].reshape(case.calls, case.size) for bucket in buckets]).astype(np.int64)
-
-
-def _scribble(x: Any) -> None:
-    """Overwrite the tensors of a cancelled call, as its caller may: they belong to the caller again."""
-
-    for bucket in x if isinstance(x, list) else [x]:
-        bucket.fill(-7)

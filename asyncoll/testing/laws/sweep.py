@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from itertools import repeat
+from functools import partial
 
 from rich.console import Console
 from rich.progress import Progress
@@ -61,7 +61,9 @@ def _whole_numbers(first: str, last: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def sweep(kinds: Iterable[str], sizes: Sequence[int], seeds: Sequence[int], jobs: int, transport: str) -> bool:
+def sweep(
+    kinds: Iterable[str], sizes: Sequence[int], seeds: Sequence[int], jobs: int, transport: str, devices: bool
+) -> bool:
     """Check a world of every kind and seed, at the sizes in turn. Prints a line for each kind. Returns whether all laws
     hold."""
 
@@ -74,7 +76,8 @@ def sweep(kinds: Iterable[str], sizes: Sequence[int], seeds: Sequence[int], jobs
             began = bar.get_time()
             task = bar.add_task(kind, total=len(seeds))
             outcomes: list[Outcome] = []
-            for batch in _check([(kind, sizes[seed % len(sizes)], seed) for seed in seeds], transport, pool, jobs):
+            worlds = [(kind, sizes[seed % len(sizes)], seed) for seed in seeds]
+            for batch in _check(worlds, partial(check_batch, transport=transport, devices=devices), pool, jobs):
                 outcomes += batch
                 bar.advance(task, len(batch))
             bar.remove_task(task)
@@ -83,22 +86,24 @@ def sweep(kinds: Iterable[str], sizes: Sequence[int], seeds: Sequence[int], jobs
     return lawful
 
 
-def _check(worlds: list[World], transport: str, pool: ProcessPoolExecutor | None, jobs: int) -> Iterator[list[Outcome]]:
+def _check(
+    worlds: list[World], check: Callable[[list[World]], list[Outcome]], pool: ProcessPoolExecutor | None, jobs: int
+) -> Iterator[list[Outcome]]:
     count = min(_BATCH, math.ceil(len(worlds) / jobs))
     batches = [worlds[start : start + count] for start in range(0, len(worlds), count)]
     if pool is None:
-        yield from map(check_batch, batches, repeat(transport))
+        yield from map(check, batches)
     else:
-        for done in as_completed([pool.submit(check_batch, batch, transport) for batch in batches]):
+        for done in as_completed([pool.submit(check, batch) for batch in batches]):
             yield done.result()
 
 
-def check_batch(worlds: list[World], transport: str) -> list[Outcome]:
+def check_batch(worlds: list[World], transport: str, devices: bool) -> list[Outcome]:
     """Check the laws in each of these worlds."""
     outcomes: list[Outcome] = []
     for world in worlds:
         try:
-            outcomes.append(check_laws(*world, transport=transport))
+            outcomes.append(check_laws(*world, transport=transport, devices=devices))
         except LawBroken as broken:
             outcomes.append(str(broken))
     return outcomes

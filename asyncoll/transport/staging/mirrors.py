@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from asyncoll.errors import DeviceError, describe
 from asyncoll.tensors import registered
 from asyncoll.tensors.reductions import Array
-from asyncoll.tensors.staged import stagers
+from asyncoll.tensors.staged import CopiesBack, stagers
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
 
 _NOTHING = np.empty(0, np.uint8)
@@ -24,13 +24,13 @@ class Mirror:
         self._device = device
         self._x = x
         self._is_read = is_read
-        self._lost: Callable[[DeviceError], None] | None = None
+        self._back: CopiesBack | None = None
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
         self.mirror: Array = registered.current().empty(x.numel() * x.itemsize, np.uint8)
 
-    def begin(self, lost: Callable[[DeviceError], None]) -> None:
-        self._lost = lost
+    def begin(self, back: CopiesBack) -> None:
+        self._back = back
         self._marks.append(self._device.mark(self._x))
         if self._is_read:
             self._fetched = self._marks[0].fetch(0, self.mirror)
@@ -58,13 +58,13 @@ class Mirror:
             mark.join()
 
     def _put(self, source: Array, mark: Mark) -> None:
-        transfer, lost = mark.put(source, 0), self._lost
-        assert lost is not None, "the call has begun"
+        back, transfer = self._back, mark.put(source, 0)
+        assert back is not None, "the call has begun"
 
         def ended() -> None:
-            if transfer.error is not None:
-                lost(self._failed(transfer.error))
+            back.ended(None if transfer.error is None else self._failed(transfer.error))
 
+        back.begun()
         transfer.when_moved(transfer.nbytes, ended)
 
     def _failed(self, error: BaseException) -> DeviceError:
