@@ -276,10 +276,11 @@ class Communicator:
 
         async def body(collectives: Collectives) -> T:
             await collectives.broadcast(operand.flat, root)
-            operand.write_back()
+            if self.rank != root:
+                operand.write_back()
             return x
 
-        return self._start(self._call("broadcast", operand, f"root {root}"), body, operand)
+        return self._start(self._call("broadcast", operand, f"root {root}"), body, operand, overlaps=True)
 
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` element by element over all ranks, into the root's `x`; the other ranks' `x` stays as it is.
@@ -1914,9 +1915,12 @@ class Communicator:
         count = -1 if operand is None or any_count else operand.flat.size
         return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
-    def _start(self, call: Signature, body: Body[T], operand: Operand) -> Coroutine[Any, Any, T]:
+    def _start(
+        self, call: Signature, body: Body[T], operand: Operand, *, overlaps: bool = False
+    ) -> Coroutine[Any, Any, T]:
+        """`overlaps` is that of `Calls.start`."""
         staged = () if operand.staged is None else (operand.staged,)
-        return self._calls.start(call, body, operand.flat.nbytes, staged=staged)
+        return self._calls.start(call, body, operand.flat.nbytes, staged=staged, overlaps=overlaps)
 
     def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         """Make and start a call of two ranks by `start`. `detail` describes it."""

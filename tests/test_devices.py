@@ -164,7 +164,8 @@ def increment(device, x):
 
 def fetched(device, x):
     """A mark of `x`, and pages with its bytes, which the host has seen to arrive."""
-    mark, into = device.mark(x), pages()
+    mark = device.mark(x)
+    into = pages()[: mark.nbytes]
     transfer = mark.fetch(0, into)
     while transfer.moved != transfer.nbytes:
         device.turn()

@@ -19,6 +19,7 @@ from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
 from asyncoll.tensors.reductions import DTYPES, is_divisible
 from asyncoll.testing import fake_device, run_ranks, simulate
 
+WINDOWS = "short=64,staged=1024"  # a tensor of 1,000 float32 has several
 SCRIPT = Path(__file__).parent / "scripts" / "staged.py"
 TRANSPORTS = ["inproc", "zmq", "shm"]
 LAYOUTS = {
@@ -28,6 +29,15 @@ LAYOUTS = {
     "one": lambda x: x[3],
     "empty": lambda x: x[:0],
 }
+
+
+@pytest.fixture(params=[*TRANSPORTS, "windows"])
+def way(request, monkeypatch):
+    """A transport; with "windows" tensors of devices are reduced while they arrive."""
+    if request.param != "windows":
+        return request.param
+    monkeypatch.setenv("ASYNCOLL_SIZES", WINDOWS)
+    return "shm"
 
 
 def tensor(dtype, seed, count=240):
@@ -169,8 +179,7 @@ def test_a_call_that_is_refused_has_not_begun():
         run_ranks(1, main, "inproc")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_copy_to_the_host_fails(transport):
+def test_a_copy_to_the_host_fails(way):
     with fake_device() as device:
         device.fail_copy(0, OSError("no such bus"))
 
@@ -180,11 +189,10 @@ def test_a_copy_to_the_host_fails(transport):
                 await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
             return type(caught.value)
 
-        assert run_ranks(3, main, transport) == [AbortedError, DeviceError, AbortedError]
+        assert run_ranks(3, main, way) == [AbortedError, DeviceError, AbortedError]
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_copy_to_the_device_fails(transport):
+def test_a_copy_to_the_device_fails(way):
     """No call waits for it, so it aborts the communicator."""
     with fake_device() as device:
         device.fail_copy(1, OSError("no such bus"))
@@ -203,7 +211,7 @@ def test_a_copy_to_the_device_fails(transport):
                 await calls(comm)
 
         with pytest.raises(DeviceError, match="fake:0 has failed: OSError: no such bus"):  # as rank 1 leaves the world
-            run_ranks(3, main, transport)
+            run_ranks(3, main, way)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -222,32 +230,36 @@ def test_a_copy_to_the_device_fails_after_the_last_call(is_split, transport):
             run_ranks(3, calls, transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("call", ["allreduce", "solo_allreduce", "send"])
-def test_a_device_that_stands_still(call, transport):
+def test_a_device_that_stands_still(call, way):
     """The call notices a deadline, and that the communicator is aborted."""
 
     def start(comm, x):
         return comm.send(x, dest=1) if call == "send" else getattr(comm, call)(x)
 
+    async def waiting(comm):
+        await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else other(comm))
+
+    def other(comm):
+        return comm.allreduce(torch.ones(1000)) if call == "allreduce" else comm.barrier()
+
     async def overdue(comm):
         with asyncoll.deadline(0.2 if comm.rank == 0 else 60):
             with pytest.raises(DeadlineError):
-                await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else comm.barrier())
+                await waiting(comm)
 
     async def aborted(comm):
         if comm.rank:
             comm.abort("enough")
         with pytest.raises(AbortedError, match="enough"):
-            await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else comm.barrier())
+            await waiting(comm)
 
     for main in (overdue, aborted):
         with fake_device(0, "program") as device:
-            run_ranks(2, main, transport)
+            run_ranks(2, main, way)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_cancelled_call_has_released_its_tensor(transport):
+def test_a_cancelled_call_has_released_its_tensor(way):
     with fake_device(0, "program") as device:
 
         async def main(comm):
@@ -263,7 +275,7 @@ def test_a_cancelled_call_has_released_its_tensor(transport):
                 with pytest.raises(AbortedError):
                     await comm.allreduce(torch.ones(1000))
 
-        run_ranks(2, main, transport)
+        run_ranks(2, main, way)
 
 
 @pytest.mark.parametrize("call", ["allreduce", "allgather", "solo_allreduce"])

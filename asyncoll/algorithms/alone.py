@@ -21,6 +21,7 @@ from asyncoll.runtime.progress import ignore
 from asyncoll.runtime.signature import Signature
 from asyncoll.runtime.work import Immediate
 from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, check_reduction
+from asyncoll.tensors.staged import Staged
 
 T = TypeVar("T")
 
@@ -93,6 +94,9 @@ class AloneBackend:
 
     def collectives(self, call: Signature) -> Alone:
         return Alone()
+
+    def overlapped(self, call: Signature, staged: Staged) -> None:
+        """None: there is nothing to do with the mirror."""
 
     def pair(self, call: Signature, context: int) -> MessageCall:
         return MessageCall(self._member, call, context)

@@ -21,6 +21,7 @@ from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.reductions import Array, Reduce, ReduceOp
 from asyncoll.tensors.registered import SharedMemory
+from asyncoll.tensors.staged import Staged
 
 T = TypeVar("T")
 
@@ -279,6 +280,13 @@ class Backend(Part, Protocol):
 
     def collectives(self, call: Signature) -> Collectives:
         """The collectives of `call`. Called once for each call, in the order of their numbers."""
+
+    def overlapped(self, call: Signature, staged: Staged) -> Collectives | None:
+        """The collectives of `call`, which is one allreduce or broadcast of the mirror of `staged`.
+
+        They use the mirror while it arrives, and copy it back while they use the rest; `Staged.put` follows. None: the
+        call waits until the mirror has arrived, and uses `collectives`. The ranks may differ in it.
+        """
 
     def pair(self, call: Signature, context: int) -> Collectives:
         """The collectives of call `call.number` of `context`, a call of two ranks. It uses `pass_on` only."""

@@ -94,16 +94,20 @@ class Calls:
         nbytes: int = 0,
         discarded: Callable[[], None] = ignore,
         staged: Sequence[Staged] = (),
+        *,
+        overlaps: bool = False,
     ) -> Coroutine[Any, Any, T]:
         """Start a call of all ranks, which runs `body` with the collectives of this call once `staged` have arrived.
 
-        Returns a coroutine that waits for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here
-        aborts the communicator.
+        With `overlaps` it may run before: it is a collective of `Backend.overlapped`. Returns a coroutine that waits
+        for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here aborts the communicator.
         """
 
         def begin() -> Coroutine[Any, Any, T]:
             pending = self._pending.enter(call, call.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
+            if staged and overlaps and (overlapped := self._backend.overlapped(call, staged[0])) is not None:
+                return self._start_overlapped(call, overlapped, body, pending, staged)
             collectives = self._backend.collectives(call)
             if staged:
                 return self._start_staged(call, collectives, body, pending, staged, self._backend.here)
@@ -130,6 +134,14 @@ class Calls:
         work = here(self._carry_out(call, collectives, arrival.before(body), pending), call.__str__)
         return runner.resuming(runner.start(arrival.then(work)), arrival.join)
 
+    def _start_overlapped(
+        self, call: Signature, collectives: Collectives, body: Body[T], pending: PendingCall, staged: Sequence[Staged]
+    ) -> Coroutine[Any, Any, T]:
+        """As `start`, on the runtime's loop: `collectives` wait for what they use."""
+        arrival, runner = Arrival(self._member, staged), self._member.runner
+        work = self._backend.here(self._carry_out(call, collectives, body, pending), call.__str__)
+        return runner.resuming(runner.start(work), arrival.join)
+
     def start_shortly(
         self, call: Signature, body: Body[T], operand: Operand | None, op: ReduceOp, result: Callable[[], T]
     ) -> Coroutine[Any, Any, T]:
@@ -139,7 +151,7 @@ class Calls:
         free. `result` is called once `operand` has the result.
         """
         if operand is not None and operand.staged is not None:
-            return self.start(call, body, staged=[operand.staged])
+            return self.start(call, body, staged=[operand.staged], overlaps=True)
         way, nbytes = self._backend.short_way, 0 if operand is None else operand.flat.nbytes
         may_block = self._member.runner.may_block()
         if way is None or (operand is not None and not way.takes(operand.flat, may_block)):

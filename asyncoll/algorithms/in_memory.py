@@ -11,9 +11,11 @@ from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
+import numpy as np
+
 from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
 from asyncoll.algorithms.dense.by_message import MessageCall
-from asyncoll.algorithms.dense.in_memory import SharedCall
+from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
 from asyncoll.algorithms.dense.short_way import ShortWay
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
@@ -28,6 +30,8 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.in_memory import MemoryCarrier
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
+from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.tensors.staged import Staged
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import failure
 from asyncoll.transport.lease import Lease
@@ -85,6 +89,33 @@ class MemoryCall(SharedCall):
                 return
 
 
+class OverlappedCall(MemoryCall):
+    """The same for one tensor of a device: its mirror is used while it arrives, and returns while it is used.
+
+    It has the methods of `Backend.overlapped`.
+    """
+
+    def __init__(self, member: Member, staging: StagingArea, call: Signature, staged: Staged) -> None:
+        super().__init__(member, staging, call)
+        self._staged = staged
+
+    async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
+        await self._ask_for_windows(self._reduction(x, op, dtype)._replace(staged=self._staged))
+
+    async def broadcast(self, x: Array, root: int) -> None:
+        raw, staged = x.view(np.uint8), self._staged
+
+        def take(source: int, start: int, piece: Array) -> None:
+            del source
+            raw[start : start + piece.size] = piece
+            staged.put(start + piece.size)
+
+        if self.rank == root:
+            await self._show(raw, keep_nothing, {}, staged)
+        else:
+            await self._show(None, take, {root: raw.size})
+
+
 class MemoryBackend:
     """The `Backend` in shared memory."""
 
@@ -115,6 +146,13 @@ class MemoryBackend:
     def collectives(self, call: Signature) -> MemoryCall:
         self._recent.append(call)
         return MemoryCall(self._member, self._staging, call)
+
+    def overlapped(self, call: Signature, staged: Staged) -> OverlappedCall | None:
+        sizes = self._staging.sizes
+        if staged.mirror.nbytes <= max(sizes.staged, sizes.short):
+            return None
+        self._recent.append(call)
+        return OverlappedCall(self._member, self._staging, call, staged)
 
     def pair(self, call: Signature, context: int) -> MessageCall:
         # By message: a rendezvous in memory is one of all ranks.

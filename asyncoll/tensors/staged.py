@@ -5,6 +5,7 @@ The library does not know the kinds of devices here. Whoever opens a device adds
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from asyncoll.errors import DeviceError
@@ -37,8 +38,20 @@ class Staged(Protocol):
     async def arrived(self) -> None:
         """Return once the mirror has the elements. Raises DeviceError if the device fails."""
 
-    def put(self) -> None:
-        """The mirror has the result: copy it to the tensor. The mirror does not change any more. After `begin`."""
+    def when_arrived(self, nbytes: int, callback: Callable[[], None]) -> None:
+        """Call `callback` once, in any thread or at once, when the first `nbytes` have arrived, or never will.
+
+        It must neither block nor raise. `check_arrived` follows.
+        """
+
+    def check_arrived(self, nbytes: int) -> None:
+        """The first `nbytes` are used from here on. Raises DeviceError if they have not arrived."""
+
+    def put(self, nbytes: int | None = None) -> None:
+        """The first `nbytes` of the mirror, or all, have the result: copy those to the tensor that were not copied yet.
+
+        They have arrived, and do not change any more. After `begin`.
+        """
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new tensor of the device, which gets the elements `flat`; they do not change any more."""

@@ -19,10 +19,12 @@ import numpy as np
 
 from asyncoll.algorithms.backend import Plan
 from asyncoll.algorithms.dense import pieces
+from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.pieces import Operand
 from asyncoll.algorithms.dense.staging import PATIENCE, Copy, Rendezvous, StagingArea, signed
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer
+from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import checkpoint, failure
 
 Take = Callable[[int, int, Array], None]  # source, first byte of the piece in the whole array, the bytes of the piece
@@ -127,10 +129,48 @@ class SharedCall:
             return
         if rendezvous.is_partly_own():
             self._lent.clear()  # no rank has used the memory that was shown
+            is_in_windows = rendezvous.is_in_windows()
             rendezvous.leave()
+            if is_in_windows:
+                await self._reduce_in_windows(what)
+                return
             rendezvous = await self._come_with_slot(what)
             await rendezvous.all_arrived()
         await self._reduce_in_pieces(rendezvous, what)
+
+    async def _ask_for_windows(self, what: Operand) -> None:
+        """Allreduce of an array that is arriving from a device."""
+        rendezvous = await self._next()
+        rendezvous.arrive(0, 0, windows=True)
+        await rendezvous.all_arrived()
+        rendezvous.leave()
+        await self._reduce_in_windows(what)
+
+    async def _reduce_in_windows(self, what: Operand) -> None:
+        """Allreduce window by window, as of registered arrays: those of some ranks are arriving from devices."""
+        staging, window, staged = self._staging, self._staging.sizes.staged, what.staged
+        own = staging.arena.locate(what.raw)
+        block, room = staging.block(window) if own is None else (0, 0)
+        for start in range(0, what.raw.size, window):
+            part = what.raw[start : start + window]
+            if staged is not None:
+                await arrived(staged, start + part.size)
+            if own is None:
+                shown = staging.arena.view(block, part.size)
+                shown[...] = part
+                await self._reduce_window(what._replace(raw=shown), block)
+                part[...] = shown
+            else:
+                await self._reduce_window(what._replace(raw=part), own + start)
+            if staged is not None:
+                staged.put(start + part.size)
+        if own is None:
+            staging.give_back(block, room)
+
+    async def _reduce_window(self, what: Operand, address: int) -> None:
+        rendezvous = await self._come_directly(address, what.raw.size)
+        await rendezvous.all_arrived()
+        await self._reduce_together(rendezvous, what)
 
     def _can_read_all(self, what: Operand) -> bool:
         """Whether the ranks can read each other's private memory, and reduce it."""
@@ -306,14 +346,14 @@ class SharedCall:
         """Copy the root's `x` into every rank's."""
         raw = x.view(np.uint8)
         if self.rank == root:
-            await self._show(raw, _keep_nothing, {})
+            await self._show(raw, keep_nothing, {})
         else:
             await self._show(None, _into([raw] * self.size), {root: raw.size})
 
     async def gather(self, mine: Array, blocks: Sequence[Array], root: int) -> None:
         """Collect every rank's `mine` in the root's `blocks`; elsewhere `blocks` is not used."""
         if self.rank != root:
-            await self._show(mine.view(np.uint8), _keep_nothing, {})
+            await self._show(mine.view(np.uint8), keep_nothing, {})
             return
         if blocks[root] is not mine:
             blocks[root][...] = mine
@@ -324,7 +364,7 @@ class SharedCall:
         """Copy the root's `blocks[rank]` into `mine` of each rank; elsewhere `blocks` is not used."""
         if self.rank == root:
             mine[...] = blocks[root]
-            await self._deal(_bytes(blocks), _keep_nothing, {})
+            await self._deal(_bytes(blocks), keep_nothing, {})
         else:
             await self._deal([], _into([mine.view(np.uint8)] * self.size), {root: mine.nbytes})
 
@@ -352,7 +392,7 @@ class SharedCall:
         """Send `mine` to `dest`, unless it is None, and receive `into` from `source`, unless it is None."""
         del dest  # all ranks see `mine`, and `dest` reads it
         wanted = {source: into.nbytes} if into is not None else {}
-        take = _into([into.view(np.uint8)] * self.size) if into is not None else _keep_nothing
+        take = _into([into.view(np.uint8)] * self.size) if into is not None else keep_nothing
         await self._show(mine.view(np.uint8) if mine is not None else None, take, wanted)
 
     async def exchange(
@@ -389,10 +429,10 @@ class SharedCall:
             await rendezvous.read_by(len(dests))
             staging.give_back(address, size)
 
-    async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int]) -> None:
+    async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int], staged: Staged | None = None) -> None:
         """Show `mine` to all ranks in windows, and pass the bytes that the ranks in `wanted` show to `take`.
 
-        `wanted` maps a group rank to the number of bytes that it shows.
+        `wanted` maps a group rank to the number of bytes that it shows. `mine` may be arriving from a device.
         """
         window, shown = self._staging.sizes.window, mine.size if mine is not None else 0
         # An array of one window is copied into a slot, even if it is registered. So the call ends without waiting until
@@ -402,6 +442,8 @@ class SharedCall:
         # shows has windows. A rank learns that length at the first.
         start, longest = 0, 1
         while start < longest:
+            if staged is not None:
+                await arrived(staged, min(start + window, shown))
             rendezvous = await self._next()
             if address is None:
                 self._show_piece(rendezvous, mine, start)
@@ -500,5 +542,5 @@ def _into(raws: Sequence[Array]) -> Take:
     return take
 
 
-def _keep_nothing(source: int, start: int, piece: Array) -> None:
+def keep_nothing(source: int, start: int, piece: Array) -> None:
     del source, start, piece

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
 from asyncoll.tensors.reductions import Array, Reduce
+from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import checkpoint
 
 _STEPS = 3  # of each piece
@@ -36,6 +37,7 @@ class Operand(NamedTuple):
     divisor: int
     kernel: int  # the number of the compiled kernel; 0: use `reduce`
     is_wanted: bool  # whether this rank gets the result, in `raw`
+    staged: Staged | None = None  # the tensor of a device that is arriving in `raw`, and goes back from there
 
 
 class Perform(Protocol):

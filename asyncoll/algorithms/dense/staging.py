@@ -33,7 +33,8 @@ from asyncoll.transport.control_block import Turn, turn_of, until
 # The cells of a record: first those of the rendezvous, then the part of each rank.
 #   TAG          the rendezvous that uses the record; 0 if none has used it yet
 #   ARRIVED      the number of ranks that have shown their memory
-#   DIRECT       the number of ranks that show their callers' own memory, not a slot
+#   DIRECT       the number of ranks that show their callers' own memory, not a slot; a rank that asks for windows adds
+#                more than all ranks
 #   CLAIMED      the bytes that ranks have claimed to reduce
 #   DONE         the bytes that ranks have reduced
 #   LEFT         the number of ranks that have left
@@ -349,28 +350,29 @@ class Rendezvous:
         *,
         direct: bool = False,
         private: bool = False,
+        windows: bool = False,
         helpers: int = sys.maxsize,
     ) -> None:
         """Show `nbytes` bytes of memory at `address`.
 
         It is the memory of the caller if it is `direct`, which is registered, or `private`, which is not; otherwise it
-        is a slot. The last rank to arrive wakes at most `helpers` of the waiting ranks if all are registered, and
-        otherwise all.
+        is a slot. With `windows` this rank shows nothing, and all ranks go on in windows. The last rank to arrive wakes
+        at most `helpers` of the waiting ranks if all are registered, and otherwise all.
 
         Raises DisagreementError if another rank has made another call with the same number.
         """
-        cells, base = self._cells, self._base
+        staging, cells, base = self._staging, self._cells, self._base
         with self.control_block as control_block:
             self._enter()
-            part = base + _HEAD + _PART * self._staging.rank
+            part = base + _HEAD + _PART * staging.rank
             cells[part] = -address if direct else address
             cells[part + 1] = nbytes
             cells[part + 2] = 0
             cells[part + 3] = 0
-            cells[base + _DIRECT] += direct
+            cells[base + _DIRECT] += staging.size + 1 if windows else direct
             cells[base + _PRIVATE] += private
             cells[base + _ARRIVED] += 1
-            is_last = cells[base + _ARRIVED] == self._staging.size
+            is_last = cells[base + _ARRIVED] == staging.size
             if is_last:
                 control_block.wake(helpers if self.is_direct() else sys.maxsize)
         if is_last:
@@ -535,8 +537,12 @@ class Rendezvous:
         return self._cells[self._base + _PRIVATE] == self._staging.size
 
     def is_partly_own(self) -> bool:
-        """Whether at least one rank shows its caller's own memory."""
+        """Whether at least one rank shows its caller's own memory, or asks for windows."""
         return self._cells[self._base + _DIRECT] > 0 or self._cells[self._base + _PRIVATE] > 0
+
+    def is_in_windows(self) -> bool:
+        """Whether at least one rank asks for windows."""
+        return self._cells[self._base + _DIRECT] > self._staging.size
 
     # -- a reduction by pieces: each rank counts its steps --------------------------------------------
 

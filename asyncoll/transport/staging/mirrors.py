@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ class Mirror:
         self._back: CopiesBack | None = None
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
+        self._returned = 0  # the bytes that have been put
         self.mirror: Array = registered.current().empty(x.numel() * x.itemsize, np.uint8)
 
     def begin(self, back: CopiesBack) -> None:
@@ -43,13 +44,26 @@ class Mirror:
         except Exception as error:
             raise self._failed(error) from error
 
-    def put(self) -> None:
-        self._put(self.mirror, self._marks[0])
+    def when_arrived(self, nbytes: int, callback: Callable[[], None]) -> None:
+        if self._fetched is None:
+            callback()
+        else:
+            self._fetched.when_moved(nbytes, callback)
+
+    def check_arrived(self, nbytes: int) -> None:
+        fetched = self._fetched
+        if fetched is not None and fetched.moved < nbytes and fetched.error is not None:
+            raise self._failed(fetched.error) from fetched.error
+
+    def put(self, nbytes: int | None = None) -> None:
+        start, self._returned = self._returned, self.mirror.nbytes if nbytes is None else nbytes
+        if start < self._returned:
+            self._put(self.mirror[start : self._returned], self._marks[0], start)
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
         x = self._device.empty(dtype, shape)
         self._marks.append(self._device.mark(x))
-        self._put(flat.view(np.uint8), self._marks[-1])
+        self._put(flat.view(np.uint8), self._marks[-1], 0)
         return x
 
     def join(self) -> None:
@@ -57,8 +71,8 @@ class Mirror:
         for mark in self._marks:
             mark.join()
 
-    def _put(self, source: Array, mark: Mark) -> None:
-        back, transfer = self._back, mark.put(source, 0)
+    def _put(self, source: Array, mark: Mark, start: int) -> None:
+        back, transfer = self._back, mark.put(source, start)
         assert back is not None, "the call has begun"
 
         def ended() -> None:
