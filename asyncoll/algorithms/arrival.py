@@ -19,14 +19,16 @@ T = TypeVar("T")
 class Arrival:
     """The tensors of one call that are staged. A failure ends the call as any other does, inside of its context."""
 
-    def __init__(self, member: Member, tensors: Sequence[Staged]) -> None:
-        """In the caller's thread, before the call starts. The copies begin."""
+    def __init__(self, member: Member, tensors: Sequence[Staged], *, fetches: bool = True) -> None:
+        """In the caller's thread, before the call starts. With `fetches` the copies begin."""
         self._member = member
         self._tensors = tensors
         self._error: BaseException | None = None
         back = _CopiesBack(member)
         for tensor in tensors:
             tensor.begin(back)
+            if fetches:
+                tensor.fetch()
 
     async def then(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which begins once the tensors have arrived, or have failed, or this is cancelled."""

@@ -137,8 +137,8 @@ class Calls:
     def _start_overlapped(
         self, call: Signature, collectives: Collectives, body: Body[T], pending: PendingCall, staged: Sequence[Staged]
     ) -> Coroutine[Any, Any, T]:
-        """As `start`, on the runtime's loop: `collectives` wait for what they use."""
-        arrival, runner = Arrival(self._member, staged), self._member.runner
+        """As `start`, on the runtime's loop: `collectives` fetch what they use, and wait for it."""
+        arrival, runner = Arrival(self._member, staged, fetches=False), self._member.runner
         work = self._backend.here(self._carry_out(call, collectives, body, pending), call.__str__)
         return runner.resuming(runner.start(work), arrival.join)
 

@@ -15,7 +15,9 @@ import numpy as np
 
 from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
 from asyncoll.algorithms.dense.by_message import MessageCall
+from asyncoll.algorithms.dense.device_memory import DeviceMemory
 from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
+from asyncoll.algorithms.dense.on_device import OnDevice
 from asyncoll.algorithms.dense.short_way import ShortWay
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
@@ -90,20 +92,54 @@ class MemoryCall(SharedCall):
 
 
 class OverlappedCall(MemoryCall):
-    """The same for one tensor of a device: its mirror is used while it arrives, and returns while it is used.
+    """The same for one tensor of a device. It has the methods of `Backend.overlapped`.
 
-    It has the methods of `Backend.overlapped`.
+    If all ranks can read each other's device memory, the tensors pass through that. Otherwise the tensor goes through
+    its mirror, which is used while it arrives, and returns while it is used.
     """
 
-    def __init__(self, member: Member, staging: StagingArea, call: Signature, staged: Staged) -> None:
+    def __init__(
+        self, member: Member, staging: StagingArea, call: Signature, staged: Staged, memory: DeviceMemory
+    ) -> None:
         super().__init__(member, staging, call)
         self._staged = staged
+        self._memory = memory
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        await self._ask_for_windows(self._reduction(x, op, dtype)._replace(staged=self._staged))
+        offers = self._offers() and self._memory.exchange.reduces(op, dtype)
+        if await self._is_on_devices(offers=offers):
+            await OnDevice(self, self._memory, self._staged).allreduce(op, dtype)
+        else:
+            await self._reduce_in_windows(self._reduction(x, op, dtype)._replace(staged=self._staged))
 
     async def broadcast(self, x: Array, root: int) -> None:
-        raw, staged = x.view(np.uint8), self._staged
+        if not self._offers():
+            self._staged.fetch()
+        elif await self._is_on_devices(offers=True):
+            await OnDevice(self, self._memory, self._staged).broadcast(root)
+            return
+        await self._broadcast_in_windows(x.view(np.uint8), root)
+
+    def _offers(self) -> bool:
+        """Whether this rank can show its tensor in memory of its device."""
+        staged = self._staged
+        return staged.mark.nbytes > self._staging.sizes.device and self._memory.offers(staged.device)
+
+    async def _is_on_devices(self, *, offers: bool) -> bool:
+        """Whether the call uses memory of devices: if all ranks offer it. Otherwise the tensor is fetched."""
+        if not offers:
+            self._staged.fetch()
+        rendezvous = await self.come()
+        rendezvous.arrive(0, self._staged.mark.nbytes if offers else 0, windows=True)
+        await rendezvous.all_arrived()
+        is_on_devices = rendezvous.is_on_devices() and await self._memory.agree(rendezvous)
+        if offers and not is_on_devices:
+            self._staged.fetch()
+        await self.leave(rendezvous)
+        return is_on_devices
+
+    async def _broadcast_in_windows(self, raw: Array, root: int) -> None:
+        staged = self._staged
 
         def take(source: int, start: int, piece: Array) -> None:
             del source
@@ -131,6 +167,9 @@ class MemoryBackend:
         self._rounds: list[OneSidedRounds] = []
         self._staging = StagingArea(lease, group.size, group.rank, digest(group.communicator, "staging area"), sizes)
         self._registry = OperationRegistry(lease, group.size, group.rank, group.communicator)
+        self._devices = DeviceMemory(self._staging, f"rank {endpoint.rank}")
+        endpoint.at_part.append(self._devices.shut)
+        endpoint.at_close.append(self._devices.close)
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
         self._check = partial(endpoint.failures.check, group.communicator)
         self.short_way = ShortWay(self._staging, self._check, self._recent.append, self.collectives)
@@ -149,10 +188,12 @@ class MemoryBackend:
 
     def overlapped(self, call: Signature, staged: Staged) -> OverlappedCall | None:
         sizes = self._staging.sizes
-        if staged.mirror.nbytes <= max(sizes.staged, sizes.short):
+        total = staged.mirror.nbytes
+        least = sizes.staged if self._devices.is_refused else min(sizes.staged, sizes.device)
+        if total <= max(least, sizes.short):
             return None
         self._recent.append(call)
-        return OverlappedCall(self._member, self._staging, call, staged)
+        return OverlappedCall(self._member, self._staging, call, staged, self._devices)
 
     def pair(self, call: Signature, context: int) -> MessageCall:
         # By message: a rendezvous in memory is one of all ranks.
@@ -214,10 +255,14 @@ class MemoryBackend:
         endpoint = self._member.endpoint
         endpoint.off_depart(self._registry.depart)
         endpoint.membership.off_trace(self._trace)
+        self._devices.shut()
         self._give_back = self._lease.end()
 
     def forget(self) -> None:
         assert self._give_back is not None
+        self._devices.close()
+        self._member.endpoint.at_part.remove(self._devices.shut)
+        self._member.endpoint.at_close.remove(self._devices.close)
         self._give_back()
 
     # -- RPC --------------------------------------------------------------------------------------

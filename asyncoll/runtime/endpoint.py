@@ -59,6 +59,8 @@ class Endpoint:
         self.returns = Returns()
         self._services: set[asyncio.Task[None]] = set()
         self._at_last_call: list[Callable[[], None]] = []
+        self.at_part: list[Callable[[], None]] = []  # called once every rank has made its last call
+        self.at_close: list[Callable[[], None]] = []  # called when no call is under way here; the arena is still open
         self._parted = False  # every rank has made its last call
         self.departed = False  # this rank has made its last call
         self.closed = False
@@ -102,6 +104,8 @@ class Endpoint:
             service.cancel()
         await asyncio.gather(*self._services, return_exceptions=True)
         await self.transport.close(flush=flush)
+        for callback in tuple(self.at_close):
+            callback()
 
     def check_open(self) -> None:
         """Raises ClosedError after `close`, and UsageError in a forked child of this process."""
@@ -149,6 +153,8 @@ class Endpoint:
     def part(self) -> None:
         """Mark that every rank has made its last call. From now on the loss of a peer is not sent to other ranks."""
         self._parted = True
+        for callback in tuple(self.at_part):
+            callback()
 
     # -- background tasks -------------------------------------------------------------------------
 

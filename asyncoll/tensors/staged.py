@@ -28,12 +28,20 @@ class Staged(Protocol):
     """A tensor of a device, and its mirror."""
 
     mirror: Array  # the elements, as flat bytes, once they have arrived
+    device: Any  # its `transport.staging.Device`
+
+    @property
+    def mark(self) -> Any:
+        """Its `transport.staging.Mark`, once it has begun."""
 
     def begin(self, back: CopiesBack) -> None:
-        """In the caller's thread: begin to copy the elements. The work that the program has queued comes before.
+        """In the caller's thread: note the work that the program has queued. All copies come after it.
 
         `back` is told of the copies of results.
         """
+
+    def fetch(self) -> None:
+        """Begin to copy the elements to the mirror. After `begin`, at most once."""
 
     async def arrived(self) -> None:
         """Return once the mirror has the elements. Raises DeviceError if the device fails."""
@@ -52,6 +60,12 @@ class Staged(Protocol):
 
         They have arrived, and do not change any more. After `begin`.
         """
+
+    def has_result(self) -> None:
+        """The tensor itself has got the result: `put` has no effect from here on."""
+
+    def failure(self, error: BaseException) -> DeviceError:
+        """What to raise for this error of a copy."""
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new tensor of the device, which gets the elements `flat`; they do not change any more."""

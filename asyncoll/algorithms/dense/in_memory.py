@@ -65,7 +65,7 @@ class SharedCall:
         for rendezvous in self._lent:
             await rendezvous.given_back(is_lost)
 
-    async def _leave(self, rendezvous: Rendezvous) -> None:
+    async def leave(self, rendezvous: Rendezvous) -> None:
         """Leave the rendezvous. If a rank has withdrawn from it, wait for the failure, which is raised.
 
         The data that this rank has read may be wrong then, and that rank ends the communicator.
@@ -74,7 +74,7 @@ class SharedCall:
             await failure(rendezvous.control_block)
 
     async def barrier(self) -> None:
-        rendezvous = await self._next()  # that of a short allreduce, without an array
+        rendezvous = await self.come()  # that of a short allreduce, without an array
         if rendezvous.arrive_shortly(None):
             rendezvous.leave(reduced=1)
         else:
@@ -93,7 +93,7 @@ class SharedCall:
             await self._reduce_copy(what, copy)
             return
         if address is None and self._staging.sizes.is_private(total) and self._can_read_all(what):
-            rendezvous = await self._next()
+            rendezvous = await self.come()
             self.traffic.sent(total)
             rendezvous.arrive(x.ctypes.data, total, private=True)
             self._lent.append(rendezvous)
@@ -105,7 +105,7 @@ class SharedCall:
 
     async def _come_directly(self, address: int, total: int) -> Rendezvous:
         """Arrive at the next rendezvous with an array in shared memory, at `address`."""
-        rendezvous = await self._next()
+        rendezvous = await self.come()
         self.traffic.sent(total)
         rendezvous.arrive(address, total, direct=True, helpers=self._helpers(total))
         self._lent.append(rendezvous)  # if all ranks have arrived, they may write into it from now on
@@ -137,14 +137,6 @@ class SharedCall:
             rendezvous = await self._come_with_slot(what)
             await rendezvous.all_arrived()
         await self._reduce_in_pieces(rendezvous, what)
-
-    async def _ask_for_windows(self, what: Operand) -> None:
-        """Allreduce of an array that is arriving from a device."""
-        rendezvous = await self._next()
-        rendezvous.arrive(0, 0, windows=True)
-        await rendezvous.all_arrived()
-        rendezvous.leave()
-        await self._reduce_in_windows(what)
 
     async def _reduce_in_windows(self, what: Operand) -> None:
         """Allreduce window by window, as of registered arrays: those of some ranks are arriving from devices."""
@@ -179,7 +171,7 @@ class SharedCall:
 
     async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
         """Allreduce of a short array (`meetings`)."""
-        rendezvous = await self._next()
+        rendezvous = await self.come()
         what = self._reduction(x, op, dtype)
         is_last = rendezvous.arrive_shortly(x, self._staging.address_of_short(x))
         self._lend_shortly(rendezvous, x)
@@ -241,7 +233,7 @@ class SharedCall:
 
     async def _come_with_slot(self, what: Operand) -> Rendezvous:
         """Arrive at the next rendezvous with the first piece of the array in a slot."""
-        staging, rendezvous = self._staging, await self._next()
+        staging, rendezvous = self._staging, await self.come()
         piece = staging.sizes.piece
         address, slot = staging.slot(rendezvous.turn, pieces.slot_bytes(what.raw.size, piece))
         pieces.put_first(what, slot, self.rank, self.size, piece)
@@ -255,7 +247,7 @@ class SharedCall:
         sent, received = pieces.traffic(total, piece, self.rank, self.size, is_wanted=what.is_wanted)
         self.traffic.sent(sent)
         self.traffic.received(received)
-        await self._leave(rendezvous)
+        await self.leave(rendezvous)
 
     def _helpers(self, total: int) -> int:
         """How many ranks the last one to arrive wakes to reduce `total` bytes with it.
@@ -271,7 +263,7 @@ class SharedCall:
         mine = await self._reduce_chunks(rendezvous, what)
         await rendezvous.reduced(what.raw.size, PATIENCE)
         self.traffic.received(what.raw.size - mine)  # others have written it into this rank's array
-        await self._leave(rendezvous)
+        await self.leave(rendezvous)
 
     async def _reduce_chunks(self, rendezvous: Rendezvous, what: Operand) -> int:
         """Claim and reduce chunks of what all ranks show, until all are claimed. Returns how many bytes."""
@@ -322,7 +314,7 @@ class SharedCall:
             if not is_lost and not rendezvous.is_withdrawn():
                 raise
             await failure(rendezvous.control_block)
-        await self._leave(rendezvous)
+        await self.leave(rendezvous)
         if rendezvous.reduced_by(self.rank, each, total):
             await rendezvous.all_left()
 
@@ -402,7 +394,7 @@ class SharedCall:
 
         A short copy is in a slot. A long one is in a block of its own, which is free when all `dests` have read it.
         """
-        rendezvous = await self._next()
+        rendezvous = await self.come()
         self._rendezvous.pop()  # not to withdraw from: the others wait only for those whose arrays they read
         staging, total, size = self._staging, mine.nbytes, 0
         is_long = total > staging.sizes.window
@@ -444,7 +436,7 @@ class SharedCall:
         while start < longest:
             if staged is not None:
                 await arrived(staged, min(start + window, shown))
-            rendezvous = await self._next()
+            rendezvous = await self.come()
             if address is None:
                 self._show_piece(rendezvous, mine, start)
             else:
@@ -452,11 +444,14 @@ class SharedCall:
                 rendezvous.arrive(address + start, shown, direct=True)
                 self._lent.append(rendezvous)
             await rendezvous.all_arrived()
+            if not start and rendezvous.is_in_windows():
+                await self.leave(rendezvous)  # a rank has offered memory of its device instead of its array
+                continue
             table = rendezvous.shown()
             longest = max(length for _, length, _ in table)
             for source, size in wanted.items():
                 await self._take(rendezvous, take, source, table[source][0], start, min(start + window, size))
-            await self._leave(rendezvous)
+            await self.leave(rendezvous)
             start += window
         if address is not None:
             await self._quiet()
@@ -480,7 +475,7 @@ class SharedCall:
         shown = max((block.size for block in blocks), default=0)
         start, longest = 0, 1
         while start < longest:
-            rendezvous = await self._next()
+            rendezvous = await self.come()
             apart = max(0, min(window, shown - start))
             address, slot = self._staging.slot(rendezvous.turn, apart * self.size)
             for rank, block in enumerate(blocks):
@@ -496,7 +491,7 @@ class SharedCall:
                 address, length, _ = table[source]
                 mine = address + self.rank * max(0, min(window, length - start))  # `apart` of `source`
                 await self._take(rendezvous, take, source, mine, start, min(start + window, size))
-            await self._leave(rendezvous)
+            await self.leave(rendezvous)
             start += window
 
     async def _take(self, rendezvous: Rendezvous, take: Take, source: int, address: int, start: int, end: int) -> None:
@@ -512,7 +507,7 @@ class SharedCall:
         for rendezvous in self._rendezvous:
             await rendezvous.all_left()
 
-    async def _next(self) -> Rendezvous:
+    async def come(self) -> Rendezvous:
         """The next rendezvous of the call. Waits until its record is free."""
         staging = self._staging
         rendezvous = staging.rendezvous(self.number, self._count, self._fingerprint)

@@ -115,7 +115,7 @@ def _python_performer(
 
     def reduce(index: int) -> None:
         own = operand.raw[index * piece :][:piece]
-        first, last = _share(rank, size, own.size)
+        first, last = share(rank, size, own.size)
         shares = [(own if other == rank else half(index, slot))[first:last] for other, slot in enumerate(slots)]
         result = half(index, slots[rank])[first:last]
         operand.reduce(result.view(operand.dtype), [each.view(operand.dtype) for each in shares], operand.divisor)
@@ -126,7 +126,7 @@ def _python_performer(
         own = operand.raw[index * piece :][:piece]
         for other, slot in enumerate(slots):
             if operand.is_wanted and other != rank:
-                first, last = _share(other, size, own.size)
+                first, last = share(other, size, own.size)
                 own[first:last] = half(index, slot)[first:last]
 
     steps: tuple[Callable[[int], None], ...] = (copy_in, reduce, copy_out)
@@ -141,12 +141,12 @@ def _python_performer(
 
 def _put(own: Array, half: Array, rank: int, size: int) -> None:
     """Copy all shares of a piece but the rank's own into a half of its slot."""
-    first, last = _share(rank, size, own.size)
+    first, last = share(rank, size, own.size)
     half[:first] = own[:first]
     half[last : own.size] = own[last:]
 
 
-def _share(rank: int, size: int, nbytes: int) -> tuple[int, int]:
+def share(rank: int, size: int, nbytes: int) -> tuple[int, int]:
     """The first byte, and that behind the last one, of the share of `rank` of a piece of `nbytes` bytes."""
     each = -(-nbytes // (size * _ALIGNED)) * _ALIGNED
     return min(rank * each, nbytes), min((rank + 1) * each, nbytes)
@@ -154,6 +154,6 @@ def _share(rank: int, size: int, nbytes: int) -> tuple[int, int]:
 
 def traffic(total: int, piece: int, rank: int, size: int, *, is_wanted: bool) -> tuple[int, int]:
     """The bytes that a rank makes readable for the others, and those that it reads from them."""
-    shares = (_share(rank, size, min(piece, total - start)) for start in range(0, total, piece))
+    shares = (share(rank, size, min(piece, total - start)) for start in range(0, total, piece))
     own = sum(last - first for first, last in shares)
     return total, own * (size - 1) + (total - own) * is_wanted

@@ -29,6 +29,7 @@ from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.tensors.reductions import Array, Reduce, ReduceToAll
 from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import Turn, turn_of, until
+from asyncoll.transport.staging import HANDLE_BYTES
 
 # The cells of a record: first those of the rendezvous, then the part of each rank.
 #   TAG          the rendezvous that uses the record; 0 if none has used it yet
@@ -63,6 +64,7 @@ _PAGE = 4096
 PATIENCE = 8  # to sleep and wake takes longer than the other ranks need for their last chunks
 _CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
 _NO_CALL = -1  # in place of a number, which are from 1
+DEVICE_CELLS = 1 + HANDLE_BYTES // 8  # of each rank, for `device_memory`
 _NOTHING: Array = np.empty(0, np.uint8)
 
 
@@ -108,7 +110,8 @@ class StagingArea:
         self._addresses = 2 * sizes.calls * self._stride  # first of `size` cells: address of each rank's short arrays
         self._begun = self._addresses + size  # first of `size` cells: each rank's newest call, for error messages only
         first = self._begun + size
-        self.control_block = arena.control_block(context, first + PEER_CELLS * size)
+        self.device_cells = first + PEER_CELLS * size  # the first of DEVICE_CELLS cells for each rank
+        self.control_block = arena.control_block(context, self.device_cells + DEVICE_CELLS * size)
         self.peers: Peers | None = None
         if arena.native is not None:
             self.peers = Peers(arena.native, self.control_block, first, size, rank)
@@ -356,8 +359,9 @@ class Rendezvous:
         """Show `nbytes` bytes of memory at `address`.
 
         It is the memory of the caller if it is `direct`, which is registered, or `private`, which is not; otherwise it
-        is a slot. With `windows` this rank shows nothing, and all ranks go on in windows. The last rank to arrive wakes
-        at most `helpers` of the waiting ranks if all are registered, and otherwise all.
+        is a slot. With `windows` this rank shows nothing, and all ranks go on in windows; it offers memory of its
+        device, unless `nbytes` is 0. The last rank to arrive wakes at most `helpers` of the waiting ranks if all are
+        registered, and otherwise all.
 
         Raises DisagreementError if another rank has made another call with the same number.
         """
@@ -541,8 +545,14 @@ class Rendezvous:
         return self._cells[self._base + _DIRECT] > 0 or self._cells[self._base + _PRIVATE] > 0
 
     def is_in_windows(self) -> bool:
-        """Whether at least one rank asks for windows."""
+        """Whether at least one rank asks for windows, or offers memory of its device."""
         return self._cells[self._base + _DIRECT] > self._staging.size
+
+    def is_on_devices(self) -> bool:
+        """Whether all ranks offer memory of their devices."""
+        size = self._staging.size
+        is_in_windows = self._cells[self._base + _DIRECT] == size * (size + 1)
+        return is_in_windows and all(nbytes for _, nbytes, _ in self.shown())
 
     # -- a reduction by pieces: each rank counts its steps --------------------------------------------
 

@@ -32,6 +32,11 @@ class Sizes(NamedTuple):
     # The part of a tensor of a device that is reduced while the next one arrives and the one before returns. Its copy
     # takes 80 us on a link of 50 GB/s, beside which the start of a copy is short. Not yet measured with a GPU.
     staged: int = 1 << 22
+    # A tensor of a device of more than `device` bytes passes through blocks of device memory, in windows, if the ranks
+    # can read each other's. A window costs several waits of the host for the device, and a block has room for 8 of
+    # them. Not yet measured with a GPU.
+    device: int = 1 << 18
+    device_window: int = 1 << 23
     calls: int = 4  # calls of a communicator that may be under way at the same time; further ones wait
 
     def is_private(self, nbytes: int) -> bool:

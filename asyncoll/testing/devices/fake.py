@@ -10,18 +10,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from asyncoll.forks import address_of
 from asyncoll.tensors.operands import build
 from asyncoll.tensors.reductions import Array, dtype_name, storage
+from asyncoll.testing.devices.exchange import POISON, FakeExchange
 from asyncoll.testing.devices.order import Accesses, Order, Ticket
 from asyncoll.testing.devices.streams import Operation, Streams, TurnedBy
+from asyncoll.transport.staging import RefusedError
 from asyncoll.transport.staging.mirrors import staging
 
-POISON = 0xA5  # every byte of memory that has no content, or not yet
 _DEFAULT, _OUT, _IN = "default", "out", "in"
 _SLICES_MAX = 5  # of one copy
 
@@ -48,6 +49,7 @@ class FakeTransfer:
         self.error: BaseException | None = None
         self.host = host
         self.done = 0  # bytes that have arrived; reading this tells the host nothing
+        self.is_seen = False  # whether the host knows that it is over
         self._order = order
         self._ticket = ticket
         self._waiting: list[tuple[int, Callable[[], None]]] = []
@@ -63,6 +65,7 @@ class FakeTransfer:
         with self._lock:
             self._ticket.seen[threading.get_ident()] = self.done
             if self.is_over:
+                self.is_seen = True
                 self._order.seen(self._ticket)
             return self.done
 
@@ -98,6 +101,11 @@ class FakeMark:
         self.is_changed = False  # by a copy
         self.unpacked: list[Operation] = []  # the one that has given the tensor its values
 
+    @property
+    def elements(self) -> Array:
+        """Their bytes."""
+        return self.memory.content[self.start : self.start + self.nbytes]
+
     def fetch(self, start: int, into: Array) -> FakeTransfer:
         return self._device.fetch(self, start, into)
 
@@ -121,7 +129,9 @@ class FakeDevice:
     - memory of the device is used by two operations, one of which writes, and nothing orders them;
     - the host writes what a copy reads, or what a copy has still to write;
     - memory is pinned twice, or not in whole pages; it is unpinned under a copy, or not pinned, or never;
-    - the host writes to the memory of a tensor.
+    - the host writes to the memory of a tensor;
+    - bytes of a block that ranks share (`Device.share`) are used before a host has seen the end of an earlier use;
+    - such a block is opened, or used, after it was freed, or freed while it is open.
 
     A host that reads what has not arrived, or the memory of a tensor, gets POISON. What a thread has not seen itself to
     have arrived is not over for it.
@@ -142,6 +152,7 @@ class FakeDevice:
         self._failures: dict[int, tuple[BaseException, bool]] = {}
         self._broken: BaseException | None = None
         self._refuses_pins = False
+        self._refused: set[str] = set()
 
     # -- what a program does --------------------------------------------------------------------------
 
@@ -191,6 +202,10 @@ class FakeDevice:
         """The copy with this number, from 0, fails in its middle; with `sticky` all later work fails as well."""
         self._failures[number] = error, sticky
 
+    def refuse(self, what: Literal["share memory", "open memory"]) -> None:
+        """`share`, or `open` of what other ranks have shared, raises RefusedError from here on."""
+        self._refused.add(what)
+
     def refuse_pins(self) -> None:
         """`pin` returns False from here on."""
         self._refuses_pins = True
@@ -225,28 +240,27 @@ class FakeDevice:
             return FakeMark(self, x, memory, start, self._stream, self._add(ticket, steps))
 
     def fetch(self, mark: FakeMark, start: int, into: Array) -> FakeTransfer:
-        source = mark.memory.content[mark.start + start :][: into.nbytes]
+        source = mark.elements[start : start + into.nbytes]
 
         def move(first: int, last: int) -> None:
             if (into[first:last] != POISON).any():
-                self._note("the host has written memory that a copy from the device has still to write")
+                self.note("the host has written memory that a copy from the device has still to write")
             into[first:last] = source[first:last]
 
         with self._streams.lock:
             into[:] = POISON
-            return self._copy(_OUT, mark, start, into, move, writes=False)
+            return self.queue_copy(_OUT, into, move, (mark, start), writes=False)
 
     def put(self, source: Array, mark: FakeMark, start: int) -> FakeTransfer:
-        into, before = mark.memory.content[mark.start + start :][: source.nbytes], source.copy()
+        into, before = mark.elements[start : start + source.nbytes], source.copy()
 
         def move(first: int, last: int) -> None:
             if (source[first:last] != before[first:last]).any():
-                self._note("the host has written memory that a copy to the device has still to read")
+                self.note("the host has written memory that a copy to the device has still to read")
             into[first:last] = source[first:last]
 
         with self._streams.lock:
-            mark.is_changed = True
-            return self._copy(_IN, mark, start, source, move, writes=True)
+            return self.queue_copy(_IN, source, move, (mark, start), writes=True)
 
     def join(self, mark: FakeMark) -> None:
         with self._streams.lock:
@@ -271,9 +285,9 @@ class FakeDevice:
             if self._refuses_pins:
                 return False
             if not nbytes or address % mmap.PAGESIZE or nbytes % mmap.PAGESIZE:
-                self._note(f"{nbytes} bytes at {address:#x} are not whole pages, and were pinned")
+                self.note(f"{nbytes} bytes at {address:#x} are not whole pages, and were pinned")
             if any(address < other + size and other < address + nbytes for other, size in self._pinned.items()):
-                self._note(f"{nbytes} bytes at {address:#x} were pinned twice")
+                self.note(f"{nbytes} bytes at {address:#x} were pinned twice")
             self._pinned[address] = nbytes
             return True
 
@@ -281,14 +295,18 @@ class FakeDevice:
         with self._streams.lock:
             address, nbytes = address_of(block), block.nbytes
             if self._pinned.pop(address, None) != nbytes:
-                self._note(f"{nbytes} bytes at {address:#x} were unpinned, and not pinned before")
+                self.note(f"{nbytes} bytes at {address:#x} were unpinned, and not pinned before")
             if any(_overlap(copy.host, block) for copy in self._copying if not copy.is_over):
-                self._note(f"{nbytes} bytes at {address:#x} were unpinned while they were copied")
+                self.note(f"{nbytes} bytes at {address:#x} were unpinned while they were copied")
+
+    def share(self, nbytes: int) -> FakeExchange:
+        self.check_share("share memory")
+        return FakeExchange(self, nbytes)
 
     def close(self) -> None:
         self._streams.close()
         if self._pinned:
-            self._note(f"{len(self._pinned)} blocks were never unpinned")
+            self.note(f"{len(self._pinned)} blocks were never unpinned")
         for memory in self._memories.values():
             self._check(memory)
 
@@ -307,18 +325,38 @@ class FakeDevice:
         ticket = self._order.queue(stream, *(operation.ticket for operation in operations))
         self._add(ticket, iter(()), operations)
 
-    def _copy(
-        self, stream: str, mark: FakeMark, start: int, host: Array, move: Callable[[int, int], None], *, writes: bool
+    def queue_copy(
+        self,
+        stream: str,
+        other: Array,
+        move: Callable[[int, int], None],
+        of: tuple[FakeMark, int] | None = None,
+        *,
+        writes: bool = False,
     ) -> FakeTransfer:
-        ticket = self._order.queue(stream, mark.event.ticket)
-        first = mark.start + start
-        self._use(ticket, mark.memory, first, first + host.nbytes, writes=writes)
-        transfer = FakeTransfer(self._order, ticket, host, self._streams.lock)
-        failure = self._failures.get(self._count)
-        self._count += 1
-        self._copying = [*(copy for copy in self._copying if not copy.is_over), transfer]
-        mark.copies.append(self._add(ticket, self._slices(transfer, move, failure), [mark.event]))
-        return transfer
+        """Queue a copy between `other`, and the bytes of a mark from the given one on. `move` copies a slice.
+
+        With `writes` the mark's bytes are written, else read. None: it uses no tensor.
+        """
+        with self._streams.lock:
+            events = [of[0].event] if of else []
+            ticket = self._order.queue(stream, *(event.ticket for event in events))
+            transfer = FakeTransfer(self._order, ticket, other, self._streams.lock)
+            failure = self._failures.get(self._count)
+            self._count += 1
+            self._copying = [*(copy for copy in self._copying if not copy.is_over), transfer]
+            operation = self._add(ticket, self._slices(transfer, move, failure), events)
+            if of:
+                mark, first = of[0], of[0].start + of[1]
+                self._use(ticket, mark.memory, first, first + other.nbytes, writes=writes)
+                mark.is_changed |= writes
+                mark.copies.append(operation)
+            return transfer
+
+    def check_share(self, what: str) -> None:
+        """Raises RefusedError if it is refused to do that."""
+        if what in self._refused:
+            raise RefusedError(f"{self.name} is told not to {what}")
 
     def _slices(
         self, transfer: FakeTransfer, move: Callable[[int, int], None], failure: tuple[BaseException, bool] | None
@@ -351,7 +389,7 @@ class FakeDevice:
 
     def _check(self, memory: _Memory) -> None:
         if memory.decoy is not None and (memory.decoy != POISON).any():
-            self._note("the host has written to the memory of a tensor of the device")
+            self.note("the host has written to the memory of a tensor of the device")
 
     def _memory(self, x: Any) -> _Memory:
         return self._memories[x.untyped_storage().data_ptr()]
@@ -366,10 +404,10 @@ class FakeDevice:
     def _use(self, ticket: Ticket, memory: _Memory, start: int, stop: int, *, writes: bool) -> None:
         if other := memory.accesses.add(ticket, start, stop, writes=writes):
             verb = "writes" if writes else "reads"
-            self._note(f"an operation of stream {ticket.stream!r} {verb} memory, and nothing orders it with {other}")
+            self.note(f"an operation of stream {ticket.stream!r} {verb} memory, and nothing orders it with {other}")
         memory.accesses.forget(self._order)
 
-    def _note(self, hazard: str) -> None:
+    def note(self, hazard: str) -> None:
         self.hazards.append(f"{self.name}: {hazard}")
 
 

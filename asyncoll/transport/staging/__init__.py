@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from asyncoll.tensors.reductions import Array
+from asyncoll.tensors.reductions import Array, ReduceOp
+
+HANDLE_BYTES = 96  # of a block: 64 of a handle of CUDA IPC, 16 of the UUID of its GPU, its address, and its bytes
 
 
 class Transfer(Protocol):
@@ -71,6 +73,52 @@ class Mark(Protocol):
         """
 
 
+class RefusedError(Exception):
+    """Why ranks cannot read each other's memory of a device."""
+
+
+class Exchange(Protocol):
+    """A block of a device's memory of this rank, which the other ranks of the host read; and theirs, which it reads.
+
+    It is one block of fixed size. The program's own tensors are never shared: their memory may be reused at any time.
+
+    No event orders what different ranks do. A rank tells the others to read bytes once its host has seen the end of the
+    copy or the reduction that wrote them. It overwrites them once their readers' hosts have seen the ends of their
+    copies, and have told it. Offsets count the bytes of a block.
+    """
+
+    @property
+    def handle(self) -> bytes:
+        """HANDLE_BYTES bytes, by which other ranks open the block."""
+
+    def open(self, handles: Sequence[bytes]) -> None:
+        """Open the blocks of all ranks, by rank; that of this rank is among them.
+
+        Raises RefusedError, with the reason, if one of them cannot be read here, or is not of the size of this one.
+        """
+
+    def reduces(self, op: ReduceOp, dtype: str) -> bool:
+        """Whether `reduce` gives the bits of the host."""
+
+    def write(self, mark: Any, start: int, nbytes: int, offset: int) -> Transfer:
+        """Copy `nbytes` bytes of a tensor from `start` on into this rank's block. `mark` is a `Mark` of the device."""
+
+    def read(self, rank: int, offset: int, mark: Any, start: int, nbytes: int) -> Transfer:
+        """Copy `nbytes` bytes of the block of `rank` to the bytes of the tensor from `start` on.
+
+        The host has seen the end of all copies of the bytes that it overwrites.
+        """
+
+    def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> Transfer:
+        """Reduce these bytes of all blocks, in the order of ranks, into those of this rank's block."""
+
+    def shut(self) -> bool:
+        """Close the blocks of the other ranks. Returns False, and does nothing, if copies are under way."""
+
+    def free(self) -> None:
+        """Free the block of this rank. All other ranks have shut."""
+
+
 class Device(Protocol):
     """One device, as one rank uses it. All methods may be called in any thread; none waits for the device.
 
@@ -104,6 +152,12 @@ class Device(Protocol):
 
     def unpin(self, block: Array) -> None:
         """Undo `pin`, with the same block. No copy of it is under way."""
+
+    def share(self, nbytes: int) -> Exchange:
+        """Allocate a block of `nbytes` bytes, which other ranks of this host can open.
+
+        Raises RefusedError, with the reason, if this device cannot share memory, or has too little.
+        """
 
     def close(self) -> None:
         """Wait for all copies, and release the device. Nothing is pinned any more."""

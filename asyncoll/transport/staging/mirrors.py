@@ -21,7 +21,7 @@ class Mirror:
     """Implements `tensors.staged.Staged`. The block is freed once the call and the device have released it."""
 
     def __init__(self, device: Device, x: Any, *, is_read: bool) -> None:
-        self._device = device
+        self.device = device
         self._x = x
         self._is_read = is_read
         self._back: CopiesBack | None = None
@@ -32,9 +32,15 @@ class Mirror:
 
     def begin(self, back: CopiesBack) -> None:
         self._back = back
-        self._marks.append(self._device.mark(self._x))
+        self._marks.append(self.device.mark(self._x))
+
+    @property
+    def mark(self) -> Mark:
+        return self._marks[0]
+
+    def fetch(self) -> None:
         if self._is_read:
-            self._fetched = self._marks[0].fetch(0, self.mirror)
+            self._fetched = self.mark.fetch(0, self.mirror)
 
     async def arrived(self) -> None:
         if self._fetched is None:
@@ -42,7 +48,7 @@ class Mirror:
         try:
             await arrived(self._fetched)
         except Exception as error:
-            raise self._failed(error) from error
+            raise self.failure(error) from error
 
     def when_arrived(self, nbytes: int, callback: Callable[[], None]) -> None:
         if self._fetched is None:
@@ -53,16 +59,22 @@ class Mirror:
     def check_arrived(self, nbytes: int) -> None:
         fetched = self._fetched
         if fetched is not None and fetched.moved < nbytes and fetched.error is not None:
-            raise self._failed(fetched.error) from fetched.error
+            raise self.failure(fetched.error) from fetched.error
 
     def put(self, nbytes: int | None = None) -> None:
         start, self._returned = self._returned, self.mirror.nbytes if nbytes is None else nbytes
         if start < self._returned:
-            self._put(self.mirror[start : self._returned], self._marks[0], start)
+            self._put(self.mirror[start : self._returned], self.mark, start)
+
+    def has_result(self) -> None:
+        self._returned = self.mirror.nbytes
+
+    def failure(self, error: BaseException) -> DeviceError:
+        return DeviceError(f"{self.device.name} has failed: {describe(error)}")
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
-        x = self._device.empty(dtype, shape)
-        self._marks.append(self._device.mark(x))
+        x = self.device.empty(dtype, shape)
+        self._marks.append(self.device.mark(x))
         self._put(flat.view(np.uint8), self._marks[-1], 0)
         return x
 
@@ -76,13 +88,10 @@ class Mirror:
         assert back is not None, "the call has begun"
 
         def ended() -> None:
-            back.ended(None if transfer.error is None else self._failed(transfer.error))
+            back.ended(None if transfer.error is None else self.failure(transfer.error))
 
         back.begun()
         transfer.when_moved(transfer.nbytes, ended)
-
-    def _failed(self, error: BaseException) -> DeviceError:
-        return DeviceError(f"{self._device.name} has failed: {describe(error)}")
 
 
 class DeviceStager:

@@ -1,0 +1,180 @@
+"""Memory that fake devices of one process share, as devices share it between processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from asyncoll.tensors.reductions import Array, ReduceOp, reducer, storage
+from asyncoll.transport.staging import HANDLE_BYTES, RefusedError, Transfer
+
+POISON = 0xA5  # every byte of memory that has no content, or not yet
+_lock = threading.Lock()
+_blocks: dict[bytes, _Block] = {}  # those of this process, by handle
+
+
+class FakeTransfer(Transfer, Protocol):
+    """A `Transfer` of a fake device."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the host knows that it is over."""
+
+
+class _Device(Protocol):
+    """What is used here of a fake device. A mark is its own."""
+
+    def note(self, hazard: str) -> None: ...
+
+    def check_share(self, what: str) -> None: ...
+
+    def queue_copy(
+        self,
+        stream: str,
+        other: Array,
+        move: Callable[[int, int], None],
+        of: tuple[Any, int] | None = None,
+        *,
+        writes: bool = False,
+    ) -> FakeTransfer: ...
+
+
+@dataclass(eq=False)
+class _Use:
+    """A copy, or a reduction, that uses bytes of a block."""
+
+    start: int
+    stop: int
+    writes: bool
+    transfer: FakeTransfer
+
+
+@dataclass(eq=False)
+class _Block:
+    content: Array
+    uses: list[_Use] = field(default_factory=list)
+    readers: int = 0  # ranks that have opened it
+    is_freed: bool = False
+
+
+class FakeExchange:
+    """Implements `transport.staging.Exchange`. It notices as hazards of its device:
+
+    - bytes of a block are used, and the host has not seen the end of an earlier use, if one of the two writes;
+    - a block is opened, or used, that is freed; it is freed while it is open.
+    """
+
+    def __init__(self, device: _Device, nbytes: int) -> None:
+        self._device = device
+        self._own = _Block(np.full(nbytes, POISON, np.uint8))
+        self._opened: list[_Block] = []
+        self._transfers: list[FakeTransfer] = []
+        with _lock:
+            self.handle = os.urandom(HANDLE_BYTES)
+            _blocks[self.handle] = self._own
+
+    def open(self, handles: Sequence[bytes]) -> None:
+        self._device.check_share("open memory")
+        with _lock:
+            blocks = [_blocks.get(handle) for handle in handles]
+        found = [block for block in blocks if block is not None]
+        if len(found) < len(blocks):
+            raise RefusedError("a block is in another process, and fake devices share none with that")
+        if any(block.content.nbytes != self._own.content.nbytes for block in found):
+            raise RefusedError("the blocks have different sizes")
+        for block in found:
+            self._check(block, "opened")
+            block.readers += 1
+        self._opened = found
+
+    def reduces(self, op: ReduceOp, dtype: str) -> bool:
+        return True
+
+    def write(self, mark: Any, start: int, nbytes: int, offset: int) -> FakeTransfer:
+        into = self._own.content[offset : offset + nbytes]
+        into[:] = POISON
+        move = _mover(into, mark.elements[start : start + nbytes])
+        return self._carry_out("write", [], offset, into, move, (mark, start))
+
+    def read(self, rank: int, offset: int, mark: Any, start: int, nbytes: int) -> FakeTransfer:
+        block, into = self._opened[rank], mark.elements[start : start + nbytes]
+        move = _mover(into, block.content[offset : offset + nbytes])
+        return self._carry_out("read", [block], offset, into, move, (mark, start))
+
+    def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> FakeTransfer:
+        parts = [block.content[offset : offset + nbytes].view(storage(dtype)) for block in self._opened]
+        into = self._own.content[offset : offset + nbytes]
+        divisor = len(parts) if op is ReduceOp.AVG else 1
+
+        def move(first: int, last: int) -> None:
+            if last == nbytes:
+                reducer(op, dtype)(into.view(storage(dtype)), [part.copy() for part in parts], divisor)
+
+        others = [block for block in self._opened if block is not self._own]
+        return self._carry_out("reduce", others, offset, into, move)
+
+    def shut(self) -> bool:
+        if not all(transfer.is_over for transfer in self._transfers):
+            return False
+        for block in self._opened:
+            block.readers -= 1
+        self._opened = []
+        return True
+
+    def free(self) -> None:
+        if self._own.readers:
+            self._device.note("a block was freed while ranks had it open")
+        self._own.is_freed = True
+        with _lock:
+            del _blocks[self.handle]
+
+    def _carry_out(
+        self,
+        kind: str,
+        sources: list[_Block],
+        offset: int,
+        into: Array,
+        move: Callable[[int, int], None],
+        mark: tuple[Any, int] | None = None,
+    ) -> FakeTransfer:
+        """Queue `move`, which reads these bytes of `sources`, and writes to the own block unless it is a "read"."""
+        transfer = self._device.queue_copy(f"exchange: {kind}", into, move, mark, writes=kind == "read")
+        self._transfers = [*(each for each in self._transfers if not each.is_over), transfer]
+        written = [] if kind == "read" else [self._own]
+        for block in (*sources, *written):
+            self._use(block, _Use(offset, offset + into.nbytes, block in written, transfer))
+        return transfer
+
+    def _use(self, block: _Block, use: _Use) -> None:
+        self._check(block, "used")
+        with _lock:
+            block.uses = [known for known in block.uses if not known.transfer.is_seen]
+            for known in block.uses:
+                if (use.writes or known.writes) and known.start < use.stop and use.start < known.stop:
+                    doing, done = ("written" if each.writes else "read" for each in (use, known))
+                    self._device.note(f"bytes of a block are {doing}, and no host has seen that they were {done}")
+            block.uses.append(use)
+
+    def _check(self, block: _Block, verb: str) -> None:
+        if block.is_freed:
+            self._device.note(f"a block was {verb} after it had been freed")
+
+
+def blocks_in_use() -> int:
+    """How many blocks of this process are not freed."""
+    return len(_blocks)
+
+
+def _mover(into: Array, source: Array) -> Callable[[int, int], None]:
+    def move(first: int, last: int) -> None:
+        into[first:last] = source[first:last]
+
+    return move

@@ -1,0 +1,241 @@
+"""Calls whose ranks read each other's device memory: the bits, the agreement, the hazards, and calls that end early."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import pytest
+import torch
+
+import asyncoll
+from asyncoll.errors import AbortedError, DeviceError, UsageError
+from asyncoll.tensors.reductions import DTYPES, check_reduction
+from asyncoll.testing import FakeDevice, fake_device, run_ranks, simulate
+from asyncoll.testing.devices.exchange import blocks_in_use
+
+SIZES = "short=64,device=64,device_window=1024,staged=4096,window=2048"
+COUNTS = [65, 257, 1500]  # of float32
+CALLS = ["allreduce", "broadcast"]
+OPS = [asyncoll.SUM, asyncoll.AVG, asyncoll.PROD, asyncoll.MIN, asyncoll.MAX, asyncoll.BAND, asyncoll.BXOR]
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch):
+    monkeypatch.setenv("ASYNCOLL_SIZES", SIZES)
+
+
+@pytest.fixture
+def nothing_is_shared():
+    """In the end no block is left. After a failure ranks may keep theirs."""
+    before = blocks_in_use()
+    yield
+    assert blocks_in_use() == before
+
+
+class Watched(FakeDevice):
+    """Counts its copies by stream."""
+
+    def queue_copy(self, stream, *arguments, **more):
+        self.copies[stream] += 1
+        return super().queue_copy(stream, *arguments, **more)
+
+    @property
+    def route(self):
+        return {"mirrors" if stream in ("in", "out") else "blocks" for stream in self.copies}
+
+
+@contextmanager
+def opened(*arguments):
+    with fake_device(*arguments) as device:
+        device.__class__, device.copies = Watched, Counter()
+        yield device
+
+
+def normal(dtype, seed, count):
+    """Elements whose sums depend on the order of the additions."""
+    values = np.random.default_rng(seed).standard_normal(count) * (100 if "int" in dtype else 1)
+    return torch.tensor(values).to(getattr(torch, dtype))
+
+
+def bits(device, x):
+    values = device.values(x) if device.holds(x) else x.contiguous().view(-1).view(torch.uint8).numpy()
+    return values.tobytes()
+
+
+async def results(comm, make):
+    """Of calls that are under way at the same time."""
+    calls = [comm.allreduce(make()), comm.allreduce(make(), asyncoll.AVG), comm.broadcast(make(), root=comm.size // 2)]
+    return await asyncio.gather(*calls, comm.allreduce(make()[::2], asyncoll.MAX))
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 9, 17])
+def test_the_bits_are_those_of_the_host(size):
+    counts = COUNTS if size < 5 else COUNTS[-2:-1] if size > 8 else COUNTS[-1:]
+    with opened(size) as device:
+
+        async def main(comm):
+            for turn, count in enumerate(counts):
+                dtype = ["float32", "bfloat16", "float16"][(turn + size) % 3]
+                x = normal(dtype, [comm.rank, count], count * 2)
+                expected = await results(comm, x.clone)
+                found = await results(comm, lambda x=x: device.tensor(x.clone()))
+                for one, other in zip(expected, found, strict=True):
+                    assert device.holds(other)
+                    assert bits(device, other) == bits(device, one), count
+
+        run_ranks(size, main, "shm-mixed" if size % 4 == 3 else "shm")
+    assert device.route == {"blocks"}
+
+
+def is_defined(op, dtype):
+    try:
+        return check_reduction(op, dtype)
+    except UsageError:
+        return False
+
+
+def test_every_dtype_and_reduction():
+    with opened() as device:
+
+        async def main(comm):
+            for dtype in DTYPES:
+                for op in (op for op in OPS if is_defined(op, dtype)):
+                    x = normal(dtype, comm.rank, 500)
+                    one, other = [await comm.allreduce(move(x.clone()), op) for move in (torch.clone, device.tensor)]
+                    assert bits(device, other) == bits(device, one), (dtype, op)
+
+        run_ranks(3, main, "shm")
+    assert device.route == {"blocks"}
+
+
+def increment(device, x):
+    device.compute(lambda array: np.add(array, 1, out=array), x)
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+@pytest.mark.parametrize("seed", range(20))
+def test_a_device_for_each_rank_in_virtual_time(seed):
+    """Also in communicators of some ranks, which close. The program's work comes before and after its calls."""
+
+    async def main(comm):
+        with opened(seed, "loop", f"fake:{comm.rank}") as device:
+            for each in (comm, await comm.split(comm.rank % 2)):
+                x = device.tensor(torch.full((3000,), float(each.rank)))
+                increment(device, x)
+                with device.stream("side"):
+                    y = device.tensor(torch.full((3000,), float(each.rank)))
+                    increment(device, y)
+                    other = each.broadcast(y, root=each.size - 1)
+                await each.allreduce(x)
+                increment(device, x)
+                await other
+                increment(device, y)
+                assert (device.values(x) == each.size * (each.size + 1) / 2 + 1).all()
+                assert (device.values(y) == each.size + 1).all()
+                assert device.route == {"blocks"} or each.size == 1
+            each.close()
+            await comm.barrier()
+
+    simulate(2 + seed % 6, main, seed=seed, shared_memory=True)
+
+
+# -- the agreement --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("seed", range(8))
+def test_ranks_without_a_device(seed, call):
+    """In every second call: the others use mirrors then."""
+    size = 2 + seed % 4
+
+    async def main(comm):
+        with opened(seed, "loop", f"fake:{comm.rank}") as device:
+            for turn, count in enumerate([3000, 3000, 500, 500, 3000]):
+                x = torch.full((count,), float(comm.rank + 1))
+                if turn % 2 == 0 or comm.rank != seed % size:
+                    device.tensor(x)
+                await getattr(comm, call)(x)
+                expected = size * (size + 1) / 2 if call == "allreduce" else 1
+                assert ((device.values(x) if device.holds(x) else x.numpy()) == expected).all()
+                if turn == 0:
+                    assert device.route == {"blocks"}
+                elif turn == 1 and comm.rank != seed % size:
+                    assert device.route == {"blocks", "mirrors"}
+            await comm.barrier()
+
+    simulate(size, main, seed=seed, shared_memory=True)
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+@pytest.mark.parametrize("what", ["share memory", "open memory"])
+def test_a_refusal_is_heard_by_all_ranks_and_logged_once(what, caplog):
+    with ExitStack() as stack:
+        devices = [stack.enter_context(opened(rank, "thread", f"fake:{rank}")) for rank in range(4)]
+        devices[2].refuse(what)
+
+        async def main(comm):
+            device = devices[comm.rank]
+            for _ in range(3):
+                x = normal("float32", comm.rank, 3000)
+                expected = await results(comm, x.clone)
+                found = await results(comm, lambda x=x: device.tensor(x.clone()))
+                for one, other in zip(expected, found, strict=True):
+                    assert bits(device, other) == bits(device, one)
+                assert device.route == {"mirrors"}
+
+        run_ranks(4, main, "shm")
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"rank 2: tensors of fake:2 go through memory of the host, at all ranks: fake:2 is told not to {what}"
+    )
+
+
+# -- calls that end early -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("number", range(4))
+def test_a_copy_fails(number, call):
+    with ExitStack() as stack:
+        devices = [stack.enter_context(fake_device(rank, "thread", f"fake:{rank}")) for rank in range(3)]
+        devices[1].fail_copy(number, OSError("no such bus"))
+
+        async def calls(comm, device):
+            await getattr(comm, call)(device.tensor(torch.ones(3000)), *[1] * (call == "broadcast"))
+            await comm.barrier()
+
+        async def main(comm):
+            with pytest.raises((DeviceError, AbortedError), match="fake:1 has failed: OSError: no such bus") as caught:
+                await calls(comm, devices[comm.rank])
+            return type(caught.value)
+
+        assert run_ranks(3, main, "shm") == [AbortedError, DeviceError, AbortedError]
+
+
+def test_a_call_that_is_cancelled_at_any_time():
+    """The program goes on with its tensor, and the others get no wrong result."""
+    ends = set()
+
+    async def main(comm, seed):
+        with opened(seed, "loop", f"fake:{comm.rank}") as device:
+            x = device.tensor(torch.ones(2000))
+            try:
+                async with asyncio.timeout(seed * 3e-4 if comm.rank == 1 else None):
+                    await comm.allreduce(x)
+                ends.add("over")
+                assert (device.values(x) == comm.size).all()
+            except TimeoutError:
+                ends.add("cancelled")
+                increment(device, x)
+            except AbortedError:
+                ends.add("aborted")
+                increment(device, x)
+            assert device.route <= {"blocks"}
+
+    for seed in range(60):
+        simulate(3, lambda comm, seed=seed: main(comm, seed), seed=seed, shared_memory=True)
+    assert ends == {"over", "cancelled", "aborted"}
