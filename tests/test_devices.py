@@ -12,9 +12,10 @@ import pytest
 import torch
 import uvloop
 
+from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.testing import FakeDevice, Hazard, check_device, fake_device
 from asyncoll.testing.devices.fake import POISON
-from asyncoll.transport.staging import arrived
+from asyncoll.transport.staging import RefusedError, arrived
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 COUNT = 4096
@@ -132,6 +133,16 @@ class Again(FakeDevice):
         super().join(mark)
 
 
+class Misplaced(FakeDevice):
+    """A part of a tensor goes to the beginning of the block."""
+
+    def share(self, nbytes):
+        exchange = super().share(nbytes)
+        write = exchange.write
+        exchange.write = lambda mark, start, nbytes, offset: write(mark, start, nbytes, 0)
+        return exchange
+
+
 BROKEN = {
     Hasty: "_fetches_what_was_queued",
     Deaf: "_put_comes_between",
@@ -142,6 +153,7 @@ BROKEN = {
     Twice: "_tells_at_once",
     Lazy: "_clones",
     Again: "_joins_again",
+    Misplaced: "_shares_memory",
 }
 
 
@@ -281,6 +293,65 @@ def touched_by_the_host_before_it_was_dropped(device, x):
         device.tensor(torch.ones(3))
 
 
+def shared(device):
+    """The blocks of two ranks."""
+    both = [device.share(COUNT) for _ in range(2)]
+    for each in both:
+        each.open([other.handle for other in both])
+    return both
+
+
+def over(device, transfer):
+    while transfer.moved != transfer.nbytes:
+        device.turn()
+
+
+def read_by_another_rank_before_the_host_has_seen_its_end(device, x):
+    one, other = shared(device)
+    one.write(device.mark(x), 0, 100, 0)
+    while device.turn():
+        pass
+    other.read(0, 64, device.mark(x), 200, 100)
+
+
+def reduced_before_the_host_has_seen_its_end(device, x):
+    one, other = shared(device)
+    one.write(device.mark(x), 0, 128, 0)
+    other.reduce(ReduceOp.SUM, "int32", 0, 64)
+
+
+def overwritten_while_another_rank_reads(device, x):
+    one, other = shared(device)
+    mark = device.mark(x)
+    over(device, one.write(mark, 0, 128, 0))
+    other.read(0, 64, mark, 128, 64)
+    one.write(mark, 0, 100, 0)
+
+
+def block_freed_while_it_is_open(device, x):
+    shared(device)[0].free()
+
+
+def block_opened_after_it_was_freed(device, x):
+    one, other = (device.share(COUNT) for _ in range(2))
+    one.free()
+    with pytest.raises(RefusedError):
+        other.open([one.handle, other.handle])
+
+
+def block_used_after_it_was_freed(device, x):
+    one, other = shared(device)
+    assert one.shut()
+    one.free()
+    other.read(0, 0, device.mark(x), 0, 64)
+
+
+def tensor_changed_while_it_is_copied_into_a_block(device, x):
+    one, _ = shared(device)
+    one.write(device.mark(x), 0, COUNT, 0)
+    increment(device, x)
+
+
 HAZARDS = {
     changed_after_the_mark: "stream 'out' reads memory, and nothing orders it with .*'default' that writes",
     changed_during_the_copy: "stream 'default' writes memory, and nothing orders it with .*'out' that reads",
@@ -297,6 +368,13 @@ HAZARDS = {
     unpinned_twice: "were unpinned, and not pinned before",
     pinned_in_part_of_a_page: "are not whole pages",
     never_unpinned: "1 blocks were never unpinned",
+    read_by_another_rank_before_the_host_has_seen_its_end: "bytes of a block are read, and no",
+    reduced_before_the_host_has_seen_its_end: "bytes of a block are read, and no host has seen that they were written",
+    overwritten_while_another_rank_reads: "a block are written, and no host has seen that they were read",
+    block_freed_while_it_is_open: "a block was freed while ranks had it open",
+    block_opened_after_it_was_freed: "a block was opened after it had been freed",
+    block_used_after_it_was_freed: "a block was used after it had been freed",
+    tensor_changed_while_it_is_copied_into_a_block: "'default' writes memory, .* with .*'exchange: write'",
     touched_by_the_host: "the host has written to the memory of a tensor",
     touched_by_the_host_before_it_was_dropped: "the host has written to the memory of a tensor",
 }

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import asyncoll
-from asyncoll.errors import AbortedError, DeviceError, UsageError
+from asyncoll.errors import AbortedError, DeviceError, PeerLostError, UsageError
 from asyncoll.tensors.reductions import DTYPES, check_reduction
-from asyncoll.testing import FakeDevice, fake_device, run_ranks, simulate
+from asyncoll.testing import Crash, FakeDevice, Network, fake_device, run_ranks, simulate
 from asyncoll.testing.devices.exchange import blocks_in_use
 
 SIZES = "short=64,device=64,device_window=1024,staged=4096,window=2048"
@@ -194,6 +194,24 @@ def test_a_refusal_is_heard_by_all_ranks_and_logged_once(what, caplog):
     )
 
 
+def test_a_communicator_uses_memory_of_one_device_at_each_rank(caplog):
+    with opened(1) as device, opened(2, "thread", "fake:1") as other:
+
+        async def main(comm):
+            for each in [device, other] if comm.rank else [device, device]:
+                for _ in range(2):
+                    x = each.tensor(torch.full((3000,), float(comm.rank)))
+                    assert (each.values(await comm.allreduce(x)) == 3).all()
+
+        run_ranks(3, main, "shm")
+    assert (device.route, other.route) == ({"blocks", "mirrors"}, {"mirrors"})
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"rank {rank}: tensors of fake:1 go through memory of the host, at all ranks: "
+        "this communicator uses memory of fake:0"
+        for rank in (1, 2)
+    ]
+
+
 # -- calls that end early -------------------------------------------------------------------------
 
 
@@ -239,3 +257,25 @@ def test_a_call_that_is_cancelled_at_any_time():
     for seed in range(60):
         simulate(3, lambda comm, seed=seed: main(comm, seed), seed=seed, shared_memory=True)
     assert ends == {"over", "cancelled", "aborted"}
+
+
+def test_a_rank_dies_at_any_time():
+    ends = set()
+
+    async def main(comm, seed):
+        with opened(seed, "loop", f"fake:{comm.rank}") as device:
+            x = device.tensor(torch.full((2000,), 2.0))
+            try:
+                for _ in range(2):
+                    await comm.allreduce(x, asyncoll.AVG)
+                    assert (device.values(x) == 2).all()
+                    ends.add("over")
+            except PeerLostError:
+                increment(device, x)
+                ends.add("lost")
+            assert device.route <= {"blocks"}
+
+    for seed in range(40):
+        network = Network(faults=[Crash(1, 1e-3 + seed * 3e-4)])
+        simulate(3, lambda comm, seed=seed: main(comm, seed), network, seed, shared_memory=True)
+    assert ends == {"over", "lost"}

@@ -34,6 +34,7 @@ class DeviceMemory:
         self._device: Device | None = None  # the first that has offered; those of others use mirrors
         self._exchange: Exchange | None = None
         self._has_agreed = False
+        self._has_others = False  # devices
 
     @property
     def exchange(self) -> Exchange:
@@ -66,6 +67,14 @@ class DeviceMemory:
                 self._refuse(refusal)
                 return False
             self._show(_OFFERS, self._exchange.handle)
+        if device is not self._device and not self._has_others:
+            self._has_others = True
+            logger.warning(
+                "%s: tensors of %s go through memory of the host, at all ranks: this communicator uses memory of %s",
+                self._name,
+                device.name,
+                self._device.name,
+            )
         return device is self._device
 
     async def agree(self, rendezvous: Rendezvous) -> bool:

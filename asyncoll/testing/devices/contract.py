@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncoll.tensors.operands import build
-from asyncoll.tensors.reductions import DTYPES, Array, storage
-from asyncoll.transport.staging import Device, Mark, Transfer, arrived
+from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, storage
+from asyncoll.transport.staging import HANDLE_BYTES, Device, Mark, RefusedError, Transfer, arrived
 
 _COUNT = 50_000  # elements
 
@@ -292,6 +292,29 @@ async def _pins(program: DeviceProgram) -> None:
             program.device.unpin(pages)
 
 
+async def _shares_memory(program: DeviceProgram) -> None:
+    """a block of a device that shares memory takes parts of tensors, is reduced in place, and gives them back"""
+    try:
+        exchange = program.device.share(1 << 16)
+    except RefusedError:
+        return
+    exchange.open([exchange.handle])
+    x = _tensor(program, _numbers(4096))
+    program.add(x, 1)
+    mark = program.device.mark(x)
+    await arrived(exchange.write(mark, 4096, 8192, 1024))
+    assert exchange.reduces(ReduceOp.SUM, "int32")
+    await arrived(exchange.reduce(ReduceOp.SUM, "int32", 1024, 8192))
+    await arrived(exchange.read(0, 1024, mark, 0, 8192))
+    mark.join()
+    program.add(x, 1)
+    expected = np.concatenate([_numbers(4096)[1024:3072], _numbers(4096)[2048:]]) + 2
+    assert (program.values(x) == expected).all()
+    assert len(exchange.handle) == HANDLE_BYTES
+    assert exchange.shut()
+    exchange.free()
+
+
 _CHECKS: list[Callable[[DeviceProgram], Awaitable[None]]] = [
     _fetches_what_was_queued,
     _arrives_in_order,
@@ -308,4 +331,5 @@ _CHECKS: list[Callable[[DeviceProgram], Awaitable[None]]] = [
     _copies_many,
     _survives_cancellation,
     _pins,
+    _shares_memory,
 ]

@@ -16,6 +16,7 @@ from asyncoll.transport.staging import HANDLE_BYTES, RefusedError, Transfer
 POISON = 0xA5  # every byte of memory that has no content, or not yet
 _lock = threading.Lock()
 _blocks: dict[bytes, _Block] = {}  # those of this process, by handle
+_freed: set[bytes] = set()  # handles
 
 
 class FakeTransfer(Transfer, Protocol):
@@ -85,13 +86,14 @@ class FakeExchange:
         self._device.check_share("open memory")
         with _lock:
             blocks = [_blocks.get(handle) for handle in handles]
+        if not _freed.isdisjoint(handles):
+            self._device.note("a block was opened after it had been freed")
         found = [block for block in blocks if block is not None]
         if len(found) < len(blocks):
             raise RefusedError("a block is in another process, and fake devices share none with that")
         if any(block.content.nbytes != self._own.content.nbytes for block in found):
             raise RefusedError("the blocks have different sizes")
         for block in found:
-            self._check(block, "opened")
             block.readers += 1
         self._opened = found
 
@@ -135,6 +137,7 @@ class FakeExchange:
         self._own.is_freed = True
         with _lock:
             del _blocks[self.handle]
+            _freed.add(self.handle)
 
     def _carry_out(
         self,
@@ -154,7 +157,8 @@ class FakeExchange:
         return transfer
 
     def _use(self, block: _Block, use: _Use) -> None:
-        self._check(block, "used")
+        if block.is_freed:
+            self._device.note("a block was used after it had been freed")
         with _lock:
             block.uses = [known for known in block.uses if not known.transfer.is_seen]
             for known in block.uses:
@@ -162,10 +166,6 @@ class FakeExchange:
                     doing, done = ("written" if each.writes else "read" for each in (use, known))
                     self._device.note(f"bytes of a block are {doing}, and no host has seen that they were {done}")
             block.uses.append(use)
-
-    def _check(self, block: _Block, verb: str) -> None:
-        if block.is_freed:
-            self._device.note(f"a block was {verb} after it had been freed")
 
 
 def blocks_in_use() -> int:
