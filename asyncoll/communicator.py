@@ -392,7 +392,7 @@ class Communicator:
             result: T = operand.like(shard, (end - start, *operand.shape[1:]))
             return result
 
-        return self._start(self._call("reduce_scatter", operand, op.name), body, operand)
+        return self._start(self._call("reduce_scatter", operand, op.name), body, operand, overlaps=True)
 
     def allgather(self, x: T) -> Coroutine[Any, Any, T]:
         """Collect every rank's `x` at every rank, stacked along a new first dimension.
@@ -439,7 +439,7 @@ class Communicator:
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
-        return self._start(self._call("allgather", operand), body, operand)
+        return self._start(self._call("allgather", operand), body, operand, overlaps=True)
 
     def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
         """Collect every rank's `x`, of any shape, at every rank.

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
+from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.device_memory import DeviceMemory
 from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
@@ -106,24 +107,49 @@ class OverlappedCall(MemoryCall):
         self._memory = memory
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        offers = self._offers() and self._memory.exchange.reduces(op, dtype)
-        if await self._is_on_devices(offers=offers):
-            await OnDevice(self, self._memory, self._staged).allreduce(op, dtype)
+        if await self._is_on_devices(offers=self._offers_to_reduce(op, dtype)):
+            await self._on_device().allreduce(op, dtype)
         else:
             await self._reduce_in_windows(self._reduction(x, op, dtype)._replace(staged=self._staged))
 
     async def broadcast(self, x: Array, root: int) -> None:
-        if not self._offers():
-            self._staged.fetch()
-        elif await self._is_on_devices(offers=True):
-            await OnDevice(self, self._memory, self._staged).broadcast(root)
-            return
-        await self._broadcast_in_windows(x.view(np.uint8), root)
+        if await self._are_on_devices(offers=self._offers()):
+            await self._on_device().broadcast(root)
+        else:
+            await self._broadcast_in_windows(x.view(np.uint8), root)
+
+    async def allgather(self, blocks: Sequence[Array]) -> None:
+        if await self._are_on_devices(offers=self._offers()):
+            await self._on_device().allgather()
+        else:
+            await arrived(self._staged, blocks[self.rank].nbytes)
+            blocks[self.rank].view(np.uint8)[...] = self._staged.mirror
+            await super().allgather(blocks)
+
+    async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
+        if await self._are_on_devices(offers=self._offers_to_reduce(op, dtype)):
+            await self._on_device().reduce_scatter([chunk.nbytes for chunk in chunks], op, dtype)
+        else:
+            await arrived(self._staged, self._staged.mirror.nbytes)
+            await super().reduce_scatter(chunks, shard, op, dtype)
+
+    def _on_device(self) -> OnDevice:
+        return OnDevice(self, self._memory, self._staged)
 
     def _offers(self) -> bool:
         """Whether this rank can show its tensor in memory of its device."""
         staged = self._staged
         return staged.mark.nbytes > self._staging.sizes.device and self._memory.offers(staged.device)
+
+    def _offers_to_reduce(self, op: ReduceOp, dtype: str) -> bool:
+        return self._offers() and self._memory.exchange.reduces(op, dtype)
+
+    async def _are_on_devices(self, *, offers: bool) -> bool:
+        """`_is_on_devices`, in calls in which a rank that does not offer goes on at once."""
+        if offers:
+            return await self._is_on_devices(offers=True)
+        self._staged.fetch()
+        return False
 
     async def _is_on_devices(self, *, offers: bool) -> bool:
         """Whether the call uses memory of devices: if all ranks offer it. Otherwise the tensor is fetched."""

@@ -61,6 +61,9 @@ class Staged(Protocol):
         They have arrived, and do not change any more. After `begin`.
         """
 
+    def result(self, nbytes: int) -> Any:
+        """A mark of a new flat tensor of the same dtype. The device gives it its elements, and the next `like` it."""
+
     def has_result(self) -> None:
         """The tensor itself has got the result: `put` has no effect from here on."""
 

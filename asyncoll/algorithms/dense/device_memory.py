@@ -15,6 +15,7 @@ import contextlib
 import logging
 from typing import Any
 
+from asyncoll.algorithms.dense.pieces import ALIGNED
 from asyncoll.algorithms.dense.staging import DEVICE_CELLS, Rendezvous, StagingArea
 from asyncoll.errors import AsyncollError
 from asyncoll.transport.staging import HANDLE_BYTES, Device, Exchange, RefusedError
@@ -44,7 +45,7 @@ class DeviceMemory:
     @property
     def window(self) -> int:
         """The bytes that are shown at one rendezvous, at most."""
-        return self._staging.sizes.device_window
+        return max(self._staging.sizes.device_window, ALIGNED * self._staging.size)  # room for a piece of each rank
 
     def offset(self, turn: int) -> int:
         """Where the bytes that are shown at record `turn` begin, in each block."""

@@ -485,6 +485,9 @@ class SharedCall:
                     self.traffic.sent(piece.size)
             rendezvous.arrive(address, shown)
             await rendezvous.all_arrived()
+            if not start and rendezvous.is_in_windows():
+                await self.leave(rendezvous)  # as in `_show`
+                continue
             table = rendezvous.shown()
             longest = max(length for _, length, _ in table)
             for source, size in wanted.items():

@@ -15,14 +15,17 @@ streams.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
 from asyncoll.algorithms.dense.device_memory import DeviceMemory
 from asyncoll.algorithms.dense.in_memory import SharedCall
-from asyncoll.algorithms.dense.pieces import share
+from asyncoll.algorithms.dense.pieces import ALIGNED, share
 from asyncoll.algorithms.dense.staging import Rendezvous
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import Turn, turn_of
-from asyncoll.transport.staging import Transfer
+from asyncoll.transport.staging import Mark, Transfer
 
 
 class OnDevice:
@@ -37,6 +40,58 @@ class OnDevice:
         self._window = memory.window
 
     async def allreduce(self, op: ReduceOp, dtype: str) -> None:
+        rank, size, mark = self._call.rank, self._call.size, self._staged.mark
+
+        async def reduce(rendezvous: Rendezvous, start: int, nbytes: int) -> None:
+            await self._reduce(rendezvous, op, dtype, share(rank, size, nbytes))
+            rendezvous.advance(1)
+            await rendezvous.reached(1)
+            shares = ((other, *share(other, size, nbytes)) for other in range(size))
+            await self._over(
+                *(self._read(rendezvous, other, first, last, mark, start + first) for other, first, last in shares)
+            )
+
+        await self._show_all(reduce)
+        self._staged.has_result()
+
+    async def broadcast(self, root: int) -> None:
+        if self._call.rank == root:
+            await self._show_all(_do_nothing)
+            return
+        for start in range(0, self._total, self._window):
+            rendezvous = await self._call.come()
+            rendezvous.arrive(0, 0)
+            await rendezvous.all_arrived()
+            await self._over(self._read(rendezvous, root, 0, self._nbytes(start), self._staged.mark, start))
+            await self._call.leave(rendezvous)
+        self._staged.has_result()
+
+    async def allgather(self) -> None:
+        total, ranks = self._total, range(self._call.size)
+        result = self._staged.result(total * len(ranks))
+
+        async def collect(rendezvous: Rendezvous, start: int, nbytes: int) -> None:
+            await self._over(*(self._read(rendezvous, rank, 0, nbytes, result, total * rank + start) for rank in ranks))
+
+        await self._show_all(collect)
+
+    async def reduce_scatter(self, chunks: Sequence[int], op: ReduceOp, dtype: str) -> None:
+        """`chunks` are the bytes of the chunk of each rank. A window has a piece of each chunk."""
+        rank, apart = self._call.rank, self._window // self._call.size // ALIGNED * ALIGNED
+        result = self._staged.result(chunks[rank])
+        for start in range(0, max(chunks), apart):
+            rendezvous = await self._call.come()
+            pieces = [max(0, min(apart, chunk - start)) for chunk in chunks]
+            await self._over(*self._deal(rendezvous, chunks, pieces, start, apart))
+            rendezvous.arrive(0, 0)
+            await rendezvous.all_arrived()
+            part = rank * apart, rank * apart + pieces[rank]
+            await self._reduce(rendezvous, op, dtype, part)
+            await self._over(self._read(rendezvous, rank, *part, result, start))
+            await self._call.leave(rendezvous)
+
+    async def _show_all(self, use: Callable[[Rendezvous, int, int], Coroutine[Any, Any, None]]) -> None:
+        """Show the tensor window by window. `use` uses the one from a byte on, of so many bytes, of all ranks."""
         rendezvous, shown = await self._show(0)
         for start in range(0, self._total, self._window):
             await self._over(shown)
@@ -45,27 +100,8 @@ class OnDevice:
             if end < self._total:
                 rendezvous, shown = await self._show(end)
             await here.all_arrived()
-            await self._reduce(here, op, dtype, self._nbytes(start))
-            await self._collect(here, start)
+            await use(here, start, self._nbytes(start))
             await self._call.leave(here)
-        self._staged.has_result()
-
-    async def broadcast(self, root: int) -> None:
-        if self._call.rank == root:
-            for start in range(0, self._total, self._window):
-                rendezvous, shown = await self._show(start)
-                await self._over(shown)
-                rendezvous.arrive(0, 0)
-                await rendezvous.all_arrived()
-                await self._call.leave(rendezvous)
-            return
-        for start in range(0, self._total, self._window):
-            rendezvous = await self._call.come()
-            rendezvous.arrive(0, 0)
-            await rendezvous.all_arrived()
-            await self._over(self._read(rendezvous, root, (0, self._nbytes(start)), start))
-            await self._call.leave(rendezvous)
-        self._staged.has_result()
 
     async def _show(self, start: int) -> tuple[Rendezvous, Transfer]:
         """The next rendezvous, and the copy of the window from byte `start` to its place in this rank's block."""
@@ -74,27 +110,31 @@ class OnDevice:
         offset = self._memory.offset(rendezvous.turn)
         return rendezvous, self._exchange.write(self._staged.mark, start, nbytes, offset)
 
-    async def _reduce(self, rendezvous: Rendezvous, op: ReduceOp, dtype: str, nbytes: int) -> None:
-        """Reduce the share of this rank of a window of `nbytes` bytes. Returns once all ranks have reduced theirs."""
-        first, last = share(self._call.rank, self._call.size, nbytes)
+    def _deal(
+        self, rendezvous: Rendezvous, chunks: Sequence[int], pieces: Sequence[int], start: int, apart: int
+    ) -> Iterator[Transfer]:
+        """Copy the pieces from byte `start` of all chunks to their places, `apart` bytes each, in this rank's block."""
+        offset, first = self._memory.offset(rendezvous.turn), 0
+        for rank, nbytes in enumerate(pieces):
+            if rank != self._call.rank:
+                self._call.traffic.sent(nbytes)
+            yield self._exchange.write(self._staged.mark, first + start, nbytes, offset + rank * apart)
+            first += chunks[rank]
+
+    async def _reduce(self, rendezvous: Rendezvous, op: ReduceOp, dtype: str, part: tuple[int, int]) -> None:
+        """Reduce a part of the window of all ranks into that of this rank, whose part is read by no other rank yet."""
+        first, last = part
         if first < last:
             offset = self._memory.offset(rendezvous.turn) + first
             await self._over(self._exchange.reduce(op, dtype, offset, last - first))
             self._call.traffic.received((last - first) * (self._call.size - 1))
-        rendezvous.advance(1)
-        await rendezvous.reached(1)
 
-    async def _collect(self, rendezvous: Rendezvous, start: int) -> None:
-        """Copy all shares of the window from byte `start` into the tensor."""
-        size, nbytes = self._call.size, self._nbytes(start)
-        await self._over(*(self._read(rendezvous, rank, share(rank, size, nbytes), start) for rank in range(size)))
-
-    def _read(self, rendezvous: Rendezvous, rank: int, part: tuple[int, int], start: int) -> Transfer:
-        """Copy the part of the window from byte `start` that is in the block of `rank` into the tensor."""
-        (first, last), offset = part, self._memory.offset(rendezvous.turn)
+    def _read(self, rendezvous: Rendezvous, rank: int, first: int, last: int, mark: Mark, start: int) -> Transfer:
+        """Copy bytes `first` to `last` of the window of `rank` to those of a tensor from `start` on."""
         if rank != self._call.rank:
             self._call.traffic.received(last - first)
-        return self._exchange.read(rank, offset + first, self._staged.mark, start + first, last - first)
+        offset = self._memory.offset(rendezvous.turn) + first
+        return self._exchange.read(rank, offset, mark, start, last - first)
 
     def _nbytes(self, start: int) -> int:
         """The bytes of the window from byte `start`."""
@@ -108,3 +148,7 @@ class OnDevice:
             await turn_of(turn)
             if transfer.moved < transfer.nbytes and transfer.error is not None:
                 raise self._staged.failure(transfer.error)
+
+
+async def _do_nothing(rendezvous: Rendezvous, start: int, nbytes: int) -> None:
+    del rendezvous, start, nbytes

@@ -24,7 +24,7 @@ from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import checkpoint
 
 _STEPS = 3  # of each piece
-_ALIGNED = 64  # bytes: no element lies across the boundary of two shares
+ALIGNED = 64  # bytes: no element lies across the boundary of two shares
 _POLLS = 200  # looks at the cells of the other ranks, each with an offer of the core to them, before a rank sleeps
 
 
@@ -148,7 +148,7 @@ def _put(own: Array, half: Array, rank: int, size: int) -> None:
 
 def share(rank: int, size: int, nbytes: int) -> tuple[int, int]:
     """The first byte, and that behind the last one, of the share of `rank` of a piece of `nbytes` bytes."""
-    each = -(-nbytes // (size * _ALIGNED)) * _ALIGNED
+    each = -(-nbytes // (size * ALIGNED)) * ALIGNED
     return min(rank * each, nbytes), min((rank + 1) * each, nbytes)
 
 

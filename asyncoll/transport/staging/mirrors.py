@@ -10,7 +10,7 @@ import numpy as np
 
 from asyncoll.errors import DeviceError, describe
 from asyncoll.tensors import registered
-from asyncoll.tensors.reductions import Array
+from asyncoll.tensors.reductions import Array, dtype_name
 from asyncoll.tensors.staged import CopiesBack, stagers
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
 
@@ -27,6 +27,7 @@ class Mirror:
         self._back: CopiesBack | None = None
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
+        self._result: Any = None  # of `result`
         self._returned = 0  # the bytes that have been put
         self.mirror: Array = registered.current().empty(x.numel() * x.itemsize, np.uint8)
 
@@ -66,6 +67,11 @@ class Mirror:
         if start < self._returned:
             self._put(self.mirror[start : self._returned], self.mark, start)
 
+    def result(self, nbytes: int) -> Mark:
+        self._result = self.device.empty(dtype_name(self._x.dtype), (nbytes // self._x.itemsize,))
+        self._marks.append(self.device.mark(self._result))
+        return self._marks[-1]
+
     def has_result(self) -> None:
         self._returned = self.mirror.nbytes
 
@@ -73,6 +79,8 @@ class Mirror:
         return DeviceError(f"{self.device.name} has failed: {describe(error)}")
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
+        if self._result is not None:
+            return self._result.view(shape)
         x = self.device.empty(dtype, shape)
         self._marks.append(self.device.mark(x))
         self._put(flat.view(np.uint8), self._marks[-1], 0)
