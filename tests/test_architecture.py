@@ -28,6 +28,7 @@ PACKAGES: dict[str, set[str]] = {
     # what moves bytes
     "transport": {"_core", "errors", "tensors"},
     "transport.memory": {"_core", "errors", "forks", "tensors", "transport"},
+    "transport.staging": {"errors", "tensors"},
     "transport.messages": {"arguments", "errors", "forks", "statistics", "transport"},
     # what runs a rank
     "runtime": {"arguments", "errors", "forks", "statistics", "tensors", "transport"},
@@ -42,7 +43,17 @@ PACKAGES: dict[str, set[str]] = {
         "transport.memory",
         "transport.messages",
     },
-    "algorithms": {"_core", "arguments", "errors", "rpc", "runtime", "statistics", "tensors", "transport"},
+    "algorithms": {
+        "_core",
+        "arguments",
+        "errors",
+        "rpc",
+        "runtime",
+        "statistics",
+        "tensors",
+        "transport",
+        "transport.staging",
+    },
     # what users hold
     "communicator": {
         "algorithms",
@@ -93,6 +104,7 @@ PACKAGES: dict[str, set[str]] = {
         "transport",
         "transport.memory",
         "transport.messages",
+        "transport.staging",
         "world",
     },
     "doctor": {"", "_core", "errors", "launch", "world"},
@@ -107,7 +119,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "cli": {"bench", "doctor", "errors", "launch", "testing", "transport"},
 }
-SUBPACKAGES = ("torch.hooks", "transport.memory", "transport.messages")
+SUBPACKAGES = ("torch.hooks", "transport.memory", "transport.messages", "transport.staging")
 MODULES_MAX, PACKAGES_MAX = 9, 12  # at the top of asyncoll/
 SANS_IO = (
     "transport.wire",
@@ -117,7 +129,7 @@ SANS_IO = (
     *(f"algorithms.rounds.{name}" for name in ("engine", "rules", "activation", "grouping", "operation")),
 )
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
-TORCH = {"bench", "tensors", "torch", "torch.hooks", "training", "doctor", "launch", "world"}
+TORCH = {"bench", "tensors", "torch", "torch.hooks", "training", "transport.staging", "doctor", "launch", "world"}
 ZMQ = {"transport.messages", "doctor"}
 DOORS = (
     "asyncoll.rpc",
@@ -310,6 +322,7 @@ def test_algorithms_see_lanes_ports_and_memory_and_not_the_runtime_behind_them()
 def test_torch_is_imported_when_it_is_needed():
     """Not by `asyncoll.torch` itself either: `import torch` imports it."""
     users = {module for module in modules if package(module) in ("training", "torch", "torch.hooks")} - {"torch"}
+    users |= {"transport.staging.ipc"}
     others = {module: path for module, path in modules.items() if module not in users}
     assert not {module for module, path in others.items() if "torch" in imported_at_once(parse(path))}
 

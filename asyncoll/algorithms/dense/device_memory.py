@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from asyncoll.algorithms.dense.pieces import ALIGNED
@@ -90,16 +91,27 @@ class DeviceMemory:
 
     def shut(self) -> None:
         """Close the blocks of the other ranks. This rank uses them no more. Without effect the second time."""
-        if self._states()[self._staging.rank] == _READS and self.exchange.shut():
-            with contextlib.suppress(AsyncollError):  # a rank has died in a critical section: the world has failed
+        with self._giving_back():
+            if self._states()[self._staging.rank] == _READS and self.exchange.shut():
                 self._show(_SHUT)
 
     def close(self) -> None:
         """`shut`, and free the block of this rank, if no other rank may still read it."""
         self.shut()
         if self._exchange is not None and _READS not in self._states():
-            self._exchange.free()
+            with self._giving_back():
+                self._exchange.free()
             self._exchange = None
+
+    @contextlib.contextmanager
+    def _giving_back(self) -> Iterator[None]:
+        """What cannot be given back stays until the process ends."""
+        try:
+            yield
+        except AsyncollError:
+            pass  # a rank has died in a critical section: the world has failed
+        except RefusedError as refusal:
+            logger.warning("%s keeps memory of its device until it ends: %s", self._name, str(refusal))
 
     def _open(self) -> None:
         cells, handles = self._staging.control_block.cells, []

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from asyncoll.tensors.reductions import Array, ReduceOp
 
-HANDLE_BYTES = 96  # of a block: 64 of a handle of CUDA IPC, 16 of the UUID of its GPU, its address, and its bytes
+HANDLE_BYTES = 88  # of a block: 64 of a handle of CUDA IPC, 16 of the UUID of its GPU, and 8 of its size
 
 
 class Transfer(Protocol):
@@ -113,7 +113,10 @@ class Exchange(Protocol):
         """Reduce these bytes of all blocks, in the order of ranks, into those of this rank's block."""
 
     def shut(self) -> bool:
-        """Close the blocks of the other ranks. Returns False, and does nothing, if copies are under way."""
+        """Close the blocks of the other ranks. Returns False, and does nothing, if copies are under way.
+
+        Raises RefusedError, as `free` does, if the device refuses.
+        """
 
     def free(self) -> None:
         """Free the block of this rank. All other ranks have shut."""

@@ -1,0 +1,238 @@
+"""Memory of a GPU that the processes of a host read from each other: raw blocks of CUDA, by torch and CUDA IPC.
+
+**Nothing here has run on a GPU**, and no device uses it yet. `tests/test_ipc.py` checks what needs none: errors of the
+driver, handles, and the bits of reductions. Handles are plain bytes. Blocks come from `cudaMalloc`, because torch's
+allocator moves and frees the memory of tensors, and torch's own sharing of tensors is private, and needs file
+descriptors with expandable segments.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+from uuid import UUID
+
+import torch
+
+from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.transport.staging import HANDLE_BYTES, RefusedError, Transfer
+
+_HANDLE = struct.Struct("=64s16sQ")  # the handle of CUDA IPC, the UUID of the GPU, the bytes of the block
+_GRAIN = 1 << 21  # bytes: smaller allocations of CUDA share a page of the GPU, and so would their handles
+_LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag that there is
+_HALVES = ("float16", "bfloat16")
+_FUNCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
+    ReduceOp.SUM: torch.add,
+    ReduceOp.AVG: torch.add,
+    ReduceOp.PROD: torch.mul,
+    ReduceOp.MIN: torch.minimum,
+    ReduceOp.MAX: torch.maximum,
+    ReduceOp.BAND: torch.bitwise_and,
+    ReduceOp.BOR: torch.bitwise_or,
+    ReduceOp.BXOR: torch.bitwise_xor,
+}
+
+
+class _IpcHandle(ctypes.Structure):
+    """cudaIpcMemHandle_t, which is passed by value."""
+
+    _fields_ = (("raw", ctypes.c_ubyte * 64),)
+
+
+class Runtime:
+    """The functions of the CUDA runtime that torch has loaded. They raise RefusedError, with the driver's reason.
+
+    The current device of the thread is that of the memory.
+    """
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self.addresses: dict[bytes, int] = {}  # of the blocks of this process, by handle: CUDA opens none where it is
+        library.cudaGetErrorString.restype = ctypes.c_char_p
+        library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _IpcHandle, ctypes.c_uint)
+
+    def allocate(self, nbytes: int) -> int:
+        address = ctypes.c_void_p()
+        self._call("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        return address.value or 0
+
+    def free(self, address: int) -> None:
+        self._call("cudaFree", ctypes.c_void_p(address))
+
+    def export(self, address: int) -> bytes:
+        handle = _IpcHandle()
+        self._call("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+        return bytes(handle)
+
+    def open(self, handle: bytes) -> int:
+        address = ctypes.c_void_p()
+        self._call(
+            "cudaIpcOpenMemHandle", ctypes.byref(address), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
+        )
+        return address.value or 0
+
+    def close(self, address: int) -> None:
+        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        code = getattr(self._library, function)(*arguments)
+        if code:
+            self._library.cudaGetLastError()  # else the next call of this thread would fail with the same error
+            raise RefusedError(f"{function}: {self._library.cudaGetErrorString(code).decode()}")
+
+
+@cache
+def loaded_runtime() -> Runtime:
+    """The one that torch has loaded. Raises RefusedError if it is not found."""
+    with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
+        paths = {line.split(maxsplit=5)[5].strip() for line in maps if "libcudart" in line}
+    if len(paths) != 1:
+        raise RefusedError(f"torch has loaded {len(paths)} libraries libcudart, and one is needed")
+    return Runtime(ctypes.CDLL(paths.pop()))
+
+
+Queue = Callable[[int, Callable[[], None], Any], Transfer]
+
+
+class Gpu:
+    """What the exchange uses of "cuda:`index`" of this process."""
+
+    def __init__(self, index: int, queue: Queue) -> None:
+        """`queue(nbytes, work, mark)` queues `work`, which moves `nbytes`, on a stream of the device.
+
+        It comes after `mark`, unless that is None, and the mark's `join` after it.
+        """
+        self.place = torch.device("cuda", index)
+        self.queue = queue
+        self.uuid = _uuid(index)
+
+    def current(self) -> contextlib.AbstractContextManager[object]:
+        """Make the device that of this thread."""
+        return torch.cuda.device(self.place)
+
+    def reads(self, uuid: bytes) -> bool:
+        """Whether this GPU can read the memory of that one."""
+        if uuid == self.uuid:
+            return True
+        others = [index for index in range(torch.cuda.device_count()) if _uuid(index) == uuid]
+        return any(torch.cuda.can_device_access_peer(self.place, other) for other in others)
+
+    def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
+        """The memory there, as a flat tensor of the device, which does not keep it allocated."""
+
+        class Memory:
+            def __init__(self) -> None:
+                shape, data = (nbytes,), (address, False)
+                self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": data, "version": 3}
+
+        return torch.as_tensor(Memory(), device=self.place)
+
+
+def _uuid(index: int) -> bytes:
+    """The UUID of a device that this process sees: 16 bytes."""
+    return UUID(str(torch.cuda.get_device_properties(index).uuid)).bytes
+
+
+class CudaExchange:
+    """Implements `transport.staging.Exchange`. Marks have their elements in `content`, as flat bytes."""
+
+    def __init__(self, gpu: Gpu, runtime: Runtime, nbytes: int) -> None:
+        """Raises RefusedError if the GPU has too little memory, or exports none."""
+        self._gpu = gpu
+        self._runtime = runtime
+        with gpu.current():
+            self._address = runtime.allocate(-(-nbytes // _GRAIN) * _GRAIN)
+            try:
+                self.handle = _HANDLE.pack(runtime.export(self._address), gpu.uuid, nbytes)
+            except RefusedError:
+                runtime.free(self._address)
+                raise
+        runtime.addresses[self.handle] = self._address
+        self._own = gpu.bytes_at(self._address, nbytes)
+        self._imported: list[int] = []  # addresses of the blocks of other processes
+        self._blocks: list[torch.Tensor] = []  # by rank
+        self._transfers: list[Transfer] = []
+
+    def open(self, handles: Sequence[bytes]) -> None:
+        try:
+            with self._gpu.current():
+                self._blocks = [self._opened(rank, handle) for rank, handle in enumerate(handles)]
+        except RefusedError:
+            self.shut()
+            raise
+
+    def reduces(self, op: ReduceOp, dtype: str) -> bool:
+        if dtype.startswith("complex"):  # products and quotients of a GPU may be rounded in another way
+            return op is ReduceOp.SUM
+        return not (dtype in ("uint16", "uint32", "uint64") and op in (ReduceOp.MIN, ReduceOp.MAX))  # torch has none
+
+    def write(self, mark: Any, start: int, nbytes: int, offset: int) -> Transfer:
+        into, source = self._own[offset : offset + nbytes], mark.content[start : start + nbytes]
+        return self._queue(nbytes, lambda: _copy(into, source), mark)
+
+    def read(self, rank: int, offset: int, mark: Any, start: int, nbytes: int) -> Transfer:
+        into, source = mark.content[start : start + nbytes], self._blocks[rank][offset : offset + nbytes]
+        return self._queue(nbytes, lambda: _copy(into, source), mark)
+
+    def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> Transfer:
+        parts = [block[offset : offset + nbytes] for block in self._blocks]
+        into = self._own[offset : offset + nbytes]
+        return self._queue(nbytes, lambda: reduce_on_device(into, parts, op, dtype))
+
+    def shut(self) -> bool:
+        if not all(transfer.moved == transfer.nbytes or transfer.error for transfer in self._transfers):
+            return False
+        self._blocks = []
+        with self._gpu.current():
+            while self._imported:
+                self._runtime.close(self._imported.pop())
+        return True
+
+    def free(self) -> None:
+        del self._runtime.addresses[self.handle]
+        with self._gpu.current():
+            self._runtime.free(self._address)
+
+    def _opened(self, rank: int, handle: bytes) -> torch.Tensor:
+        if len(handle) != HANDLE_BYTES:
+            raise RefusedError(f"the handle of group rank {rank} has {len(handle)} bytes instead of {HANDLE_BYTES}")
+        raw, uuid, nbytes = _HANDLE.unpack(handle)
+        if nbytes != self._own.numel():
+            raise RefusedError(f"the block of group rank {rank} has {nbytes} bytes instead of {self._own.numel()}")
+        if not self._gpu.reads(uuid):
+            raise RefusedError(f"the memory of GPU {uuid.hex()}, of group rank {rank}, cannot be read from here")
+        here = self._runtime.addresses.get(handle)
+        if here is None:
+            here = self._runtime.open(raw)
+            self._imported.append(here)
+        return self._gpu.bytes_at(here, nbytes)
+
+    def _queue(self, nbytes: int, work: Callable[[], None], mark: Any = None) -> Transfer:
+        transfer = self._gpu.queue(nbytes, work, mark)
+        under_way = [each for each in self._transfers if each.moved < each.nbytes and each.error is None]
+        self._transfers = [*under_way, transfer]
+        return transfer
+
+
+def reduce_on_device(into: torch.Tensor, parts: Sequence[torch.Tensor], op: ReduceOp, dtype: str) -> None:
+    """Reduce bytes of elements of `dtype` in the order of `parts`, of which `into` may be one.
+
+    The bits are those of the host, but for the payload of NaN, and the sign of the MIN or MAX of zeros of both signs.
+    """
+    unsigned = dtype.removeprefix("u") if dtype in ("uint16", "uint32", "uint64") else dtype
+    kind, function = getattr(torch, unsigned), _FUNCTIONS[op]  # sums of unsigned integers have the bits of signed ones
+    first, *others = (part.view(kind) for part in parts)
+    total = first.float() if dtype in _HALVES else first.clone()
+    for other in others:
+        function(total, other.float() if dtype in _HALVES else other, out=total)
+    if op is ReduceOp.AVG:  # by a tensor: torch multiplies by the reciprocal of a number
+        total.div_(torch.full((), len(parts), dtype=total.dtype, device=total.device))
+    into.view(kind).copy_(total)
+
+
+def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
+    into.copy_(source, non_blocking=True)
