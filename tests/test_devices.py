@@ -15,7 +15,7 @@ import uvloop
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.testing import FakeDevice, Hazard, check_device, fake_device
 from asyncoll.testing.devices.fake import POISON
-from asyncoll.transport.staging import RefusedError, arrived
+from asyncoll.transport.staging import Part, RefusedError, arrived
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 COUNT = 4096
@@ -139,7 +139,7 @@ class Misplaced(FakeDevice):
     def share(self, nbytes):
         exchange = super().share(nbytes)
         write = exchange.write
-        exchange.write = lambda mark, start, nbytes, offset: write(mark, start, nbytes, 0)
+        exchange.write = lambda mark, parts: write(mark, [part._replace(offset=0) for part in parts])
         return exchange
 
 
@@ -308,24 +308,24 @@ def over(device, transfer):
 
 def read_by_another_rank_before_the_host_has_seen_its_end(device, x):
     one, other = shared(device)
-    one.write(device.mark(x), 0, 100, 0)
+    one.write(device.mark(x), [Part(0, 0, 0, 100)])
     while device.turn():
         pass
-    other.read(0, 64, device.mark(x), 200, 100)
+    other.read(device.mark(x), [Part(0, 64, 200, 100)])
 
 
 def reduced_before_the_host_has_seen_its_end(device, x):
     one, other = shared(device)
-    one.write(device.mark(x), 0, 128, 0)
+    one.write(device.mark(x), [Part(0, 0, 0, 128)])
     other.reduce(ReduceOp.SUM, "int32", 0, 64)
 
 
 def overwritten_while_another_rank_reads(device, x):
     one, other = shared(device)
     mark = device.mark(x)
-    over(device, one.write(mark, 0, 128, 0))
-    other.read(0, 64, mark, 128, 64)
-    one.write(mark, 0, 100, 0)
+    over(device, one.write(mark, [Part(0, 0, 0, 128)]))
+    other.read(mark, [Part(0, 64, 128, 64)])
+    one.write(mark, [Part(0, 0, 0, 100)])
 
 
 def block_freed_while_it_is_open(device, x):
@@ -343,12 +343,12 @@ def block_used_after_it_was_freed(device, x):
     one, other = shared(device)
     assert one.shut()
     one.free()
-    other.read(0, 0, device.mark(x), 0, 64)
+    other.read(device.mark(x), [Part(0, 0, 0, 64)])
 
 
 def tensor_changed_while_it_is_copied_into_a_block(device, x):
     one, _ = shared(device)
-    one.write(device.mark(x), 0, COUNT, 0)
+    one.write(device.mark(x), [Part(0, 0, 0, COUNT)])
     increment(device, x)
 
 

@@ -14,7 +14,7 @@ import torch
 
 import asyncoll
 from asyncoll.tensors.reductions import DTYPES, check_reduction, reducer, storage
-from asyncoll.transport.staging import HANDLE_BYTES, RefusedError
+from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError
 from asyncoll.transport.staging.ipc import CudaExchange, Gpu, Runtime, loaded_runtime, reduce_on_device
 
 NBYTES = 1 << 12
@@ -128,9 +128,9 @@ def test_blocks_pass_bytes_and_are_given_back():
     tensors = [torch.full((1000,), rank + 1, dtype=torch.int32) for rank in range(3)]
     marks = [Mark(x.view(torch.uint8)) for x in tensors]
     for each, mark in zip(made, marks, strict=True):
-        each.write(mark, 400, 800, 64)
+        each.write(mark, [Part(made.index(each), 64, 400, 800)])
     made[1].reduce(asyncoll.SUM, "int32", 64, 400)
-    made[2].read(1, 64, marks[2], 0, 800)
+    made[2].read(marks[2], [Part(1, 64, 0, 400), Part(1, 464, 400, 400)])
     assert tensors[2].tolist() == [6] * 100 + [2] * 100 + [3] * 800
     for each in made:
         assert each.shut()

@@ -15,7 +15,7 @@ streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from asyncoll.algorithms.dense.device_memory import DeviceMemory
@@ -25,7 +25,7 @@ from asyncoll.algorithms.dense.staging import Rendezvous
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import Turn, turn_of
-from asyncoll.transport.staging import Mark, Transfer
+from asyncoll.transport.staging import Mark, Part, Transfer
 
 
 class OnDevice:
@@ -40,16 +40,15 @@ class OnDevice:
         self._window = memory.window
 
     async def allreduce(self, op: ReduceOp, dtype: str) -> None:
-        rank, size, mark = self._call.rank, self._call.size, self._staged.mark
+        rank, size = self._call.rank, self._call.size
 
         async def reduce(rendezvous: Rendezvous, start: int, nbytes: int) -> None:
             await self._reduce(rendezvous, op, dtype, share(rank, size, nbytes))
             rendezvous.advance(1)
             await rendezvous.reached(1)
             shares = ((other, *share(other, size, nbytes)) for other in range(size))
-            await self._over(
-                *(self._read(rendezvous, other, first, last, mark, start + first) for other, first, last in shares)
-            )
+            parts = [self._part(rendezvous, other, first, last, start + first) for other, first, last in shares]
+            await self._read(self._staged.mark, parts)
 
         await self._show_all(reduce)
         self._staged.has_result()
@@ -62,7 +61,7 @@ class OnDevice:
             rendezvous = await self._call.come()
             rendezvous.arrive(0, 0)
             await rendezvous.all_arrived()
-            await self._over(self._read(rendezvous, root, 0, self._nbytes(start), self._staged.mark, start))
+            await self._read(self._staged.mark, [self._part(rendezvous, root, 0, self._nbytes(start), start)])
             await self._call.leave(rendezvous)
         self._staged.has_result()
 
@@ -71,7 +70,8 @@ class OnDevice:
         result = self._staged.result(total * len(ranks))
 
         async def collect(rendezvous: Rendezvous, start: int, nbytes: int) -> None:
-            await self._over(*(self._read(rendezvous, rank, 0, nbytes, result, total * rank + start) for rank in ranks))
+            parts = [self._part(rendezvous, rank, 0, nbytes, total * rank + start) for rank in ranks]
+            await self._read(result, parts)
 
         await self._show_all(collect)
 
@@ -82,12 +82,12 @@ class OnDevice:
         for start in range(0, max(chunks), apart):
             rendezvous = await self._call.come()
             pieces = [max(0, min(apart, chunk - start)) for chunk in chunks]
-            await self._over(*self._deal(rendezvous, chunks, pieces, start, apart))
+            await self._over(self._deal(rendezvous, chunks, pieces, start, apart))
             rendezvous.arrive(0, 0)
             await rendezvous.all_arrived()
-            part = rank * apart, rank * apart + pieces[rank]
-            await self._reduce(rendezvous, op, dtype, part)
-            await self._over(self._read(rendezvous, rank, *part, result, start))
+            first, last = rank * apart, rank * apart + pieces[rank]
+            await self._reduce(rendezvous, op, dtype, (first, last))
+            await self._read(result, [self._part(rendezvous, rank, first, last, start)])
             await self._call.leave(rendezvous)
 
     async def _show_all(self, use: Callable[[Rendezvous, int, int], Coroutine[Any, Any, None]]) -> None:
@@ -107,19 +107,19 @@ class OnDevice:
         """The next rendezvous, and the copy of the window from byte `start` to its place in this rank's block."""
         rendezvous, nbytes = await self._call.come(), self._nbytes(start)
         self._call.traffic.sent(nbytes)
-        offset = self._memory.offset(rendezvous.turn)
-        return rendezvous, self._exchange.write(self._staged.mark, start, nbytes, offset)
+        part = self._part(rendezvous, self._call.rank, 0, nbytes, start)
+        return rendezvous, self._exchange.write(self._staged.mark, [part])
 
     def _deal(
         self, rendezvous: Rendezvous, chunks: Sequence[int], pieces: Sequence[int], start: int, apart: int
-    ) -> Iterator[Transfer]:
+    ) -> Transfer:
         """Copy the pieces from byte `start` of all chunks to their places, `apart` bytes each, in this rank's block."""
-        offset, first = self._memory.offset(rendezvous.turn), 0
+        me, parts, begin = self._call.rank, [], 0
         for rank, nbytes in enumerate(pieces):
-            if rank != self._call.rank:
-                self._call.traffic.sent(nbytes)
-            yield self._exchange.write(self._staged.mark, first + start, nbytes, offset + rank * apart)
-            first += chunks[rank]
+            parts.append(self._part(rendezvous, me, rank * apart, rank * apart + nbytes, begin + start))
+            begin += chunks[rank]
+        self._call.traffic.sent(sum(pieces) - pieces[me])
+        return self._exchange.write(self._staged.mark, [part for part in parts if part.nbytes])
 
     async def _reduce(self, rendezvous: Rendezvous, op: ReduceOp, dtype: str, part: tuple[int, int]) -> None:
         """Reduce a part of the window of all ranks into that of this rank, whose part is read by no other rank yet."""
@@ -129,25 +129,26 @@ class OnDevice:
             await self._over(self._exchange.reduce(op, dtype, offset, last - first))
             self._call.traffic.received((last - first) * (self._call.size - 1))
 
-    def _read(self, rendezvous: Rendezvous, rank: int, first: int, last: int, mark: Mark, start: int) -> Transfer:
-        """Copy bytes `first` to `last` of the window of `rank` to those of a tensor from `start` on."""
-        if rank != self._call.rank:
-            self._call.traffic.received(last - first)
-        offset = self._memory.offset(rendezvous.turn) + first
-        return self._exchange.read(rank, offset, mark, start, last - first)
+    async def _read(self, mark: Mark, parts: Sequence[Part]) -> None:
+        """Copy the parts from the blocks into the tensor."""
+        self._call.traffic.received(sum(part.nbytes for part in parts if part.rank != self._call.rank))
+        await self._over(self._exchange.read(mark, [part for part in parts if part.nbytes]))
+
+    def _part(self, rendezvous: Rendezvous, rank: int, first: int, last: int, start: int) -> Part:
+        """Bytes `first` to `last` of the window that `rank` shows, and those of a tensor from `start` on."""
+        return Part(rank, self._memory.offset(rendezvous.turn) + first, start, last - first)
 
     def _nbytes(self, start: int) -> int:
         """The bytes of the window from byte `start`."""
         return min(self._window, self._total - start)
 
-    async def _over(self, *transfers: Transfer) -> None:
-        """Return once they are over. Raises DeviceError, and the failure of the communicator."""
-        for transfer in transfers:
-            turn = Turn()
-            transfer.when_moved(transfer.nbytes, turn.set)
-            await turn_of(turn)
-            if transfer.moved < transfer.nbytes and transfer.error is not None:
-                raise self._staged.failure(transfer.error)
+    async def _over(self, transfer: Transfer) -> None:
+        """Return once it is over. Raises DeviceError, and the failure of the communicator."""
+        turn = Turn()
+        transfer.when_moved(transfer.nbytes, turn.set)
+        await turn_of(turn)
+        if transfer.moved < transfer.nbytes and transfer.error is not None:
+            raise self._staged.failure(transfer.error)
 
 
 async def _do_nothing(rendezvous: Rendezvous, start: int, nbytes: int) -> None:

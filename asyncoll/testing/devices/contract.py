@@ -12,7 +12,7 @@ import numpy as np
 
 from asyncoll.tensors.operands import build
 from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, storage
-from asyncoll.transport.staging import HANDLE_BYTES, Device, Mark, RefusedError, Transfer, arrived
+from asyncoll.transport.staging import HANDLE_BYTES, Device, Mark, Part, RefusedError, Transfer, arrived
 
 _COUNT = 50_000  # elements
 
@@ -302,10 +302,10 @@ async def _shares_memory(program: DeviceProgram) -> None:
     x = _tensor(program, _numbers(4096))
     program.add(x, 1)
     mark = program.device.mark(x)
-    await arrived(exchange.write(mark, 4096, 8192, 1024))
+    await arrived(exchange.write(mark, [Part(0, 1024, 4096, 4096), Part(0, 5120, 8192, 4096)]))
     assert exchange.reduces(ReduceOp.SUM, "int32")
     await arrived(exchange.reduce(ReduceOp.SUM, "int32", 1024, 8192))
-    await arrived(exchange.read(0, 1024, mark, 0, 8192))
+    await arrived(exchange.read(mark, [Part(0, 1024, 0, 4096), Part(0, 5120, 4096, 4096)]))
     mark.join()
     program.add(x, 1)
     expected = np.concatenate([_numbers(4096)[1024:3072], _numbers(4096)[2048:]]) + 2

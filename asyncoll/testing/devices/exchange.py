@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncoll.tensors.reductions import Array, ReduceOp, reducer, storage
-from asyncoll.transport.staging import HANDLE_BYTES, RefusedError, Transfer
+from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError, Transfer
 
 POISON = 0xA5  # every byte of memory that has no content, or not yet
 _lock = threading.Lock()
@@ -100,13 +100,19 @@ class FakeExchange:
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         return True
 
-    def write(self, mark: Any, start: int, nbytes: int, offset: int) -> FakeTransfer:
+    def write(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+        return _Joint([self._write(mark, part.offset, part.start, part.nbytes) for part in parts])
+
+    def _write(self, mark: Any, offset: int, start: int, nbytes: int) -> FakeTransfer:
         into = self._own.content[offset : offset + nbytes]
         into[:] = POISON
         move = _mover(into, mark.elements[start : start + nbytes])
         return self._carry_out("write", [], offset, into, move, (mark, start))
 
-    def read(self, rank: int, offset: int, mark: Any, start: int, nbytes: int) -> FakeTransfer:
+    def read(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+        return _Joint([self._read(mark, *part) for part in parts])
+
+    def _read(self, mark: Any, rank: int, offset: int, start: int, nbytes: int) -> FakeTransfer:
         block, into = self._opened[rank], mark.elements[start : start + nbytes]
         move = _mover(into, block.content[offset : offset + nbytes])
         return self._carry_out("read", [block], offset, into, move, (mark, start))
@@ -166,6 +172,35 @@ class FakeExchange:
                     doing, done = ("written" if each.writes else "read" for each in (use, known))
                     self._device.note(f"bytes of a block are {doing}, and no host has seen that they were {done}")
             block.uses.append(use)
+
+
+class _Joint:
+    """Several transfers as one. Their bytes arrive in any order."""
+
+    def __init__(self, transfers: Sequence[FakeTransfer]) -> None:
+        self.nbytes = sum(transfer.nbytes for transfer in transfers)
+        self._transfers = transfers
+
+    @property
+    def moved(self) -> int:
+        return sum(transfer.moved for transfer in self._transfers)
+
+    @property
+    def error(self) -> BaseException | None:
+        return next((transfer.error for transfer in self._transfers if transfer.error is not None), None)
+
+    def when_moved(self, nbytes: int, callback: Callable[[], None]) -> None:
+        del nbytes
+        waiting = iter(self._transfers)
+
+        def go_on() -> None:
+            transfer = next(waiting, None)
+            if transfer is None:
+                callback()
+            else:
+                transfer.when_moved(transfer.nbytes, go_on)
+
+        go_on()
 
 
 def blocks_in_use() -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from asyncoll.tensors.reductions import Array, ReduceOp
 
@@ -77,6 +77,15 @@ class RefusedError(Exception):
     """Why ranks cannot read each other's memory of a device."""
 
 
+class Part(NamedTuple):
+    """`nbytes` bytes of the block of `rank`, from `offset` on, and of a tensor, from `start` on."""
+
+    rank: int
+    offset: int
+    start: int
+    nbytes: int
+
+
 class Exchange(Protocol):
     """A block of a device's memory of this rank, which the other ranks of the host read; and theirs, which it reads.
 
@@ -84,7 +93,7 @@ class Exchange(Protocol):
 
     No event orders what different ranks do. A rank tells the others to read bytes once its host has seen the end of the
     copy or the reduction that wrote them. It overwrites them once their readers' hosts have seen the ends of their
-    copies, and have told it. Offsets count the bytes of a block.
+    copies, and have told it.
     """
 
     @property
@@ -100,11 +109,11 @@ class Exchange(Protocol):
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         """Whether `reduce` gives the bits of the host."""
 
-    def write(self, mark: Any, start: int, nbytes: int, offset: int) -> Transfer:
-        """Copy `nbytes` bytes of a tensor from `start` on into this rank's block. `mark` is a `Mark` of the device."""
+    def write(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+        """Copy parts of a tensor into the block of this rank. `mark` is a `Mark` of the device."""
 
-    def read(self, rank: int, offset: int, mark: Any, start: int, nbytes: int) -> Transfer:
-        """Copy `nbytes` bytes of the block of `rank` to the bytes of the tensor from `start` on.
+    def read(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+        """Copy parts of blocks into a tensor.
 
         The host has seen the end of all copies of the bytes that it overwrites.
         """

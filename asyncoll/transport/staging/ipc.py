@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 from uuid import UUID
@@ -19,7 +19,7 @@ from uuid import UUID
 import torch
 
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.transport.staging import HANDLE_BYTES, RefusedError, Transfer
+from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError, Transfer
 
 _HANDLE = struct.Struct("=64s16sQ")  # the handle of CUDA IPC, the UUID of the GPU, the bytes of the block
 _GRAIN = 1 << 21  # bytes: smaller allocations of CUDA share a page of the GPU, and so would their handles
@@ -170,13 +170,24 @@ class CudaExchange:
             return op is ReduceOp.SUM
         return not (dtype in ("uint16", "uint32", "uint64") and op in (ReduceOp.MIN, ReduceOp.MAX))  # torch has none
 
-    def write(self, mark: Any, start: int, nbytes: int, offset: int) -> Transfer:
-        into, source = self._own[offset : offset + nbytes], mark.content[start : start + nbytes]
-        return self._queue(nbytes, lambda: _copy(into, source), mark)
+    def write(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+        def copy() -> None:
+            for into, source in self._places(mark, parts):
+                into.copy_(source, non_blocking=True)
 
-    def read(self, rank: int, offset: int, mark: Any, start: int, nbytes: int) -> Transfer:
-        into, source = mark.content[start : start + nbytes], self._blocks[rank][offset : offset + nbytes]
-        return self._queue(nbytes, lambda: _copy(into, source), mark)
+        return self._queue(sum(part.nbytes for part in parts), copy, mark)
+
+    def read(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+        def copy() -> None:
+            for source, into in self._places(mark, parts):
+                into.copy_(source, non_blocking=True)
+
+        return self._queue(sum(part.nbytes for part in parts), copy, mark)
+
+    def _places(self, mark: Any, parts: Sequence[Part]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The bytes of the block, and of the tensor, of each part."""
+        for rank, offset, start, nbytes in parts:
+            yield self._blocks[rank][offset : offset + nbytes], mark.content[start : start + nbytes]
 
     def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> Transfer:
         parts = [block[offset : offset + nbytes] for block in self._blocks]
@@ -232,7 +243,3 @@ def reduce_on_device(into: torch.Tensor, parts: Sequence[torch.Tensor], op: Redu
     if op is ReduceOp.AVG:  # by a tensor: torch multiplies by the reciprocal of a number
         total.div_(torch.full((), len(parts), dtype=total.dtype, device=total.device))
     into.view(kind).copy_(total)
-
-
-def _copy(into: torch.Tensor, source: torch.Tensor) -> None:
-    into.copy_(source, non_blocking=True)
