@@ -91,8 +91,9 @@ class DeviceMemory:
 
     def shut(self) -> None:
         """Close the blocks of the other ranks. This rank uses them no more. Without effect the second time."""
+        is_open = self._exchange is not None and self._states()[self._staging.rank] == _READS
         with self._giving_back():
-            if self._states()[self._staging.rank] == _READS and self.exchange.shut():
+            if is_open and self.exchange.shut():
                 self._show(_SHUT)
 
     def close(self) -> None:
@@ -112,6 +113,7 @@ class DeviceMemory:
             pass  # a rank has died in a critical section: the world has failed
         except RefusedError as refusal:
             logger.warning("%s keeps memory of its device until it ends: %s", self._name, str(refusal))
+            self._exchange = None
 
     def _open(self) -> None:
         cells, handles = self._staging.control_block.cells, []

@@ -130,6 +130,7 @@ class FakeExchange:
         return self._carry_out("reduce", others, offset, into, move)
 
     def shut(self) -> bool:
+        self._device.check_share("close memory")
         if not all(transfer.is_over for transfer in self._transfers):
             return False
         for block in self._opened:

@@ -202,8 +202,8 @@ class FakeDevice:
         """The copy with this number, from 0, fails in its middle; with `sticky` all later work fails as well."""
         self._failures[number] = error, sticky
 
-    def refuse(self, what: Literal["share memory", "open memory"]) -> None:
-        """`share`, or `open` of what other ranks have shared, raises RefusedError from here on."""
+    def refuse(self, what: Literal["share memory", "open memory", "close memory"]) -> None:
+        """`share`, or `open` or `shut` of what other ranks have shared, raises RefusedError from here on."""
         self._refused.add(what)
 
     def refuse_pins(self) -> None:
