@@ -475,7 +475,7 @@ CELLS += ("orphan/allreduce/inside", "orphan/registered_allreduce/before", "orph
 CELLS += ("signal/allreduce/inside", "signal/solo/inside", "signal/rpc/inside")
 
 STAGED_CELLS = ("kill/staged_allreduce/begun", "exit/staged_solo/landed", "raise/staged_send_recv/landed")
-STAGED_CELLS += ("signal/staged_allgather/begun", "stop/staged_solo/begun")
+STAGED_CELLS += ("signal/staged_allgather/begun", "kill/staged_solo/begun")
 
 
 CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-counted", "kill/solo/round-taken")
