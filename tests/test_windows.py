@@ -44,6 +44,7 @@ async def results(comm, make):
         await comm.allreduce(make()),
         await comm.allreduce(make(), asyncoll.AVG),
         await comm.broadcast(make(), root=comm.size // 2),
+        await comm.reduce(make(), root=comm.size // 3),
     ]
 
 
@@ -92,8 +93,8 @@ class Watched(FakeDevice):
         return super().put(source, mark, start)
 
 
-@pytest.mark.parametrize("call", ["allreduce", "broadcast"])
-def test_the_first_window_returns_before_the_last_one_has_arrived(call):
+@pytest.mark.parametrize(("call", "total", "returns"), [("allreduce", 3, 3), ("reduce", 3, 1), ("broadcast", 0, 2)])
+def test_the_first_window_returns_before_the_last_one_has_arrived(call, total, returns):
     with fake_device(3, "program") as device:
         device.__class__, device.fetched, device.early = Watched, [], []
 
@@ -103,11 +104,12 @@ def test_the_first_window_returns_before_the_last_one_has_arrived(call):
             await asyncio.sleep(1)
             while comm.rank == 0 and device.turn():
                 await asyncio.sleep(1)  # all ranks do what they can, in virtual time
-            assert (device.values(await work) == (3 if call == "allreduce" else 0)).all()
+            assert comm.rank or (device.values(await work) == total).all()
+            await work
 
         simulate(3, main, shared_memory=True)
     of_first = [is_early for start, is_early in device.early if start == 0]
-    assert of_first == [True] * (3 if call == "allreduce" else 2)
+    assert of_first == [True] * returns
 
 
 def test_a_call_that_is_cancelled_in_its_middle():
