@@ -336,7 +336,7 @@ class Communicator:
                 operand.write_back()
             return x
 
-        return self._start(self._call("reduce", operand, f"{op.name}, root {root}"), body, operand)
+        return self._start(self._call("reduce", operand, f"{op.name}, root {root}"), body, operand, overlaps=True)
 
     def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` element by element over all ranks, and give each rank its shard of the rows of the result.

@@ -413,7 +413,8 @@ def started(device, number):
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 @pytest.mark.parametrize("case", ["awaited", "waited"])
 def test_processes(forked_world, case, transport):
-    environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "ASYNCOLL_TRANSPORT": transport}
+    sizes = "short=8192,staged=65536"  # the longest tensors go in windows
+    environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "ASYNCOLL_TRANSPORT": transport, "ASYNCOLL_SIZES": sizes}
     for rank, each in enumerate(forked_world(environment, 3, SCRIPT, case)):
         code, out, err = each.end()
         assert (code, out, err) == (0, "passed\n", ""), rank

@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
+from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
 from asyncoll.algorithms.dense.short_way import ShortWay
@@ -101,6 +102,11 @@ class OverlappedCall(MemoryCall):
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
         await self._ask_for_windows(self._reduction(x, op, dtype)._replace(staged=self._staged))
+
+    async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
+        what = self._reduction(x, op, dtype, is_wanted=self.rank == root)._replace(staged=self._staged)
+        await arrived(self._staged, min(self._staging.sizes.piece, x.nbytes))
+        await self._reduce_shown(await self._come_with_slot(what), what)
 
     async def broadcast(self, x: Array, root: int) -> None:
         raw, staged = x.view(np.uint8), self._staged
