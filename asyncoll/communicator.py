@@ -563,7 +563,8 @@ class Communicator:
 
         Returns:
             A new tensor with dtype, shape and content of the root's `xs[rank]`; the root's tensors also say whether it
-            is a numpy array or a torch tensor.
+            is a numpy array or a torch tensor. The root's is on the device of `xs[root]`, those of the other ranks are
+            in memory of the host, wherever the root's tensors are: these ranks have none that names a device.
 
         Raises:
             UsageError: when called: at the root, `xs` is not such a sequence; `root` is no rank; or this thread runs no
@@ -587,6 +588,7 @@ class Communicator:
         """
         root = self._rank(root, "root")
         operands = self._operands(xs, "scatter") if self.rank == root else []
+        own = operands[root] if operands else None
 
         async def body(collectives: Collectives) -> T:
             heads = [shapes.encode_head(operand) for operand in operands]
@@ -594,12 +596,13 @@ class Communicator:
             await collectives.scatter(heads, head, root)  # first, because only the root knows dtype and shapes
             dtype, as_torch, mine, shape = shapes.decode_head(head)
             await collectives.scatter([operand.flat for operand in operands], mine, root)
+            if own is not None:
+                return own.like(mine, shape)  # type: ignore[no-any-return]
             result: T = build(mine, dtype, shape, as_torch=as_torch)
             return result
 
-        return self._calls.start(
-            self._call("scatter", None, f"root {root}"), body, sum(x.flat.nbytes for x in operands)
-        )
+        call, nbytes = self._call("scatter", None, f"root {root}"), sum(x.flat.nbytes for x in operands)
+        return self._calls.start(call, body, nbytes, staged=staged_parts(operands))
 
     def alltoall(self, x: T) -> Coroutine[Any, Any, T]:
         """Send the i-th of `size` equal blocks of the rows of `x` to rank i, and receive one block from each rank.
@@ -1429,7 +1432,7 @@ class Communicator:
                 found = await comm.sparse_allreduce(residual, density=0.01)
                 print(found.round, found.indices.size, "elements in the sum")
         """
-        operand = as_operand(x, writable=True)
+        operand = as_operand(x, writable=True, may_stage=True)
         name, algorithm = text(name, "name"), text(algorithm, "algorithm")
         periods = whole(thresholds_every, "thresholds_every"), whole(regions_every, "regions_every")
         rules = Rules(*periods, feedback, text(global_threshold, "global_threshold"))
@@ -1440,7 +1443,7 @@ class Communicator:
             # The error that has ended the call under way tells more than that the name is busy.
             self._core.member.check_open()
             self._core.member.check()
-        chosen = operation.choose(operand)
+        chosen = operation.begin(operand)
         call = self._call("sparse_allreduce", operand, str(operation))
 
         async def body(collectives: Collectives) -> SparseReduction:
@@ -1453,7 +1456,8 @@ class Communicator:
             # The other ranks go on with a result, and thresholds, that this rank's caller does not know.
             self._core.member.abort(f"{call} was cancelled, or never awaited")
 
-        return self._calls.start(call, body, chosen.part.values.nbytes, discarded)
+        nbytes = 0 if chosen is None else chosen.part.values.nbytes
+        return self._calls.start(call, body, nbytes, discarded, staged_parts([operand]))
 
     def sparse_state(self, name: str = "sparse") -> dict[str, Any] | None:
         """The state of this rank's sparse allreduces of `name`, for a checkpoint: round, thresholds and regions.
@@ -1534,7 +1538,7 @@ class Communicator:
                 await comm.neighbor_average(weights)
                 weights -= gradient
         """
-        operand = as_operand(x, writable=True)
+        operand = as_operand(x, writable=True, may_stage=True)
         neighbors.check_dtype(operand, "neighbor_average")
         chosen = self._graph(graph, iteration, peers)
 
@@ -1543,7 +1547,7 @@ class Communicator:
             operand.write_back()
             return x
 
-        return self._calls.start(self._call("neighbor_average", operand, str(chosen)), body, operand.flat.nbytes)
+        return self._start(self._call("neighbor_average", operand, str(chosen)), body, operand)
 
     def push_sum(
         self, x: T, weight: object, *, graph: str = "exponential", iteration: int = 0, peers: int = 1
@@ -1691,17 +1695,21 @@ class Communicator:
             await gossip.exchange()
             model = await gossip.close()
         """
-        operand = as_operand(x)
+        operand = as_operand(x, may_stage=True)
         neighbors.check_dtype(operand, "gossip")
         chosen, seed = graphs.graph_of(text(graph, "graph")).name, whole(seed, "seed")
         call = self._call("gossip", operand, f"{chosen} graph, seed {seed}")
         gossip = self._make_gossip(self._core.member, self._calls, self._core.pending, call, operand, chosen, seed)
+        if operand.staged is None:
+            gossip.begin(operand.flat)
 
         async def body(collectives: Collectives) -> Gossip:
+            if operand.staged is not None:
+                gossip.begin(operand.flat)
             await collectives.barrier()
             return gossip
 
-        return self._calls.start(call, body)
+        return self._calls.start(call, body, staged=staged_parts([operand]))
 
     def neighbors(self, *, graph: str = "ring", iteration: int = 0, peers: int = 1) -> tuple[int, ...]:
         """The ranks that this rank receives from in a graph of `neighbor_average` or `push_sum`, ascending.
@@ -1985,8 +1993,7 @@ class Communicator:
         if len(given) != self.size:
             what = f"{len(given)}" if given else f"{xs!r:.60}"
             raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
-        # The ranks that a scatter gives something to have no tensor of a device, and so no device to put it on.
-        operands = [as_operand(x, may_stage=operation != "scatter") for x in given]
+        operands = [as_operand(x, may_stage=True) for x in given]
         if len({operand.dtype for operand in operands}) > 1:
             raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
         return operands

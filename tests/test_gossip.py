@@ -15,7 +15,7 @@ from conftest import SIZES, case, failures, looped
 from asyncoll import AbortedError, DeadlineError, MismatchError, PeerLostError, UsageError, deadline
 from asyncoll.algorithms.gossip import graphs
 from asyncoll.algorithms.gossip.graphs import Graph, partners, period
-from asyncoll.testing import Crash, Network, Pause, run_ranks, simulate
+from asyncoll.testing import Crash, Network, Pause, fake_device, run_ranks, simulate
 
 JITTERY = Network(latency_s=10e-6, jitter_s=50e-6)
 GRAPHS = [("ring", 1), ("exponential", 1), ("exponential", 2), ("exponential", 3), ("exponential", 100)]
@@ -281,6 +281,45 @@ async def exchange_every_way(comm, tensor):
     check_like(model, x)
     total = await comm.allreduce(values(model))
     np.testing.assert_allclose(total, mine + sum(others) + 72, rtol=4e-2)  # the updates: 12 times each rank's number
+
+
+async def exchange_from_devices(comm, make):
+    """The results of every exchange of gossip of tensors that `make(seed)` gives."""
+    results = [await comm.neighbor_average(make(comm.rank)), await comm.neighbor_average(make(1), graph="exponential")]
+    gossip = await comm.gossip(make(comm.rank), seed=3)
+    results.append(await gossip.update(make(9)))
+    for rank in range(comm.size):  # in turn: the bits depend on the order
+        if rank == comm.rank:
+            await gossip.exchange()
+        await comm.barrier()
+    gossip.update(make(5)).close()  # it is added all the same
+    results.append(await gossip.close())
+    return results
+
+
+@worlds
+@looped("size", [1, 2, 3, 5])
+def test_tensors_of_devices_give_the_bits_of_the_host(size, transport):
+    """Odd ranks have ordinary tensors in the last of the three runs."""
+    with fake_device(size) as device:
+
+        def shown(x):
+            return device.values(x).tobytes() if device.holds(x) else x.contiguous().view(torch.uint8).numpy().tobytes()
+
+        async def main(comm):
+            for dtype in (torch.float32, torch.bfloat16, torch.complex128):
+                told = []
+                for move in (lambda x: x, device.tensor, device.tensor if comm.rank % 2 else lambda x: x):
+
+                    def make(seed, dtype=dtype, move=move):
+                        return move(torch.arange(24).add(seed).to(dtype)).view(6, 4).t()[::2]
+
+                    results = await exchange_from_devices(comm, make)
+                    assert {device.holds(x) for x in results} == {move == device.tensor}
+                    told.append([shown(x) for x in results])
+                assert told[0] == told[1] == told[2]
+
+        run_ranks(size, main, transport)
 
 
 @worlds

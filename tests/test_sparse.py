@@ -7,10 +7,11 @@ bits; an accumulator is 0 exactly where its values are in the sum, and keeps its
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 import threading
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from asyncoll.algorithms.sparse import oktopk, selection
 from asyncoll.algorithms.sparse import parts as algorithms
 from asyncoll.algorithms.sparse.operations import ALGORITHMS
 from asyncoll.statistics import WORD_BYTES, Ledger, Traffic
-from asyncoll.testing import Network, simulate
+from asyncoll.testing import Network, fake_device, run_ranks, simulate
 
 sizes = pytest.mark.parametrize("size", SIZES)
 algorithm_names = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -513,6 +514,65 @@ def test_indices_are_int64_if_int32_is_too_small(algorithm, simulated, monkeypat
             assert {told.indices.dtype, told.included.dtype, told.lost_indices.dtype} == {np.dtype(np.int64)}
             lost = sum(round_.dense(told.lost_indices, told.lost_values) for told in round_.reductions)
             np.testing.assert_array_equal(round_.result + round_.after.sum(0) + lost, round_.before.sum(0))
+
+
+# -- tensors of devices --------------------------------------------------------------------------
+
+
+async def play_on_device(comm, device, gradients, stride, **options) -> list:
+    """As `play`, with every `stride`-th element of a tensor on a device as the accumulator. Shows all as arrays."""
+    whole = np.zeros(gradients[0].shape[1] * stride, gradients[0].dtype)
+    x = device.tensor(torch.from_numpy(whole))[::stride]
+    story = []
+    for gradient in gradients:
+        device.compute(partial(add, gradient[comm.rank]), x)
+        before = device.values(x)
+        reduction = await comm.sparse_allreduce(x, **options)
+        device.compute(partial(add, 0), x)
+        fields = {field.name: getattr(reduction, field.name) for field in dataclasses.fields(reduction)}
+        tensors = {name: device.values(each) for name, each in fields.items() if isinstance(each, torch.Tensor)}
+        assert set(tensors) >= {"indices", "values", "included", "lost_indices", "lost_values"}
+        story.append((before, device.values(x), dataclasses.replace(reduction, **tensors)))
+    return story
+
+
+def add(values, x):
+    np.add(x, values, out=x)
+
+
+def bits(told) -> list:
+    """A round of one rank to the bit, without its costs: in memory they depend on which rank comes last."""
+    before, after, reduction = told
+    fields = dataclasses.replace(reduction, words_sent=0, words_received=0, messages_sent=0, messages_received=0)
+    return [x.tobytes() if isinstance(x, np.ndarray) else x for x in (before, after, *dataclasses.astuple(fields))]
+
+
+@pytest.mark.parametrize(("size", "transport"), [(1, "inproc"), (2, "shm"), (3, "zmq"), (5, "shm"), (9, "inproc")])
+def test_tensors_of_devices_have_the_bits_of_the_host(size, transport):
+    cases = list(zip(ALGORITHMS * 3, [60, 333, 0, 1] * 9, cycle(["f4", "f8"]), cycle([1, 1, 2]), strict=False))
+    draw = np.random.default_rng(size)
+    gradients = {
+        dtype: [gradient(kind, draw, size, 333, dtype) for kind in ("equal", "normal", "cancelling", "zeros at some")]
+        for dtype in ("f4", "f8")
+    }
+
+    with fake_device(size) as device:
+
+        async def main(comm):
+            stories = []
+            for number, (algorithm, count, dtype, stride) in enumerate(cases):
+                given = [each[:, :count] for each in gradients[dtype]]
+                options = {"density": 0.1, "algorithm": algorithm, "thresholds_every": 3, "dense": True}
+                on_host = await play(comm, given, name=f"{number}", **options)
+                story = await play_on_device(comm, device, given, stride, name=f"{number} on a device", **options)
+                assert [bits(told) for told in story] == [bits(told) for told in on_host], cases[number]
+                stories.append(story)
+            return stories
+
+        told = run_ranks(size, main, transport)
+    for (algorithm, *_), stories in zip(cases, zip(*told, strict=True), strict=True):
+        for number, round_ in enumerate(rounds_of(stories), 1):
+            check_laws(round_, number, algorithm, exact=False)
 
 
 # -- bad input -----------------------------------------------------------------------------------

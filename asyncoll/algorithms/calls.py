@@ -106,7 +106,7 @@ class Calls:
             self.unstarted = None  # not before: from here on an interruption is reported below
             collectives = self._backend.collectives(call)
             if staged:
-                return self._start_staged(call, collectives, body, pending, staged, self._backend.here)
+                return self._start_staged(call, collectives, body, pending, staged, self._backend.here, discarded)
             work = self._carry_out(call, collectives, body, pending)
             return self._backend.start(work, call.__str__, nbytes, discarded)
 
@@ -124,11 +124,12 @@ class Calls:
         pending: PendingCall,
         staged: Sequence[Staged],
         here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
+        discarded: Callable[[], None] = ignore,
     ) -> Coroutine[Any, Any, T]:
         """As `start`, on the runtime's loop: the caller's thread waits for no device."""
         arrival, runner = Arrival(self._member, staged), self._member.runner
         work = here(self._carry_out(call, collectives, arrival.before(body), pending), call.__str__)
-        return runner.resuming(runner.start(arrival.then(work)), arrival.join)
+        return runner.resuming(runner.start(arrival.then(work), discarded), arrival.join)
 
     def start_shortly(
         self, call: Signature, body: Body[T], operand: Operand | None, op: ReduceOp, result: Callable[[], T]

@@ -70,11 +70,11 @@ class Operand(NamedTuple):
         else:
             self.source.detach().copy_(build(self.flat, self.dtype, self.shape, as_torch=True))
 
-    def like(self, flat: Array, shape: Sequence[int]) -> Any:
-        """`flat` as a tensor of the caller's kind and of `shape`, and on its device."""
+    def like(self, flat: Array, shape: Sequence[int], dtype: str = "") -> Any:
+        """`flat` as a tensor of the caller's kind and of `shape`, on its device, and of its dtype if none is given."""
         if self.staged is not None:
-            return self.staged.like(flat, self.dtype, tuple(shape))
-        return build(flat, self.dtype, shape, as_torch=self.is_torch)
+            return self.staged.like(flat, dtype or self.dtype, tuple(shape))
+        return build(flat, dtype or self.dtype, shape, as_torch=self.is_torch)
 
 
 def staged_parts(operands: Iterable[Operand]) -> list[Staged]:

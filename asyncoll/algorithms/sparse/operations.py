@@ -16,7 +16,7 @@ from asyncoll.algorithms.sparse.parts import Chosen, Method, Outcome
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.errors import UsageError
 from asyncoll.tensors import reductions
-from asyncoll.tensors.operands import Operand, build
+from asyncoll.tensors.operands import Operand
 
 ALGORITHMS = ("oktopk", "topka", "topkdsa", "gtopk", "gaussiank", "dense")
 _FLOATS = ("float64", "float32", "float16", reductions.BFLOAT16)
@@ -152,8 +152,8 @@ class SparseOperation:
         self._round = state["round"]
         self._method.restore(state["method"])
 
-    def choose(self, operand: Operand) -> Chosen:
-        """Begin the next round: select the elements that this rank gives.
+    def begin(self, operand: Operand) -> Chosen | None:
+        """Begin the next round: select the elements that this rank gives. None: they have yet to arrive.
 
         Raises UsageError if the last round is still under way.
         """
@@ -161,15 +161,19 @@ class SparseOperation:
             raise UsageError(
                 f"a sparse allreduce named {self._name!r} is under way: await it first, or use another name"
             )
-        chosen = self._method.choose(reductions.widened(operand.flat, operand.dtype))
+        chosen = self._choose(operand) if operand.staged is None else None
         self.is_busy = True
         return chosen
 
+    def _choose(self, operand: Operand) -> Chosen:
+        return self._method.choose(reductions.widened(operand.flat, operand.dtype))
+
     async def reduce(
-        self, collectives: Collectives, operand: Operand, chosen: Chosen, *, dense: bool
+        self, collectives: Collectives, operand: Operand, chosen: Chosen | None, *, dense: bool
     ) -> SparseReduction:
-        """Carry out the round. `operand` becomes the residual."""
+        """Carry out the round. `operand` becomes the residual; `chosen` is what `begin` has returned."""
         try:
+            chosen = chosen or self._choose(operand)
             outcome = await self._method.reduce(collectives, chosen)
         finally:
             self.is_busy = False
@@ -184,7 +188,7 @@ class SparseOperation:
         total, lost = outcome.total, outcome.lost
 
         def tensor(flat: reductions.Array) -> Any:
-            return build(flat, flat.dtype.name, flat.shape, as_torch=operand.is_torch)
+            return operand.like(flat, flat.shape, flat.dtype.name)
 
         whole = None
         if dense:
@@ -204,7 +208,7 @@ class SparseOperation:
             messages_received=collectives.traffic.messages_received,
             lost_indices=tensor(lost.indices),
             lost_values=tensor(lost.values),
-            dense=None if whole is None else tensor(whole).reshape(operand.shape),
+            dense=None if whole is None else operand.like(whole, operand.shape, whole.dtype.name),
         )
 
 
