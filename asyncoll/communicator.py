@@ -36,7 +36,16 @@ from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, Site, site_outside
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
-from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle, staged_parts
+from asyncoll.tensors.operands import (
+    Bundle,
+    Operand,
+    Single,
+    as_operand,
+    build,
+    bundle,
+    resident_of,
+    staged_parts,
+)
 from asyncoll.tensors.reductions import ReduceOp
 
 T = TypeVar("T")
@@ -1432,23 +1441,24 @@ class Communicator:
                 found = await comm.sparse_allreduce(residual, density=0.01)
                 print(found.round, found.indices.size, "elements in the sum")
         """
-        operand = as_operand(x, writable=True, may_stage=True)
+        tensor = resident_of(x, writable=True) or as_operand(x, writable=True)
         name, algorithm = text(name, "name"), text(algorithm, "algorithm")
         periods = whole(thresholds_every, "thresholds_every"), whole(regions_every, "regions_every")
         rules = Rules(*periods, feedback, text(global_threshold, "global_threshold"))
         share = real(density, "density")
         self._core.member.check_caller()
-        operation = self._core.sparse.get(name, Specification(algorithm, share, operand.dtype, operand.shape, rules))
+        specification = Specification(algorithm, share, tensor.dtype, tensor.shape, rules)
+        operation = self._core.sparse.get(name, specification)
         if operation.is_busy:
             # The error that has ended the call under way tells more than that the name is busy.
             self._core.member.check_open()
             self._core.member.check()
-        chosen = operation.begin(operand)
-        call = self._call("sparse_allreduce", operand, str(operation))
+        begun = operation.begin(tensor)
+        call = self._number("sparse_allreduce", tensor.dtype, specification.elements, str(operation))
 
         async def body(collectives: Collectives) -> SparseReduction:
             try:
-                return await operation.reduce(collectives, operand, chosen, dense=dense)
+                return await operation.reduce(collectives, begun, dense=dense)
             except NonFiniteError as error:
                 raise NonFiniteError(tuple(self._core.member.group.ranks[rank] for rank in error.ranks)) from None
 
@@ -1456,8 +1466,7 @@ class Communicator:
             # The other ranks go on with a result, and thresholds, that this rank's caller does not know.
             self._core.member.abort(f"{call} was cancelled, or never awaited")
 
-        nbytes = 0 if chosen is None else chosen.part.values.nbytes
-        return self._calls.start(call, body, nbytes, discarded, staged_parts([operand]))
+        return self._calls.start(call, body, begun.nbytes, discarded, begun.staged)
 
     def sparse_state(self, name: str = "sparse") -> dict[str, Any] | None:
         """The state of this rank's sparse allreduces of `name`, for a checkpoint: round, thresholds and regions.
@@ -1580,7 +1589,7 @@ class Communicator:
 
         Args:
             x: numpy array or torch CPU tensor of any layout, writable, of a float or complex dtype. Dtype and number of
-                elements are the same at every rank.
+                elements are the same at every rank. A tensor of a device is divided there.
             weight: numpy array or torch CPU tensor of one element of float64, writable. Begin with 1.
             graph: "exponential": the directed exponential graph: rank r sends to r + j * (peers + 1)^i, modulo the
                 number of ranks, for j = 1 to `peers`, where i is `iteration` modulo the number of powers of peers + 1
@@ -1626,26 +1635,27 @@ class Communicator:
                 x -= gradient
             print(x / weight)
         """
-        operand, scalar = as_operand(x, writable=True), as_operand(weight, writable=True)
-        neighbors.check_dtype(operand, "push_sum")
+        tensor = resident_of(x, writable=True) or as_operand(x, writable=True)
+        scalar = as_operand(weight, writable=True)
+        neighbors.check_dtype(tensor, "push_sum")
         if scalar.dtype != "float64" or scalar.flat.size != 1:
             raise UsageError(
                 f"weight must be one float64, got {scalar.flat.size} of {scalar.dtype}: pass numpy.ones(1)"
             )
         chosen = self._graph(graph, iteration, peers)
-        push = neighbors.Push(operand, scalar)
-        call = self._call("push_sum", operand, str(chosen))
+        push = neighbors.Push(tensor, scalar)
+        call = self._call("push_sum", push.operand, str(chosen))
         # After the number: from here on the call takes place, and the mass that leaves `x` arrives.
         push.take(len(chosen.destinations(self.size, self.rank)) + 1)
 
         async def body(collectives: Collectives) -> tuple[T, float]:
             received, received_weight = await push.exchange(collectives, chosen)
-            return operand.like(received, operand.shape), received_weight
+            return push.operand.like(received, push.operand.shape), received_weight
 
         def discarded() -> None:
             self._core.member.abort(f"{call} was cancelled, or never awaited: the mass that it received is lost")
 
-        return self._calls.start(call, body, push.nbytes, discarded)
+        return self._calls.start(call, body, push.nbytes, discarded, push.staged)
 
     def gossip(self, x: object, *, graph: str = "ring", seed: int = 0) -> Coroutine[Any, Any, Gossip]:
         """Make a `Gossip`: a copy of `x` at each rank, which other ranks average with theirs while programs compute.
@@ -1917,10 +1927,13 @@ class Communicator:
         return Gossip(*parts)
 
     def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> Signature:
+        count = -1 if operand is None or any_count else operand.flat.size
+        return self._number(operation, operand.dtype if operand else "", count, detail)
+
+    def _number(self, operation: str, dtype: str, count: int, detail: str) -> Signature:
         if self._core.memory.unused:
             self._core.memory.give_back()
-        count = -1 if operand is None or any_count else operand.flat.size
-        return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
+        return self._calls.number(operation, dtype, count, detail, _site())
 
     def _start(self, call: Signature, body: Body[T], operand: Operand) -> Coroutine[Any, Any, T]:
         staged = () if operand.staged is None else (operand.staged,)

@@ -286,8 +286,12 @@ async def exchange_every_way(comm, tensor):
 async def exchange_from_devices(comm, make):
     """The results of every exchange of gossip of tensors that `make(seed)` gives."""
     results = [await comm.neighbor_average(make(comm.rank)), await comm.neighbor_average(make(1), graph="exponential")]
+    x = make(comm.rank + 1)
+    received, _ = await comm.push_sum(x, np.ones(1), iteration=1, peers=2)
+    results += [x, received]
     gossip = await comm.gossip(make(comm.rank), seed=3)
     results.append(await gossip.update(make(9)))
+    await comm.barrier()
     for rank in range(comm.size):  # in turn: the bits depend on the order
         if rank == comm.rank:
             await gossip.exchange()
@@ -320,6 +324,43 @@ def test_tensors_of_devices_give_the_bits_of_the_host(size, transport):
                 assert told[0] == told[1] == told[2]
 
         run_ranks(size, main, transport)
+
+
+@worlds
+def test_a_rank_goes_on_with_its_part_of_a_push_on_a_device(transport):
+    """It may use and change the tensor at once: another stream than that of the call, and other calls."""
+    with fake_device() as device:
+
+        def add(into, other):
+            device.compute(lambda x, y: np.add(x, y, out=x), into, reads=[other])
+
+        async def main(comm):
+            x = device.tensor(torch.full((2000,), 64.0 * (comm.rank + 1)))
+            weight, pushes = np.ones(1), []
+            for iteration in range(4):
+                pushes.append(comm.push_sum(x, weight, iteration=iteration))
+                add(x, x)  # while a copy of it is under way
+            assert (device.values(x) == 64 * (comm.rank + 1)).all()
+            got = []
+            for push in pushes:
+                received, weights = await push
+                got.append((device.values(received)[0], weights))
+                add(x, received)
+            sources = [[(comm.rank - distance) % 3 for distance in (1, 2)][iteration % 2] for iteration in range(4)]
+            assert got == [(32.0 * (source + 1), 2.0 ** -(turn + 1)) for turn, source in enumerate(sources)]
+            assert (device.values(x) == 64 * (comm.rank + 1) + sum(each for each, _ in got)).all()
+
+        run_ranks(3, main, transport)
+
+
+def test_the_weight_of_a_push_is_in_memory_of_the_host():
+    with fake_device() as device:
+
+        async def main(comm):
+            with pytest.raises(UsageError, match="takes no tensors of a device"):
+                comm.push_sum(np.ones(3), device.tensor(torch.ones(1, dtype=torch.float64)))
+
+        run_ranks(1, main)
 
 
 @worlds

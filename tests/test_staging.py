@@ -231,12 +231,13 @@ def test_a_copy_to_the_device_fails(transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("call", ["allreduce", "solo_allreduce", "send"])
+@pytest.mark.parametrize("call", ["allreduce", "solo_allreduce", "send", "sparse_allreduce"])
 def test_a_device_that_stands_still(call, transport):
     """The call notices a deadline, and that the communicator is aborted."""
 
     def start(comm, x):
-        return comm.send(x, dest=1) if call == "send" else getattr(comm, call)(x)
+        options = {"send": {"dest": 1}, "sparse_allreduce": {"density": 0.01}}.get(call, {})
+        return getattr(comm, call)(x, **options)
 
     async def overdue(comm):
         with asyncoll.deadline(0.2 if comm.rank == 0 else 60):

@@ -30,7 +30,7 @@ from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import Array, ReduceOp
-from asyncoll.tensors.staged import Staged
+from asyncoll.tensors.staged import Arriving
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class Calls:
         body: Body[T],
         nbytes: int = 0,
         discarded: Callable[[], None] = ignore,
-        staged: Sequence[Staged] = (),
+        staged: Sequence[Arriving] = (),
     ) -> Coroutine[Any, Any, T]:
         """Start a call of all ranks, which runs `body` with the collectives of this call once `staged` have arrived.
 
@@ -122,7 +122,7 @@ class Calls:
         collectives: Collectives,
         body: Body[T],
         pending: PendingCall,
-        staged: Sequence[Staged],
+        staged: Sequence[Arriving],
         here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
         discarded: Callable[[], None] = ignore,
     ) -> Coroutine[Any, Any, T]:
@@ -183,7 +183,7 @@ class Calls:
         return True
 
     def start_send(
-        self, call: Signature, dest: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
+        self, call: Signature, dest: int, tag: int, body: Body[T], staged: Sequence[Arriving] = ()
     ) -> Coroutine[Any, Any, T]:
         """Start `call`, which sends to `dest`."""
         source = self._member.group.rank
@@ -201,7 +201,7 @@ class Calls:
         return self._begin(call, begin)
 
     def start_receive(
-        self, call: Signature, source: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
+        self, call: Signature, source: int, tag: int, body: Body[T], staged: Sequence[Arriving] = ()
     ) -> Coroutine[Any, Any, T]:
         """Start `call`, which receives from `source`. It takes its number on the runtime's loop.
 
@@ -222,7 +222,7 @@ class Calls:
         tag: int,
         into: Array,
         result: Callable[[int], T],
-        staged: Sequence[Staged] = (),
+        staged: Sequence[Arriving] = (),
     ) -> Coroutine[Any, Any, T]:
         """Start a receive of `into` from any source: `call(None, 0)`, and `call(source, number)` once it has a message.
 
