@@ -1454,7 +1454,9 @@ class Communicator:
             self._core.member.check_open()
             self._core.member.check()
         begun = operation.begin(tensor)
-        call = self._number("sparse_allreduce", tensor.dtype, specification.elements, str(operation))
+        self._core.memory.give_back()
+        details = tensor.dtype, specification.elements, str(operation)
+        call = self._calls.number("sparse_allreduce", *details, _site())
 
         async def body(collectives: Collectives) -> SparseReduction:
             try:
@@ -1927,13 +1929,10 @@ class Communicator:
         return Gossip(*parts)
 
     def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> Signature:
-        count = -1 if operand is None or any_count else operand.flat.size
-        return self._number(operation, operand.dtype if operand else "", count, detail)
-
-    def _number(self, operation: str, dtype: str, count: int, detail: str) -> Signature:
         if self._core.memory.unused:
             self._core.memory.give_back()
-        return self._calls.number(operation, dtype, count, detail, _site())
+        count = -1 if operand is None or any_count else operand.flat.size
+        return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
 
     def _start(self, call: Signature, body: Body[T], operand: Operand) -> Coroutine[Any, Any, T]:
         staged = () if operand.staged is None else (operand.staged,)

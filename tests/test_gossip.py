@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import SIZES, case, failures, looped
 
-from asyncoll import AbortedError, DeadlineError, MismatchError, PeerLostError, UsageError, deadline
+from asyncoll import AbortedError, DeadlineError, DeviceError, MismatchError, PeerLostError, UsageError, deadline
 from asyncoll.algorithms.gossip import graphs
 from asyncoll.algorithms.gossip.graphs import Graph, partners, period
 from asyncoll.testing import Crash, Network, Pause, fake_device, run_ranks, simulate
@@ -351,6 +351,42 @@ def test_a_rank_goes_on_with_its_part_of_a_push_on_a_device(transport):
             assert (device.values(x) == 64 * (comm.rank + 1) + sum(each for each, _ in got)).all()
 
         run_ranks(3, main, transport)
+
+
+def test_an_update_from_a_device_is_added_if_its_caller_is_cancelled():
+    """Before the tensor has arrived. The end of the gossip waits for it."""
+    with fake_device(0, "program") as device:
+
+        async def main(comm):
+            gossip = await comm.gossip(np.full(50, 1.0))
+            update = asyncio.ensure_future(gossip.update(device.tensor(torch.full((50,), 4.0, dtype=torch.float64))))
+            await asyncio.sleep(0)
+            update.cancel()
+            closing = asyncio.ensure_future(gossip.close())
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not closing.done()
+            while device.turn():
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await update
+            assert (await closing == 5).all()
+
+        run_ranks(1, main)
+
+
+@worlds
+def test_an_update_from_a_device_fails(transport):
+    with fake_device() as device:
+        device.fail_copy(0, OSError("no such bus"))
+
+        async def main(comm):
+            gossip = await comm.gossip(np.ones(50))
+            with pytest.raises((DeviceError, AbortedError), match="fake:0 has failed: OSError: no such bus") as raised:
+                await (gossip.update(device.tensor(torch.ones(50).double())) if comm.rank == 1 else gossip.close())
+            return type(raised.value)
+
+        assert run_ranks(3, main, transport) == [AbortedError, DeviceError, AbortedError]
 
 
 def test_the_weight_of_a_push_is_in_memory_of_the_host():

@@ -642,6 +642,23 @@ def test_every_law_of_ranks_with_and_without_a_device(algorithm, seed):
 
 
 @pytest.mark.parametrize("algorithm", ["oktopk", "dense"])
+def test_a_round_of_a_device_whose_result_nobody_gets_ends_the_communicator(algorithm):
+    with fake_device() as device:
+
+        async def main(comm):
+            call = comm.sparse_allreduce(device.tensor(torch.ones(100)), density=0.1, algorithm=algorithm)
+            if comm.rank == 1:
+                del call
+            else:
+                await asyncio.wait([asyncio.ensure_future(call)])
+            with pytest.raises(AbortedError, match="was cancelled, or never awaited"):
+                await comm.barrier()
+
+        with pytest.warns(RuntimeWarning, match="never awaited"):
+            run_ranks(2, main)
+
+
+@pytest.mark.parametrize("algorithm", ["oktopk", "dense"])
 def test_nan_on_a_device_is_refused_everywhere_and_changes_nothing(algorithm):
     with fake_device() as device:
 
