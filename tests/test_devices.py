@@ -124,6 +124,13 @@ class Lazy(FakeDevice):
         return x
 
 
+class Rash(FakeDevice):
+    """Work that is queued does not wait for the work before."""
+
+    def queue(self, work, *writes, reads=()):
+        work(*(torch.from_numpy(self._elements(x)) for x in (*writes, *reads)))
+
+
 class Again(FakeDevice):
     """Each `join` unpacks."""
 
@@ -141,6 +148,7 @@ BROKEN = {
     Early: "_fetches_what_was_queued",
     Twice: "_tells_at_once",
     Lazy: "_clones",
+    Rash: "_queues_work",
     Again: "_joins_again",
 }
 

@@ -80,6 +80,7 @@ async def all_calls(comm, make):
         sent = comm.send(make(rank), dest=(rank + 1) % size, tag=1)
         results.append((await comm.recv_any(make(0), tag=1))[0])
         await sent
+    results.append(await comm.scatter([make(dest) for dest in range(size)], root=size - 1))
     return [result for result in results if result is not None]
 
 
@@ -91,12 +92,41 @@ def test_every_call_gives_the_bits_of_the_host(size, transport):
         async def main(comm):
             for dtype, layout in [*product(["float32"], LAYOUTS), *zip(DTYPES, cycle(LAYOUTS), strict=False)]:
                 expected, found = [await all_calls(comm, partial(made, move, dtype, layout)) for move in moves]
+                scattered = found[-1] if comm.rank < size - 1 else None  # in memory of the host
                 for one, other in zip(expected, found, strict=True):
-                    assert device.holds(other) or not other.numel()
+                    assert device.holds(other) == (other is not scattered) or not other.numel()
                     assert (other.dtype, other.shape) == (one.dtype, one.shape)
                     assert bits(device, other) == bits(device, one), (dtype, layout)
 
         run_ranks(size, main, transport)
+
+
+@pytest.mark.parametrize(("size", "transport"), [(2, "zmq"), (5, "shm")])
+def test_every_call_of_ranks_with_and_without_a_device(size, transport):
+    with fake_device(size) as device:
+
+        async def main(comm):
+            move = device.tensor if comm.rank % 2 else lambda x: x
+            for dtype, layout in [("float32", "transposed"), ("bfloat16", "rows")]:
+                expected = await all_calls(comm, partial(made, lambda x: x, dtype, layout))
+                found = await all_calls(comm, partial(made, move, dtype, layout))
+                assert [bits(device, x) for x in found] == [bits(device, x) for x in expected]
+
+        run_ranks(size, main, transport)
+
+
+def test_a_tensor_that_is_scattered_stays_on_the_device_of_its_own():
+    """Only the root has tensors, and with them a device."""
+    with fake_device() as device:
+
+        async def main(comm):
+            xs = [device.tensor(torch.full((3,), float(dest))) for dest in range(3)]
+            xs[2] = xs[2] if comm.rank else torch.full((3,), 2.0)
+            got = [await comm.scatter(xs, root=root) for root in range(3)]
+            assert [device.holds(x) for x in got] == [root == comm.rank for root in range(3)]
+            assert all((device.values(x) if device.holds(x) else x.numpy()).tolist() == [comm.rank] * 3 for x in got)
+
+        run_ranks(3, main, "inproc")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -169,10 +199,6 @@ def test_a_call_that_is_refused_has_not_begun():
             with pytest.raises(UsageError, match="AVG is not defined"):
                 comm.allreduce(x, asyncoll.AVG)
             assert not device.turn()
-            with pytest.raises(UsageError, match="takes no tensors of a device yet"):
-                comm.sparse_allreduce(device.tensor(torch.ones(8)), density=0.5)
-            with pytest.raises(UsageError, match="takes no tensors of a device yet"):
-                comm.scatter([x])
             with pytest.raises(UsageError, match="expanded"):
                 comm.allreduce(device.tensor(torch.ones(1)).expand(3))
 
@@ -230,12 +256,13 @@ def test_a_copy_to_the_device_fails_after_the_last_call(is_split, transport):
             run_ranks(3, calls, transport)
 
 
-@pytest.mark.parametrize("call", ["allreduce", "solo_allreduce", "send"])
+@pytest.mark.parametrize("call", ["allreduce", "solo_allreduce", "send", "sparse_allreduce"])
 def test_a_device_that_stands_still(call, way):
     """The call notices a deadline, and that the communicator is aborted."""
 
     def start(comm, x):
-        return comm.send(x, dest=1) if call == "send" else getattr(comm, call)(x)
+        options = {"send": {"dest": 1}, "sparse_allreduce": {"density": 0.01}}.get(call, {})
+        return getattr(comm, call)(x, **options)
 
     async def waiting(comm):
         await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else other(comm))

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from asyncoll.algorithms.backend import Body, Collectives
 from asyncoll.errors import DeviceError
 from asyncoll.runtime.member import Member
-from asyncoll.tensors.staged import Staged
+from asyncoll.tensors.staged import Arriving
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Arrival:
     """The tensors of one call that are staged. A failure ends the call as any other does, inside of its context."""
 
-    def __init__(self, member: Member, tensors: Sequence[Staged]) -> None:
+    def __init__(self, member: Member, tensors: Sequence[Arriving]) -> None:
         """In the caller's thread, before the call starts. The copies begin."""
         self._member = member
         self._tensors = tensors

@@ -9,6 +9,7 @@ the buckets of a model share one round, which includes a rank for all of them or
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -70,11 +71,11 @@ class Operand(NamedTuple):
         else:
             self.source.detach().copy_(build(self.flat, self.dtype, self.shape, as_torch=True))
 
-    def like(self, flat: Array, shape: Sequence[int]) -> Any:
-        """`flat` as a tensor of the caller's kind and of `shape`, and on its device."""
+    def like(self, flat: Array, shape: Sequence[int], dtype: str = "") -> Any:
+        """`flat` as a tensor of the caller's kind and of `shape`, on its device, and of its dtype if none is given."""
         if self.staged is not None:
-            return self.staged.like(flat, self.dtype, tuple(shape))
-        return build(flat, self.dtype, shape, as_torch=self.is_torch)
+            return self.staged.like(flat, dtype or self.dtype, tuple(shape))
+        return build(flat, dtype or self.dtype, shape, as_torch=self.is_torch)
 
 
 def staged_parts(operands: Iterable[Operand]) -> list[Staged]:
@@ -125,8 +126,10 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
         return _numpy_operand(x.view(np.ndarray), writable)  # a subclass may have no flat view: numpy.matrix has none
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        if stagers and (stager := stager_of(x)) is not None:
-            return _staged_operand(x, stager, writable, may_stage, is_read)
+        if stagers and (resident := resident_of(x, writable=writable)) is not None:
+            if not may_stage:
+                raise UsageError("this call takes no tensors of a device yet: pass x.cpu(), and copy the result back")
+            return resident.mirrored(is_read=is_read)
         plain = _plain_torch_operand(x) if type(x) is torch.Tensor and x.layout is torch.strided else None
         return plain or _torch_operand(x, writable)
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
@@ -172,14 +175,39 @@ def _torch_names() -> dict[torch.dtype, str]:
     return {getattr(torch, name): name for name in DTYPES if name != BFLOAT16 and not name.startswith("complex")}
 
 
-def _staged_operand(x: torch.Tensor, stager: Stager, writable: bool, may_stage: bool, is_read: bool) -> Operand:
-    if not may_stage:
-        raise UsageError("this call takes no tensors of a device yet: pass x.cpu(), and copy the result back")
-    if x.is_conj() or x.is_neg():
+class Resident(NamedTuple):
+    """A caller's tensor that is on a device."""
+
+    source: Any
+    stager: Stager
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return math.prod(self.shape)
+
+    def mirrored(self, *, is_read: bool = True) -> Operand:
+        """The tensor as a flat array of the host: see `Operand`."""
+        staged = self.stager.stage(self.source, is_read=is_read)
+        flat = staged.mirror.view(storage(self.dtype))
+        return Operand(self.source, flat, self.dtype, self.shape, copied=True, staged=staged)
+
+    def copied(self) -> Operand:
+        """The same for a copy of the tensor on the device, which keeps its values if the tensor changes."""
+        return self._replace(source=self.stager.clone(self.source)).mirrored()
+
+
+def resident_of(x: object, *, writable: bool = False) -> Resident | None:
+    """`x` if it is a tensor on a device, otherwise None. Raises UsageError as `as_operand` does."""
+    if not stagers or not is_tensor(x) or isinstance(x, np.ndarray) or (stager := stager_of(x)) is None:
+        return None
+    tensor: torch.Tensor = x  # type: ignore[assignment]
+    if tensor.is_conj() or tensor.is_neg():
         raise UsageError("a tensor of a device whose conjugate or negative is due is not supported: pass x.clone()")
-    dtype = _checked_dtype(x, writable)
-    staged = stager.stage(x.detach(), is_read=is_read)
-    return Operand(x, staged.mirror.view(storage(dtype)), dtype, tuple(x.shape), copied=True, staged=staged)
+    dtype = _checked_dtype(tensor, writable)
+    return Resident(tensor.detach(), stager, dtype, tuple(tensor.shape))
 
 
 def _checked_dtype(x: torch.Tensor, writable: bool) -> str:

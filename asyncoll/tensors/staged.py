@@ -5,12 +5,13 @@ The library does not know the kinds of devices here. Whoever opens a device adds
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from asyncoll.errors import DeviceError
 from asyncoll.tensors.reductions import Array
 
+Work = Callable[..., object]  # operations of torch on tensors of a device; see `Device.queue`
 stagers: list[Stager] = []  # of the devices that this process uses
 
 
@@ -24,10 +25,8 @@ class CopiesBack(Protocol):
         """In any thread. Neither blocks nor raises."""
 
 
-class Staged(Protocol):
-    """A tensor of a device, and its mirror."""
-
-    mirror: Array  # the elements, as flat bytes, once they have arrived
+class Arriving(Protocol):
+    """What comes from a device before the algorithm of a call runs."""
 
     def begin(self, back: CopiesBack) -> None:
         """In the caller's thread: begin to copy the elements. The work that the program has queued comes before.
@@ -36,7 +35,16 @@ class Staged(Protocol):
         """
 
     async def arrived(self) -> None:
-        """Return once the mirror has the elements. Raises DeviceError if the device fails."""
+        """Return once the host has the elements. On the runtime's loop. Raises DeviceError if the device fails."""
+
+    def join(self) -> None:
+        """In a thread that goes on: the work that it queues from here on comes after all copies. Mirrors are gone."""
+
+
+class Staged(Arriving, Protocol):
+    """A tensor of a device, and its mirror."""
+
+    mirror: Array  # the elements, as flat bytes, once they have arrived
 
     def when_arrived(self, nbytes: int, callback: Callable[[], None]) -> None:
         """Call `callback` once, in any thread or at once, when the first `nbytes` have arrived, or never will.
@@ -56,8 +64,8 @@ class Staged(Protocol):
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new tensor of the device, which gets the elements `flat`; they do not change any more."""
 
-    def join(self) -> None:
-        """In a thread that goes on: the work that it queues from here on comes after all copies. The mirror is gone."""
+    def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
+        """Carry out `work(*writes, *reads)` on the device, after all copies so far; `join` comes after it."""
 
 
 class Stager(Protocol):
@@ -65,6 +73,12 @@ class Stager(Protocol):
 
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A new contiguous tensor on the device, with undefined content."""
+
+    def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
+        """Carry out `work(*writes, *reads)` on the device, after the work that the program has queued."""
 
     def clone(self, x: Any) -> Any:
         """A copy of `x` on the device, made after the work that the program has queued."""

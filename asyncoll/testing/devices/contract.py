@@ -253,6 +253,18 @@ async def _clones(program: DeviceProgram) -> None:
     assert tuple(new.shape) == (3, 2)
 
 
+async def _queues_work(program: DeviceProgram) -> None:
+    """queued work sees what the work before gives its tensors, of any layout, and comes before the work after"""
+    whole, other = _tensor(program, _numbers(600).reshape(20, 30)), _tensor(program, _numbers(300).reshape(20, 15))
+    x = whole.t()[::2]
+    program.add(x, 1)
+    program.device.queue(lambda into, source: into.mul_(2).add_(source.t()), x, reads=[other])
+    program.add(x, 1)
+    expected = 2 * (_numbers(600).reshape(20, 30)[:, ::2].T + 1) + _numbers(300).reshape(20, 15).T + 1
+    assert (program.values(x) == expected).all()
+    assert (program.values(whole)[:, 1::2] == _numbers(600).reshape(20, 30)[:, 1::2]).all()
+
+
 async def _copies_many(program: DeviceProgram) -> None:
     """copies of many tensors are under way at the same time"""
     tensors = [_tensor(program, _numbers(count)) for count in range(1, 4000, 200)]
@@ -305,6 +317,7 @@ _CHECKS: list[Callable[[DeviceProgram], Awaitable[None]]] = [
     _takes_any_size,
     _keeps_bits,
     _clones,
+    _queues_work,
     _copies_many,
     _survives_cancellation,
     _pins,

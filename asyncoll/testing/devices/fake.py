@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncoll.forks import address_of
 from asyncoll.tensors.operands import build
-from asyncoll.tensors.reductions import Array, dtype_name, storage
+from asyncoll.tensors.reductions import Array, dtype_name, storage, torch_view
 from asyncoll.testing.devices.order import Accesses, Order, Ticket
 from asyncoll.testing.devices.streams import Operation, Streams, TurnedBy
 from asyncoll.transport.staging.mirrors import staging
@@ -210,6 +210,17 @@ class FakeDevice:
         copy = self.empty(dtype_name(x.dtype), tuple(x.shape))
         self.compute(np.copyto, copy, reads=[x])
         return copy
+
+    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+        dtypes = [dtype_name(x.dtype) for x in (*writes, *reads)]
+
+        def carry_out(*arrays: Array) -> None:
+            try:
+                work(*map(torch_view, arrays, dtypes))
+            except Exception as error:  # of content that makes no sense; a real device does no more work after it
+                self._broken = error
+
+        self.compute(carry_out, *writes, reads=reads)
 
     def mark(self, x: Any) -> FakeMark:
         with self._streams.lock:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from asyncoll.tensors.reductions import Array
@@ -89,6 +89,13 @@ class Device(Protocol):
 
     def clone(self, x: Any) -> Any:
         """A contiguous copy of `x` on this device, made on the current stream."""
+
+    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+        """Queue `work(*writes, *reads)` on the current stream: operations of torch that change the tensors `writes`.
+
+        All tensors are on this device, and have no gradients. `work` is deterministic, and does not wait for the
+        device: it looks at no element, and makes no tensor whose size depends on one.
+        """
 
     def mark(self, x: Any) -> Mark:
         """Note the work that the program has queued on the current stream: copies of `x` come after it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ import numpy as np
 from asyncoll.errors import DeviceError, describe
 from asyncoll.tensors import registered
 from asyncoll.tensors.reductions import Array
-from asyncoll.tensors.staged import CopiesBack, stagers
+from asyncoll.tensors.staged import CopiesBack, Work, stagers
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
 
 _NOTHING = np.empty(0, np.uint8)
@@ -66,6 +66,12 @@ class Mirror:
         self._put(flat.view(np.uint8), self._marks[-1], 0)
         return x
 
+    def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
+        for mark in self._marks:
+            mark.join()
+        self._device.queue(work, *writes, reads=reads)
+        self._marks.append(self._device.mark(writes[0]))
+
     def join(self) -> None:
         self.mirror, self._fetched = _NOTHING, None
         for mark in self._marks:
@@ -91,7 +97,9 @@ class DeviceStager:
     def __init__(self, device: Device) -> None:
         self._device = device
         self.holds = device.holds
+        self.empty = device.empty
         self.clone = device.clone
+        self.queue = device.queue
 
     def stage(self, x: Any, *, is_read: bool) -> Mirror:
         return Mirror(self._device, x, is_read=is_read)
