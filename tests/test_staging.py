@@ -124,6 +124,8 @@ def test_work_before_and_after_a_call_is_in_order(transport, seed):
                     other = comm.allreduce(y, asyncoll.AVG)
                 await comm.allreduce(x, asyncoll.MAX)
                 increment(device, x)
+                gathered = await comm.allgather(x)
+                increment(device, gathered)
                 await other
                 with device.stream("side" if turn % 2 else "default"):
                     increment(device, y)
