@@ -237,6 +237,7 @@ def test_a_call_of_a_round_is_cancelled(name, transport):
     async def main(comm):
         total = 0.0
         await call(comm, zeros())
+        await comm.barrier()
         for number, (state, is_over) in enumerate(states.items(), 1):
             if comm.rank:
                 x = made(device)
@@ -248,7 +249,9 @@ def test_a_call_of_a_round_is_cancelled(name, transport):
                 total += sum(float(each[0]) for each in (await call(comm, zeros())).results())
             await is_over.wait()
             if name == "group" and comm.rank == 0:
-                assert (await call(comm, zeros())).active == 2
+                for _ in range(3):
+                    await call(comm, x := zeros())
+                assert x[0] > 0
             for _ in range(3):  # late for a round; includes all staged contributions; returns that result
                 await comm.barrier()
                 reduction = await call(comm, zeros())
