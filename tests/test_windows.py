@@ -133,6 +133,13 @@ def test_a_call_that_is_cancelled_in_its_middle():
     assert ends == {"", (True, TimeoutError), (False, AbortedError)}
 
 
+async def calls(comm, x):
+    await comm.allreduce(x)
+    while True:
+        await comm.barrier()
+        await asyncio.sleep(0.001)
+
+
 @pytest.mark.parametrize("copy", range(4))
 def test_a_copy_of_a_window_that_fails(copy):
     """The first copy of rank 1 is that to the host. The others are windows that return, for which no call waits."""
