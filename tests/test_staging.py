@@ -181,7 +181,8 @@ def test_a_copy_to_the_host_fails(transport):
         assert run_ranks(3, main, transport) == [AbortedError, DeviceError, AbortedError]
 
 
-async def barriers(comm):
+async def then_barriers(comm, call):
+    await call  # at a slow rank the copy fails meanwhile
     while True:
         await comm.barrier()
         await asyncio.sleep(0)
@@ -195,11 +196,9 @@ def test_a_copy_to_the_device_fails(transport):
 
         async def main(comm):
             x = torch.ones(1000)
-            await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
-            if comm.rank == 1:
-                device.values(x)
+            call = comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
             with pytest.raises(AbortedError, match="fake:0 has failed: OSError: no such bus"):
-                await barriers(comm)
+                await then_barriers(comm, call)
 
         run_ranks(3, main, transport)
 

@@ -71,8 +71,9 @@ class RegisteredMemory:
 
         The finalizer of a tensor cannot: it may run in any thread, also in one that holds the arena's lock.
         """
-        while self.unused and self._arena is not None:
-            self._arena.free(self.unused.popleft())
+        with contextlib.suppress(IndexError):  # another thread has taken the last one
+            while self.unused and self._arena is not None:
+                self._arena.free(self.unused.popleft())
 
     def _allocate(self, nbytes: int) -> reductions.Array:
         arena = self._arena

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from asyncoll.errors import DeviceError
+from asyncoll.errors import DeviceError, UsageError
 from asyncoll.tensors.reductions import Array
 
 stagers: list[Stager] = []  # of the devices that this process uses
+
+
+Lost = Callable[[DeviceError], None]  # called in any thread, if a copy to the device fails: nothing waits for that
 
 
 class Staged(Protocol):
@@ -19,11 +22,8 @@ class Staged(Protocol):
 
     mirror: Array  # the elements, as flat bytes, once they have arrived
 
-    def begin(self, lost: Callable[[DeviceError], None]) -> None:
-        """In the caller's thread: begin to copy the elements. The work that the program has queued comes before.
-
-        `lost` is called, in any thread, if a copy back fails: nothing waits for that.
-        """
+    def begin(self, lost: Lost) -> None:
+        """In the caller's thread: begin to copy the elements. The work that the program has queued comes before."""
 
     async def arrived(self) -> None:
         """Return once the mirror has the elements. Raises DeviceError if the device fails."""
@@ -41,6 +41,10 @@ class Staged(Protocol):
 class Stager(Protocol):
     """Stages the tensors of one device."""
 
+    @property
+    def name(self) -> str:
+        """As programs give it: "cuda:0"."""
+
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""
 
@@ -53,7 +57,22 @@ class Stager(Protocol):
         Raises UsageError if there is too little memory.
         """
 
+    def take(self, x: Any, lost: Lost) -> Any:
+        """A new tensor of the device with the elements of `x`, a contiguous CPU tensor which does not change any more.
+
+        The work that the current thread queues from here on comes after the copy; the host does not wait.
+        """
+
 
 def stager_of(x: Any) -> Stager | None:
     """What stages the torch tensor `x`; None: the host reads its memory, or the device is unknown."""
     return next((stager for stager in stagers if stager.holds(x)), None)
+
+
+def stager_named(device: object) -> Stager:
+    """The stager of a device that the program names, such as "cuda:0". Raises UsageError if it is not in use."""
+    for stager in stagers:
+        if stager.name == str(device):
+            return stager
+    used = ", ".join(stager.name for stager in stagers) or "none"
+    raise UsageError(f"calls of this process take no tensors of a device {device!s:.60}; devices in use: {used}")
