@@ -48,6 +48,9 @@ class Stager(Protocol):
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""
 
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A new contiguous tensor on the device, with undefined content. Raises DeviceError if it cannot be made."""
+
     def clone(self, x: Any) -> Any:
         """A copy of `x` on the device, made after the work that the program has queued."""
 

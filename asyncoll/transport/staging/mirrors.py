@@ -72,15 +72,18 @@ class DeviceStager:
         self.holds = device.holds
         self.clone = device.clone
 
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        try:
+            return self._device.empty(dtype, shape)
+        except Exception as error:  # it is out of memory, for instance
+            raise _failed(self._device, error) from error
+
     def stage(self, x: Any, *, is_read: bool) -> Mirror:
         return Mirror(self._device, x, is_read=is_read)
 
     def take(self, x: Any, lost: Lost) -> Any:
         operand = as_operand(x)
-        try:
-            taken = self._device.empty(operand.dtype, operand.shape)
-        except Exception as error:  # it is out of memory, for instance
-            raise _failed(self._device, error) from error
+        taken = self.empty(operand.dtype, operand.shape)
         mark = self._device.mark(taken)
         _put(self._device, mark, operand.flat.view(np.uint8), lost)
         mark.join()
