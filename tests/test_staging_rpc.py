@@ -237,6 +237,30 @@ def test_a_copy_to_the_device_fails(transport):
         run_ranks(2, main, transport)
 
 
+def test_a_device_has_no_room_for_a_result(monkeypatch):
+    """Nothing but the call fails."""
+    with fake_device() as device:
+        empty = device.empty
+
+        def full(dtype, shape):
+            if 1000 in shape:
+                raise MemoryError("no room")
+            return empty(dtype, shape)
+
+        monkeypatch.setattr(device, "empty", full)
+
+        async def main(comm):
+            comm.rpc.register(Service(lambda x: x))
+            await comm.barrier()
+            rpc, other = comm.rpc.to("fake:0"), (comm.rank + 1) % comm.size
+            with pytest.raises(DeviceError, match=r"^fake:0 has failed: MemoryError: no room"):
+                await rpc.call(other, "plain", torch.ones(1000))
+            assert (device.values(await rpc.call(other, "plain", torch.ones(10))) == 1).all()
+            await comm.barrier()
+
+        run_ranks(2, main, "shm")
+
+
 def test_a_copy_to_the_device_fails_outside_of_a_world(tmp_path):
     async def main():
         with fake_device() as device:

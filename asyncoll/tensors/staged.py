@@ -14,16 +14,16 @@ from asyncoll.tensors.reductions import Array
 stagers: list[Stager] = []  # of the devices that this process uses
 
 
-Lost = Callable[[DeviceError], None]  # called in any thread, if a copy to the device fails: nothing waits for that
-
-
 class Staged(Protocol):
     """A tensor of a device, and its mirror."""
 
     mirror: Array  # the elements, as flat bytes, once they have arrived
 
-    def begin(self, lost: Lost) -> None:
-        """In the caller's thread: begin to copy the elements. The work that the program has queued comes before."""
+    def begin(self, lost: Callable[[DeviceError], None]) -> None:
+        """In the caller's thread: begin to copy the elements. The work that the program has queued comes before.
+
+        `lost` is called, in any thread, if a copy back fails: nothing waits for that.
+        """
 
     async def arrived(self) -> None:
         """Return once the mirror has the elements. Raises DeviceError if the device fails."""
@@ -60,10 +60,11 @@ class Stager(Protocol):
         Raises UsageError if there is too little memory.
         """
 
-    def take(self, x: Any, lost: Lost) -> Any:
+    def take(self, x: Any, lost: Callable[[DeviceError], None]) -> Any:
         """A new tensor of the device with the elements of `x`, a contiguous CPU tensor which does not change any more.
 
-        The work that the current thread queues from here on comes after the copy; the host does not wait.
+        The work that the current thread queues from here on comes after the copy; the host does not wait. `lost` is
+        that of `Staged.begin`. Raises DeviceError if the device has too little memory, for instance.
         """
 
 

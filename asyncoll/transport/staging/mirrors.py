@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from asyncoll.errors import DeviceError, describe
 from asyncoll.tensors import registered
 from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.reductions import Array
-from asyncoll.tensors.staged import Lost, stagers
+from asyncoll.tensors.staged import stagers
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
 
 _NOTHING = np.empty(0, np.uint8)
@@ -25,12 +25,12 @@ class Mirror:
         self._device = device
         self._x = x
         self._is_read = is_read
-        self._lost: Lost | None = None
+        self._lost: Callable[[DeviceError], None] | None = None
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
         self.mirror: Array = registered.current().empty(x.numel() * x.itemsize, np.uint8)
 
-    def begin(self, lost: Lost) -> None:
+    def begin(self, lost: Callable[[DeviceError], None]) -> None:
         self._lost = lost
         self._marks.append(self._device.mark(self._x))
         if self._is_read:
@@ -42,7 +42,7 @@ class Mirror:
         try:
             await arrived(self._fetched)
         except Exception as error:
-            raise _failed(self._device, error) from error
+            raise self._failed(error) from error
 
     def put(self) -> None:
         self._put(self.mirror, self._marks[0])
@@ -59,8 +59,17 @@ class Mirror:
             mark.join()
 
     def _put(self, source: Array, mark: Mark) -> None:
-        assert self._lost is not None, "the call has begun"
-        _put(self._device, mark, source, self._lost)
+        transfer, lost = mark.put(source, 0), self._lost
+        assert lost is not None, "the call has begun"
+
+        def ended() -> None:
+            if transfer.error is not None:
+                lost(self._failed(transfer.error))
+
+        transfer.when_moved(transfer.nbytes, ended)
+
+    def _failed(self, error: BaseException) -> DeviceError:
+        return DeviceError(f"{self._device.name} has failed: {describe(error)}")
 
 
 class DeviceStager:
@@ -72,36 +81,29 @@ class DeviceStager:
         self.holds = device.holds
         self.clone = device.clone
 
-    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        try:
-            return self._device.empty(dtype, shape)
-        except Exception as error:  # it is out of memory, for instance
-            raise _failed(self._device, error) from error
-
     def stage(self, x: Any, *, is_read: bool) -> Mirror:
         return Mirror(self._device, x, is_read=is_read)
 
-    def take(self, x: Any, lost: Lost) -> Any:
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        try:
+            return self._device.empty(dtype, shape)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def take(self, x: Any, lost: Callable[[DeviceError], None]) -> Any:
         operand = as_operand(x)
-        taken = self.empty(operand.dtype, operand.shape)
-        mark = self._device.mark(taken)
-        _put(self._device, mark, operand.flat.view(np.uint8), lost)
-        mark.join()
+        try:
+            place = self.stage(self._device.empty(operand.dtype, (0,)), is_read=False)
+            place.begin(lost)
+            taken = place.like(operand.flat, operand.dtype, operand.shape)
+        except Exception as error:
+            raise self._failed(error) from error
+        place.join()
         return taken
 
-
-def _put(device: Device, mark: Mark, source: Array, lost: Lost) -> None:
-    transfer = mark.put(source, 0)
-
-    def ended() -> None:
-        if transfer.error is not None:
-            lost(_failed(device, transfer.error))
-
-    transfer.when_moved(transfer.nbytes, ended)
-
-
-def _failed(device: Device, error: BaseException) -> DeviceError:
-    return DeviceError(f"{device.name} has failed: {describe(error)}")
+    def _failed(self, error: Exception) -> DeviceError:
+        """It is out of memory, for instance."""
+        return DeviceError(f"{self.name} has failed: {describe(error)}")
 
 
 @contextlib.contextmanager
