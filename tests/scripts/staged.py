@@ -43,7 +43,29 @@ async def awaited(device):
         x, sender = await comm.recv_any(made(device, 0, 300_000))
         assert (device.values(x) == sender + 1).all()
         await sent
-        await comm.barrier()
+        await called(device, comm)
+
+
+async def called(device, comm):
+    def in_a_thread(x: torch.Tensor) -> torch.Tensor:
+        y = device.tensor(x.clone())
+        increment(device, y)
+        return y
+
+    async def on_the_loop(x: torch.Tensor) -> torch.Tensor:
+        return in_a_thread(x)
+
+    comm.rpc.register(in_a_thread)
+    comm.rpc.register(on_the_loop)
+    await comm.barrier()
+    rpc = comm.rpc.to("fake:0")
+    for count in SIZES:
+        x = made(device, comm.rank, count)
+        for name in ("in_a_thread", "on_the_loop"):
+            x = await rpc.call((comm.rank + 1) % comm.size, name, x)
+            increment(device, x)
+        assert (device.values(x) == comm.rank + 5).all()
+    await comm.barrier()
 
 
 def waited(device):
