@@ -1733,7 +1733,7 @@ class Communicator:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any, *, device: object | None = None) -> Any:
         """A tensor of undefined content in memory that the ranks of this host share (*registered* memory).
 
         Allreduces, broadcasts, gathers and rounds use long registered tensors where they are, without copies. If the
@@ -1746,12 +1746,16 @@ class Communicator:
         Args:
             shape: an integer, or a sequence of integers; 0 or more each.
             dtype: a numpy dtype or its name, for a numpy array; a torch dtype, for a torch tensor.
+            device: of a torch tensor: a name such as "cuda:0", or a `torch.device`. Memory of a device other than the
+                CPU is not registered: each call of its tensors uses a mirror at the host.
 
         Returns:
             A contiguous numpy array or torch tensor.
 
         Raises:
-            UsageError: the shape or the dtype is not supported, or this host has too little memory left.
+            UsageError: the shape or the dtype is not supported, this host has too little memory left, or calls of this
+                process take no tensors of `device`.
+            DeviceError: the device has too little memory left, for instance.
             ClosedError: this rank has left the world, whose ranks shared memory.
 
         Example:
@@ -1760,7 +1764,7 @@ class Communicator:
             gradients.zero_()
             await comm.allreduce(gradients)
         """
-        return self._core.memory.empty(shape, dtype)
+        return self._core.memory.empty(shape, dtype, device)
 
     # -- the communicator itself ------------------------------------------------------------------
 

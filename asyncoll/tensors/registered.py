@@ -17,6 +17,7 @@ from asyncoll.arguments import whole
 from asyncoll.errors import UsageError
 from asyncoll.tensors import reductions
 from asyncoll.tensors.operands import build
+from asyncoll.tensors.staged import stager_named
 
 _current: ContextVar[RegisteredMemory | None] = ContextVar("registry", default=None)
 _of_process: list[RegisteredMemory] = []  # that of a world which all threads of this process are in, if there is one
@@ -57,12 +58,16 @@ class RegisteredMemory:
         finally:
             _of_process.remove(self)
 
-    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:
-        """A numpy array, or for a torch dtype a torch tensor, with undefined content."""
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any, device: object = None) -> Any:
+        """A numpy array, or for a torch dtype a torch tensor, with undefined content; on `device`, if one is named."""
         name, as_torch = _dtype(dtype)
         extents = tuple(whole(extent, "an extent of a shape") for extent in _extents(shape))
         if any(extent < 0 for extent in extents):
             raise UsageError(f"a shape has no negative extents: {extents}")
+        if device is not None and str(device) != "cpu":
+            if not as_torch:
+                raise UsageError(f"a tensor on {device} is one of torch: pass a torch dtype instead of {dtype!r:.60}")
+            return stager_named(device).empty(name, extents)
         flat = self._allocate(math.prod(extents) * reductions.storage(name).itemsize).view(reductions.storage(name))
         return build(flat, name, extents, as_torch=as_torch)
 
@@ -71,8 +76,9 @@ class RegisteredMemory:
 
         The finalizer of a tensor cannot: it may run in any thread, also in one that holds the arena's lock.
         """
-        while self.unused and self._arena is not None:
-            self._arena.free(self.unused.popleft())
+        with contextlib.suppress(IndexError):  # another thread has taken the last one
+            while self.unused and self._arena is not None:
+                self._arena.free(self.unused.popleft())
 
     def _allocate(self, nbytes: int) -> reductions.Array:
         arena = self._arena

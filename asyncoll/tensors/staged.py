@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from asyncoll.errors import DeviceError
+from asyncoll.errors import DeviceError, UsageError
 from asyncoll.tensors.reductions import Array
 
 Work = Callable[..., object]  # operations of torch on tensors of a device; see `Device.queue`
@@ -71,11 +71,15 @@ class Staged(Arriving, Protocol):
 class Stager(Protocol):
     """Stages the tensors of one device."""
 
+    @property
+    def name(self) -> str:
+        """As programs give it: "cuda:0"."""
+
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
-        """A new contiguous tensor on the device, with undefined content."""
+        """A new contiguous tensor on the device, with undefined content. Raises DeviceError if it cannot be made."""
 
     def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
         """Carry out `work(*writes, *reads)` on the device, after the work that the program has queued."""
@@ -89,7 +93,23 @@ class Stager(Protocol):
         Raises UsageError if there is too little memory.
         """
 
+    def take(self, x: Any, back: CopiesBack) -> Any:
+        """A new tensor of the device with the elements of `x`, a contiguous CPU tensor which does not change any more.
+
+        The work that the current thread queues from here on comes after the copy; the host does not wait. `back` is
+        that of `Staged.begin`. Raises DeviceError if the device has too little memory, for instance.
+        """
+
 
 def stager_of(x: Any) -> Stager | None:
     """What stages the torch tensor `x`; None: the host reads its memory, or the device is unknown."""
     return next((stager for stager in stagers if stager.holds(x)), None)
+
+
+def stager_named(device: object) -> Stager:
+    """The stager of a device that the program names, such as "cuda:0". Raises UsageError if it is not in use."""
+    for stager in stagers:
+        if stager.name == str(device):
+            return stager
+    used = ", ".join(stager.name for stager in stagers) or "none"
+    raise UsageError(f"calls of this process take no tensors of a device {device!s:.60}; devices in use: {used}")

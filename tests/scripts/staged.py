@@ -53,7 +53,29 @@ async def awaited(device):
         increment(device, x)
         assert (device.values(found.values) == total).all()
         assert sorted(device.values(x)[[0, -1]]) == [1, sender + 2]
-        await comm.barrier()
+        await called(device, comm)
+
+
+async def called(device, comm):
+    def in_a_thread(x: torch.Tensor) -> torch.Tensor:
+        y = device.tensor(x.clone())
+        increment(device, y)
+        return y
+
+    async def on_the_loop(x: torch.Tensor) -> torch.Tensor:
+        return in_a_thread(x)
+
+    comm.rpc.register(in_a_thread)
+    comm.rpc.register(on_the_loop)
+    await comm.barrier()
+    rpc = comm.rpc.to("fake:0")
+    for count in SIZES:
+        x = made(device, comm.rank, count)
+        for name in ("in_a_thread", "on_the_loop"):
+            x = await rpc.call((comm.rank + 1) % comm.size, name, x)
+            increment(device, x)
+        assert (device.values(x) == comm.rank + 5).all()
+    await comm.barrier()
 
 
 def waited(device):

@@ -10,6 +10,7 @@ import numpy as np
 
 from asyncoll.errors import DeviceError, describe
 from asyncoll.tensors import registered
+from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import CopiesBack, Work, stagers
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
@@ -96,13 +97,34 @@ class DeviceStager:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        self.name = device.name
         self.holds = device.holds
-        self.empty = device.empty
         self.clone = device.clone
         self.queue = device.queue
 
     def stage(self, x: Any, *, is_read: bool) -> Mirror:
         return Mirror(self._device, x, is_read=is_read)
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        try:
+            return self._device.empty(dtype, shape)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def take(self, x: Any, back: CopiesBack) -> Any:
+        operand = as_operand(x)
+        try:
+            place = self.stage(self._device.empty(operand.dtype, (0,)), is_read=False)
+            place.begin(back)
+            taken = place.like(operand.flat, operand.dtype, operand.shape)
+        except Exception as error:
+            raise self._failed(error) from error
+        place.join()
+        return taken
+
+    def _failed(self, error: Exception) -> DeviceError:
+        """It is out of memory, for instance."""
+        return DeviceError(f"{self.name} has failed: {describe(error)}")
 
 
 @contextlib.contextmanager
