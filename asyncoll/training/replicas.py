@@ -66,7 +66,7 @@ async def share_buffers(comm: asyncoll.Communicator, model: torch.nn.Module, roo
     if not buffers:
         return
     layout = {name: [_dtype(buffer), list(buffer.shape)] for name, buffer in buffers.items()}
-    packed = torch.cat([_bytes(buffer) for buffer in buffers.values()]) if comm.rank == root else _NOTHING
+    packed = torch.cat([_bytes(buffer).cpu() for buffer in buffers.values()]) if comm.rank == root else _NOTHING
     layout, packed = await _from_root(comm, layout, packed, root)
     if comm.rank == root:
         return
@@ -247,10 +247,10 @@ def _decoded_items(items: list[list[Any]], own: dict[Any, Any], tensors: list[Te
 
 
 def _encoded(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` for JSON. A tensor is appended to `tensors`, and only its dtype and shape are encoded."""
+    """`value` for JSON. A tensor is appended to `tensors`; its dtype, its shape and its kind of device are encoded."""
     if isinstance(value, Tensor):
         tensors.append(value)
-        return {"tensor": [_dtype(value), list(value.shape)]}
+        return {"tensor": [_dtype(value), list(value.shape), value.device.type]}
     if type(value) in (list, tuple):
         return {type(value).__name__: [_encoded(item, tensors) for item in value]}
     if type(value) is dict:
@@ -272,9 +272,9 @@ def _decoded(value: Any, own: Any, tensors: list[Tensor]) -> Any:
     if kind == "own":
         return own
     if kind == "tensor":
-        dtype, shape = getattr(torch, content[0]), content[1]
-        fits = isinstance(own, Tensor) and own.dtype == dtype and list(own.shape) == shape
-        tensors.append(own if fits else torch.empty(shape, dtype=dtype))
+        dtype, shape, device = getattr(torch, content[0]), content[1], content[2]
+        fits = isinstance(own, Tensor) and (own.dtype, [*own.shape], own.device.type) == (dtype, shape, device)
+        tensors.append(own if fits else torch.empty(shape, dtype=dtype, device=device))
         return tensors[-1]
     if kind == "numpy":
         return numpy.dtype(content[0]).type(content[1])
@@ -300,7 +300,7 @@ def _assign(buffer: Tensor, value: Tensor) -> None:
         if buffer.shape == value.shape and 0 not in buffer.stride():
             buffer.copy_(value)
         else:  # it has another size (a cache), or is expanded, so that its elements share memory
-            buffer.set_(value)  # type: ignore[call-overload]
+            buffer.set_(value.to(buffer.device))  # type: ignore[call-overload]
 
 
 def _bytes(tensor: Tensor) -> Tensor:
