@@ -230,7 +230,8 @@ class Rpc:
 
     def _lost(self, error: DeviceError) -> None:
         """A result has not reached its device. In a thread of the device."""
-        self._member.post(lambda: self._member.abort(str(error)))
+        with contextlib.suppress(RuntimeError):  # the runtime's loop is closed: this rank has left the world
+            self._member.post(lambda: self._member.abort(str(error)))
 
     def _failed(self, failure: Failure, _: int) -> None:
         """The communicator has failed: end all calls. On the runtime's loop, which may be in another thread."""
