@@ -20,7 +20,7 @@ import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
 from asyncoll.rpc import connect, serve
 from asyncoll.tensors.reductions import DTYPES
-from asyncoll.testing import fake_device, run_ranks
+from asyncoll.testing import fake_device, run_ranks, simulate
 
 
 @dataclasses.dataclass
@@ -174,6 +174,22 @@ def test_work_before_and_after_a_call_is_in_order(transport, seed):
                 assert (device.values(item) == number + 1).all()
 
         run_ranks(2, main, transport)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_devices_of_their_own_in_virtual_time(seed):
+    async def main(comm):
+        with fake_device(seed, "loop", f"fake:{comm.rank}") as device:
+            comm.rpc.register(Counter(device))
+            await comm.barrier()
+            rpc, x = comm.rpc.to(device.name), started(device, 0)
+            for other in range(comm.size):
+                x = await rpc.call(other, "on_the_loop", x)
+                increment(device, x)
+            assert (device.values(x) == 1 + 2 * comm.size).all()
+            await comm.barrier()
+
+    simulate(2 + seed % 6, main, seed=seed)
 
 
 def started(device, value):
