@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from functools import partial
 
 import numpy as np
@@ -143,6 +144,7 @@ async def calls(comm, x):
 @pytest.mark.parametrize("copy", range(4))
 def test_a_copy_of_a_window_that_fails(copy):
     """The first copy of rank 1 is that to the host. The others are windows that return, for which no call waits."""
+    errors = {}
 
     async def main(comm):
         with fake_device(copy, "loop", f"fake:{comm.rank}") as device:
@@ -152,7 +154,8 @@ def test_a_copy_of_a_window_that_fails(copy):
             with pytest.raises((DeviceError, AbortedError), match="fake:1 has failed: OSError: no such bus") as caught:
                 await calls(comm, x)
             device.values(x)
-        return type(caught.value)
+        errors[comm.rank] = type(caught.value)
 
-    expected = [AbortedError, AbortedError if copy else DeviceError, AbortedError]
-    assert simulate(3, main, seed=copy, shared_memory=True).results == expected
+    with contextlib.suppress(DeviceError):  # of rank 1, as it leaves the world
+        simulate(3, main, seed=copy, shared_memory=True)
+    assert errors == {0: AbortedError, 1: AbortedError if copy else DeviceError, 2: AbortedError}
