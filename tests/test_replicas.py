@@ -507,11 +507,11 @@ def test_in_real_processes_all_ranks_end_with_one_model(forked_world: Callable[.
     assert len(set(lines)) == 6
 
 
-def test_a_state_that_a_rank_lacks_is_made_on_the_kind_of_device_that_others_have() -> None:
+def test_a_state_that_a_rank_lacks_is_made_on_the_device_of_its_model() -> None:
     """Adam has sums on the device of the parameters, and a count on the CPU."""
     found: list[torch.Tensor] = []
     made: list[torch.Tensor] = []
     described = _encoded({"sum": torch.empty(3, device="meta"), "step": torch.tensor(1.0)}, found)
     for own in (None, {"sum": torch.empty(3), "step": torch.tensor(0.0)}):
-        _decoded(json.loads(json.dumps(described)), own, made)
+        _decoded(json.loads(json.dumps(described)), own, made, torch.device("meta"))
     assert [x.device.type for x in made] == ["meta", "cpu"] * 2
