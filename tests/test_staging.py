@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cancelling import nothing_is_pending
 
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
@@ -218,6 +219,27 @@ def test_a_copy_to_the_host_fails(way):
             return type(caught.value)
 
         assert run_ranks(3, main, way) == [AbortedError, DeviceError, AbortedError]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_contribution_does_not_arrive(transport):
+    with fake_device() as device:
+        device.fail_copy(0, OSError("no such bus"))
+
+        async def calls(comm):
+            while True:
+                await comm.solo_allreduce(np.ones(1000, np.float32), name="r")
+                await asyncio.sleep(0)
+
+        async def main(comm):
+            if comm.rank == 1:
+                with pytest.raises(DeviceError, match="fake:0 has failed: OSError: no such bus"):
+                    await comm.solo_allreduce(device.tensor(torch.ones(1000)), name="r")
+            with pytest.raises(AbortedError, match="fake:0 has failed: OSError: no such bus"):
+                await calls(comm)
+            await nothing_is_pending(comm)
+
+        run_ranks(3, main, transport)
 
 
 def test_a_copy_to_the_device_fails(way):

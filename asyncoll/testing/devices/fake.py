@@ -132,7 +132,7 @@ class FakeDevice:
         self.hazards: list[str] = []
         self._random = np.random.default_rng([seed, 1])
         self._streams = Streams(seed, turned_by)
-        self._order = Order()
+        self._order = Order((_DEFAULT, _OUT, _IN))
         self._memories: dict[int, _Memory] = {}  # by the address of the decoy
         self._many = 64  # of them: look for those whose tensors are gone
         self._current = threading.local()

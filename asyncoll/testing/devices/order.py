@@ -11,7 +11,7 @@ each other, so what one of them has seen orders nothing that another one queues.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 Clock = dict[str, int]  # by stream: the number of its last operation
@@ -39,9 +39,10 @@ class _Access:
 class Order:
     """The order of the operations of one device."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Iterable[str]) -> None:
+        """`streams` are there from the beginning."""
         self._threads: dict[int, Clock] = {}  # what each thread of the host has seen the end of
-        self._streams: dict[str, Clock] = {}
+        self._streams: dict[str, Clock] = {stream: {} for stream in streams}
         self._passed: Clock = {}
 
     def queue(self, stream: str, *after: Ticket) -> Ticket:
@@ -65,7 +66,7 @@ class Order:
     def passed(self) -> Clock:
         """The operations that come before all that are queued from here on, on known streams or by known threads.
 
-        New streams and threads come after them, too: who makes one has seen them, or waits for them.
+        Streams and threads that are not known yet are taken to come after them, too.
         """
         self._passed = _latest(self._passed, _earliest(self._streams.values()), _earliest(self._threads.values()))
         return self._passed
