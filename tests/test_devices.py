@@ -131,6 +131,15 @@ class Rash(FakeDevice):
         work(*(torch.from_numpy(self._elements(x)) for x in (*writes, *reads)))
 
 
+class Aside(FakeDevice):
+    """`join` does not wait for work of its mark."""
+
+    def queue_after(self, mark, *work, reads):
+        copies = list(mark.copies)
+        super().queue_after(mark, *work, reads=reads)
+        mark.copies = copies
+
+
 class Again(FakeDevice):
     """Each `join` unpacks."""
 
@@ -149,6 +158,7 @@ BROKEN = {
     Twice: "_tells_at_once",
     Lazy: "_clones",
     Rash: "_queues_work",
+    Aside: "_queues_work_of_a_mark",
     Again: "_joins_again",
 }
 

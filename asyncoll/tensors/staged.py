@@ -65,7 +65,7 @@ class Staged(Arriving, Protocol):
         """A new tensor of the device, which gets the elements `flat`; they do not change any more."""
 
     def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
-        """Carry out `work(*writes, *reads)` on the device, after all copies so far; `join` comes after it."""
+        """Carry out `work(*writes, *reads)` on the device, after all copies to it so far; `join` comes after it."""
 
 
 class Stager(Protocol):

@@ -119,6 +119,7 @@ class OnDevice:
         else:
             self._made = [*self._rooms(wanted.k), self._room(self._value.name, 1)]
             self._queue(on_device.top_k)
+        self._first = staged_parts(self._made)[0]  # it knows the stream on which the program has made the call
 
     @property
     def staged(self) -> Sequence[Arriving]:
@@ -139,7 +140,7 @@ class OnDevice:
             await self._all_arrived()
 
     def join(self) -> None:
-        for part in staged_parts(self._made):
+        for part in (self._first, *staged_parts(self._made)):
             part.join()
 
     def chosen(self) -> Chosen:
@@ -149,16 +150,15 @@ class OnDevice:
 
     def become_residual(self, outcome: Outcome, *, dense: bool) -> Told:
         x, stager = self._x, self._x.stager
-        staged = staged_parts(self._made)[0]  # what it puts and queues comes before the caller goes on
 
         def tensor(flat: Array) -> Any:
-            return staged.like(flat, flat.dtype.name, flat.shape)
+            return self._first.like(flat, flat.dtype.name, flat.shape)
 
         told = Told.of(outcome, tensor)
-        staged.queue(on_device.clear, x.source, reads=[told.included])
+        self._first.queue(on_device.clear, x.source, reads=[told.included])
         if dense:
             told = told._replace(dense=stager.empty(self._value.name, x.shape))
-            staged.queue(on_device.scatter, told.dense, reads=[told.indices, told.values])
+            self._first.queue(on_device.scatter, told.dense, reads=[told.indices, told.values])
         return told
 
     async def _all_arrived(self) -> None:

@@ -265,6 +265,21 @@ async def _queues_work(program: DeviceProgram) -> None:
     assert (program.values(whole)[:, 1::2] == _numbers(600).reshape(20, 30)[:, 1::2]).all()
 
 
+async def _queues_work_of_a_mark(program: DeviceProgram) -> None:
+    """work of a mark comes after it and after what was put, and before the work after `join`, on both streams"""
+    for _ in range(3):
+        x, other, source = _tensor(program, _numbers()), _tensor(program, _numbers()), _numbers() * 3
+        with program.stream():
+            program.add(x, 1)
+            mark = program.device.mark(x)
+        program.device.mark(other).put(source.view(np.uint8), 0)
+        mark.queue(lambda into, source: into.mul_(2).add_(source), x, reads=[other])
+        mark.join()
+        with program.stream():
+            program.add(x, 1)
+        assert (program.values(x) == 2 * (_numbers() + 1) + source + 1).all()
+
+
 async def _copies_many(program: DeviceProgram) -> None:
     """copies of many tensors are under way at the same time"""
     tensors = [_tensor(program, _numbers(count)) for count in range(1, 4000, 200)]
@@ -318,6 +333,7 @@ _CHECKS: list[Callable[[DeviceProgram], Awaitable[None]]] = [
     _keeps_bits,
     _clones,
     _queues_work,
+    _queues_work_of_a_mark,
     _copies_many,
     _survives_cancellation,
     _pins,

@@ -104,6 +104,9 @@ class FakeMark:
     def put(self, source: Array, start: int) -> FakeTransfer:
         return self._device.put(source, self, start)
 
+    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+        self._device.queue_after(self, work, *writes, reads=reads)
+
     def join(self) -> None:
         self._device.join(self)
 
@@ -157,13 +160,7 @@ class FakeDevice:
 
     def compute(self, function: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
         """Queue `function` on the current stream. It gets numpy arrays of the tensors `writes`, and then of `reads`."""
-        with self._streams.lock:
-            tensors = (*writes, *reads)
-            arrays = [self._elements(x) for x in tensors]
-            ticket = self._order.queue(self._stream)
-            for index, x in enumerate(tensors):
-                self._use(ticket, self._memory(x), *_extent(x), writes=index < len(writes))
-            self._add(ticket, _once(lambda: self._broken or function(*arrays)))
+        self._compute(function, writes, reads)
 
     def values(self, x: Any) -> Array:
         """The elements of `x` once all queued work is done, as a numpy array. The calling thread does that work."""
@@ -212,15 +209,12 @@ class FakeDevice:
         return copy
 
     def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
-        dtypes = [dtype_name(x.dtype) for x in (*writes, *reads)]
+        self.compute(self._in_torch(work, (*writes, *reads)), *writes, reads=reads)
 
-        def carry_out(*arrays: Array) -> None:
-            try:
-                work(*map(torch_view, arrays, dtypes))
-            except Exception as error:  # of content that makes no sense; a real device does no more work after it
-                self._broken = error
-
-        self.compute(carry_out, *writes, reads=reads)
+    def queue_after(self, mark: FakeMark, work: Callable[..., object], *writes: Any, reads: Sequence[Any]) -> None:
+        with self._streams.lock, self.stream(_IN):
+            self._wait(_IN, [mark.event, *mark.copies])
+            mark.copies.append(self._compute(self._in_torch(work, (*writes, *reads)), writes, reads))
 
     def mark(self, x: Any) -> FakeMark:
         with self._streams.lock:
@@ -308,6 +302,27 @@ class FakeDevice:
     @property
     def _stream(self) -> str:
         return getattr(self._current, "stream", _DEFAULT)
+
+    def _compute(self, function: Callable[..., object], writes: Sequence[Any], reads: Sequence[Any]) -> Operation:
+        with self._streams.lock:
+            tensors = (*writes, *reads)
+            arrays = [self._elements(x) for x in tensors]
+            ticket = self._order.queue(self._stream)
+            for index, x in enumerate(tensors):
+                self._use(ticket, self._memory(x), *_extent(x), writes=index < len(writes))
+            return self._add(ticket, _once(lambda: self._broken or function(*arrays)))
+
+    def _in_torch(self, work: Callable[..., object], tensors: Sequence[Any]) -> Callable[..., None]:
+        """`work` as a function of numpy arrays of `tensors`."""
+        dtypes = [dtype_name(x.dtype) for x in tensors]
+
+        def carry_out(*arrays: Array) -> None:
+            try:
+                work(*map(torch_view, arrays, dtypes))
+            except Exception as error:  # of content that makes no sense; a real device does no more work after it
+                self._broken = error
+
+        return carry_out
 
     def _add(self, ticket: Ticket, steps: Iterator[None], after: Sequence[Operation] = ()) -> Operation:
         operation = Operation(ticket, steps, after)

@@ -63,6 +63,13 @@ class Mark(Protocol):
         caller does not write it, and does not unpin it. The device keeps it alive.
         """
 
+    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+        """Carry out `work(*writes, *reads)`, as of `Device.queue`, on a stream of the device.
+
+        It comes after the mark, after its copies, and after all copies to the device that were queued before; `join`
+        comes after it.
+        """
+
     def join(self) -> None:
         """Make the device, not the caller, wait: work that is queued from here on comes after the mark and its copies.
 

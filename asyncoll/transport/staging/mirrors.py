@@ -68,10 +68,7 @@ class Mirror:
         return x
 
     def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
-        for mark in self._marks:
-            mark.join()
-        self._device.queue(work, *writes, reads=reads)
-        self._marks.append(self._device.mark(writes[0]))
+        self._marks[0].queue(work, *writes, reads=reads)
 
     def join(self) -> None:
         self.mirror, self._fetched = _NOTHING, None
