@@ -250,7 +250,7 @@ def _decoded_items(
 
 
 def _encoded(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` for JSON. A tensor is appended to `tensors`: only its dtype, its shape and whether it is on the CPU stay."""
+    """`value` for JSON. A tensor is appended to `tensors`: its dtype, its shape, and whether it is on the CPU stay."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": [_dtype(value), list(value.shape), value.is_cpu]}
