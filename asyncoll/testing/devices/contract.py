@@ -190,8 +190,10 @@ async def _joins_again(program: DeviceProgram) -> None:
 
 async def _follows_streams(program: DeviceProgram) -> None:
     """`mark` and `join` order the copies with the current streams of both, which may differ"""
-    x = _tensor(program, _numbers())
-    for _ in range(3):
+    for turn in range(4):
+        whole = _tensor(program, _numbers().reshape(100, -1))
+        x = whole.t() if turn % 2 else whole
+        elements = program.values(x)
         with program.stream():
             program.add(x, 1)
             mark, into, transfer = _fetched(program, x)
@@ -204,8 +206,7 @@ async def _follows_streams(program: DeviceProgram) -> None:
             mark = program.device.mark(x)
         mark.join()
         program.add(x, 1)
-        assert (program.values(x) == 2 * (_numbers() + 1) + 2).all()
-        x = _tensor(program, _numbers())
+        assert (program.values(x) == 2 * (elements + 1) + 2).all()
 
 
 async def _takes_any_size(program: DeviceProgram) -> None:
@@ -251,6 +252,21 @@ async def _clones(program: DeviceProgram) -> None:
         assert program.device.holds(x)
     assert str(new.dtype) == "torch.bfloat16"
     assert tuple(new.shape) == (3, 2)
+
+
+async def _makes_tensors_beside(program: DeviceProgram) -> None:
+    """a new tensor is in the order of the stream that was current in `mark`, and of that of its own `join`"""
+    with program.stream():
+        x = _tensor(program, _numbers())
+        mark = program.device.mark(x)
+    new, its_mark = mark.like("int32", (2, 3))
+    put = its_mark.put(_numbers(6).view(np.uint8), 0)
+    with program.stream():
+        its_mark.join()
+        program.add(new, 1)
+    assert (program.values(new) == _numbers(6).reshape(2, 3) + 1).all()
+    assert program.device.holds(new)
+    await arrived(put)
 
 
 async def _copies_many(program: DeviceProgram) -> None:
@@ -305,6 +321,7 @@ _CHECKS: list[Callable[[DeviceProgram], Awaitable[None]]] = [
     _takes_any_size,
     _keeps_bits,
     _clones,
+    _makes_tensors_beside,
     _copies_many,
     _survives_cancellation,
     _pins,

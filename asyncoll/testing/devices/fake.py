@@ -103,6 +103,11 @@ class FakeMark:
     def put(self, source: Array, start: int) -> FakeTransfer:
         return self._device.put(source, self, start)
 
+    def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, FakeMark]:
+        with self._device.stream(self.stream):
+            x = self._device.empty(dtype, shape)
+            return x, self._device.mark(x)
+
     def join(self) -> None:
         self._device.join(self)
 
@@ -198,6 +203,9 @@ class FakeDevice:
             return x.untyped_storage().data_ptr() in self._memories
         except (RuntimeError, NotImplementedError):  # it has no memory: sparse, fake, nested
             return False
+
+    def check(self) -> None:
+        """Every stream takes copies."""
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
         return self.tensor(build(np.empty(math.prod(shape), storage(dtype)), dtype, shape, as_torch=True))

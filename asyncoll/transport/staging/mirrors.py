@@ -47,9 +47,9 @@ class Mirror:
         self._put(self.mirror, self._marks[0])
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
-        x = self._device.empty(dtype, shape)
-        self._marks.append(self._device.mark(x))
-        self._put(flat.view(np.uint8), self._marks[-1])
+        x, mark = self._marks[0].like(dtype, shape)
+        self._marks.append(mark)
+        self._put(flat.view(np.uint8), mark)
         return x
 
     def join(self) -> None:

@@ -1,0 +1,198 @@
+"""The devices of CUDA, on an emulation: nothing here has run on a GPU."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import mmap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import uvloop
+from emulated_cuda import emulated_cuda
+
+from asyncoll.errors import UsageError
+from asyncoll.testing import check_device
+from asyncoll.transport.staging.cuda import CudaDevice
+from asyncoll.transport.staging.landing import Landing
+
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+class Program:
+    """A `DeviceProgram` of an emulated device."""
+
+    def __init__(self, gpu):
+        self.device = CudaDevice(0)
+        self.tensor, self.values = gpu.tensor, gpu.values
+        self._gpu = gpu
+
+    def add(self, x, value):
+        self._gpu.compute(lambda array: np.add(array, value, out=array), x)
+
+    def stream(self):
+        return self._gpu.stream("side")
+
+
+@contextlib.contextmanager
+def opened(seed=0):
+    with emulated_cuda(seed) as gpu:
+        program = Program(gpu)
+        try:
+            yield program
+        finally:
+            program.device.close()
+
+
+@pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
+def test_the_contract(loop):
+    check_device(opened, loop)
+
+
+# -- what only a device with real memory has ----------------------------------------------------------
+
+
+def pages(nbytes):
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+
+def turned(gpu, transfer):
+    """Let the device go on until the transfer is over, and the host has seen it."""
+    over = threading.Event()
+    transfer.when_moved(transfer.nbytes, over.set)
+    while not over.is_set():
+        gpu.turn()
+
+
+@pytest.fixture
+def gpu():
+    """Nothing moves before the test lets it."""
+    with emulated_cuda(0, "program") as each:
+        yield each
+
+
+@pytest.fixture
+def device(gpu):
+    each = CudaDevice(0)
+    yield each
+    gpu.run()
+    each.close()
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_tensors_live_until_their_copies_are_over(gpu, device, is_packed):
+    """The program has let go of them. `gpu` finds memory that is freed in use."""
+    for start in ("fetch", "put"):
+        whole = gpu.tensor(torch.arange(600, dtype=torch.int32).reshape(20, 30))
+        mark = device.mark(whole.t() if is_packed else whole)
+        transfer = mark.fetch(0, pages(2400)) if start == "fetch" else mark.put(pages(2400), 0)
+        del whole, mark
+        gc.collect()
+        turned(gpu, transfer)
+
+
+def test_new_tensors_are_memory_of_the_stream_of_the_mark(gpu, device):
+    with gpu.stream("side"):
+        mark = device.mark(gpu.tensor(torch.zeros(5)))
+    x, its_mark = mark.like("int32", (5,))
+    its_mark.put(np.zeros(20, np.uint8), 0)
+    with gpu.stream("side"):
+        its_mark.join()
+        increment(gpu, x)
+    del x, its_mark
+    gc.collect()
+
+
+def test_large_copies_land_in_parts(gpu, device):
+    x = gpu.tensor(torch.arange(3_000_000, dtype=torch.int32))
+    into = pages(12_000_000)
+    transfer = device.mark(x).fetch(0, into)
+    landed = threading.Event()
+    transfer.when_moved(1, landed.set)
+    while not landed.is_set():
+        gpu.turn()
+    count = transfer.moved // 4
+    assert 0 < count < 3_000_000
+    assert (into.view(np.int32)[:count] == np.arange(count)).all()
+
+
+def test_memory_that_is_pinned_in_pieces(gpu, device):
+    block = pages(5 * 4096)
+    blocks = block[:4096], block[4096 : 3 * 4096], block[4 * 4096 :]
+    assert all(device.pin(each) for each in blocks)
+    x = gpu.tensor(torch.arange(5 * 1024 - 6, dtype=torch.int32))
+    mark, into = device.mark(x), block[8 : 5 * 4096 - 16]
+    turned(gpu, mark.fetch(0, into))
+    assert (into.view(np.int32) == np.arange(5 * 1024 - 6)).all()
+    turned(gpu, mark.put(into, 0))
+    for each in blocks:
+        device.unpin(each)
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_driver_that_refuses_to_pin(gpu, device, after, caplog):
+    gpu.refuses_after = after
+    block = pages((1 << 26) + 4096)  # is pinned in two pieces
+    assert not device.pin(block)
+    assert not device.pin(block)
+    assert not gpu.registered
+    assert len(caplog.records) == 1
+    assert "cuda:0 does not pin memory, so copies take a detour: invalid argument" in caplog.text
+    gpu.tensor(torch.ones(3))
+    device.mark(gpu.tensor(torch.ones(3)))
+
+
+def test_a_broken_device(gpu, device):
+    x = gpu.tensor(torch.ones(1000))
+    mark = device.mark(x)
+    copies = [mark.fetch(0, pages(4096)[:4000]) for _ in range(3)]
+    gpu.fail("an illegal memory access")
+    copies += [mark.fetch(0, pages(4096)[:4000]), mark.put(pages(4096)[:4000], 0)]
+    for transfer in copies:
+        turned(gpu, transfer)
+        assert "CUDA error: an illegal memory access" in str(transfer.error)
+        assert transfer.moved == 0
+    with pytest.raises(RuntimeError, match="illegal"):
+        device.mark(x)
+
+
+def test_nothing_lands_behind_what_is_missing():
+    transfer = Landing(10)
+    transfer.advance(4)
+    transfer.fail(OSError("gone"))
+    transfer.fail(OSError("another"))
+    transfer.advance(10)
+    assert (transfer.moved, str(transfer.error)) == (4, "gone")
+
+
+def test_a_captured_stream(gpu, device):
+    x = gpu.tensor(torch.ones(5))
+    mark = device.mark(x)
+    gpu.captured.add("side")
+    device.check()
+    with gpu.stream("side"):
+        with pytest.raises(UsageError, match="current stream of cuda:0 is captured by a CUDA graph"):
+            device.check()
+        with pytest.raises(UsageError, match="await it, outside of the capture"):
+            mark.join()
+
+
+def test_tensors_of_inference_mode(gpu, device):
+    """torch writes to them in that mode only, which is one of the thread."""
+    with torch.inference_mode():
+        whole = gpu.tensor(torch.zeros(600, dtype=torch.int32).reshape(20, 30))
+        for x in (whole, whole.t()):
+            mark = device.mark(x)
+            with ThreadPoolExecutor(1) as thread:
+                transfer = thread.submit(mark.put, np.ones(2400, np.uint8), 0).result()
+            turned(gpu, transfer)
+    mark.join()
+    assert (gpu.values(whole) == 0x01010101).all()
+
+
+def increment(gpu, x):
+    gpu.compute(lambda array: np.add(array, 1, out=array), x)
