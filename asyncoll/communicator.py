@@ -36,8 +36,8 @@ from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, Site, site_outside
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
-from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle, staged_parts
-from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, bundle, check_devices, staged_parts
+from asyncoll.tensors.reductions import ReduceOp, build
 
 T = TypeVar("T")
 _FOLDER = __file__.rpartition("/")[0]  # of the facades
@@ -1987,6 +1987,7 @@ class Communicator:
             raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
         # The ranks that a scatter gives something to have no tensor of a device, and so no device to put it on.
         operands = [as_operand(x, may_stage=operation != "scatter") for x in given]
+        check_devices(operands)
         if len({operand.dtype for operand in operands}) > 1:
             raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
         return operands

@@ -290,10 +290,10 @@ class Gpu(FakeDevice):
 
     def _free(self, address, stream):
         """No tensor refers to the memory any more: the next tensor of its stream may get it."""
+        if not address:  # all tensors without elements have this one
+            return
         with self._streams.lock:
-            memory = self._memories.pop(address, None)
-            if memory is None or not len(memory.content):
-                return
+            memory = self._memories.pop(address)
             self._use(self._order.queue(stream), memory, 0, len(memory.content), writes=True)
             if (memory.decoy != POISON).any():
                 self.note("the host has written to the memory of a tensor of the device")

@@ -43,7 +43,17 @@ PACKAGES: dict[str, set[str]] = {
         "transport.memory",
         "transport.messages",
     },
-    "algorithms": {"_core", "arguments", "errors", "rpc", "runtime", "statistics", "tensors", "transport"},
+    "algorithms": {
+        "_core",
+        "arguments",
+        "errors",
+        "rpc",
+        "runtime",
+        "statistics",
+        "tensors",
+        "transport",
+        "transport.staging",
+    },
     # what users hold
     "communicator": {
         "algorithms",

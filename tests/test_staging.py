@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from emulated_cuda import emulated_cuda
 
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
@@ -19,6 +20,7 @@ from asyncoll.testing import fake_device, run_ranks, simulate
 
 SCRIPT = Path(__file__).parent / "scripts" / "staged.py"
 TRANSPORTS = ["inproc", "zmq", "shm"]
+OPENED = [fake_device, emulated_cuda]
 LAYOUTS = {
     "flat": lambda x: x,
     "rows": lambda x: x.view(-1, 4)[::2],
@@ -71,9 +73,19 @@ async def all_calls(comm, make):
     return [result for result in results if result is not None]
 
 
-@pytest.mark.parametrize(("size", "transport"), [(1, "inproc"), (2, "shm"), (3, "zmq"), (5, "shm"), (7, "inproc")])
-def test_every_call_gives_the_bits_of_the_host(size, transport):
-    with fake_device(size) as device:
+@pytest.mark.parametrize(
+    ("size", "transport", "opened"),
+    [
+        (1, "inproc", fake_device),
+        (2, "shm", fake_device),
+        (3, "zmq", emulated_cuda),
+        (3, "shm", emulated_cuda),
+        (5, "shm", fake_device),
+        (7, "inproc", fake_device),
+    ],
+)
+def test_every_call_gives_the_bits_of_the_host(size, transport, opened):
+    with opened(size) as device:
         moves = (lambda x: x), device.tensor
 
         async def main(comm):
@@ -88,8 +100,9 @@ def test_every_call_gives_the_bits_of_the_host(size, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_averages(transport):
-    with fake_device() as device:
+@pytest.mark.parametrize("opened", OPENED)
+def test_averages(opened, transport):
+    with opened() as device:
 
         async def main(comm):
             for dtype in filter(is_divisible, DTYPES):
@@ -108,8 +121,9 @@ def increment(device, x):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("seed", range(5))
-def test_work_before_and_after_a_call_is_in_order(transport, seed):
-    with fake_device(seed) as device:
+@pytest.mark.parametrize("opened", OPENED)
+def test_work_before_and_after_a_call_is_in_order(opened, transport, seed):
+    with opened(seed) as device:
 
         async def main(comm):
             x = device.tensor(torch.full((50_000,), float(comm.rank)))
@@ -225,12 +239,14 @@ def test_a_device_that_stands_still(call, transport):
 
     for main in (overdue, aborted):
         with fake_device(0, "program") as device:
+            device.refuse_pins()  # pinned memory would have to wait for the end of its copies
             run_ranks(2, main, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_cancelled_call_has_released_its_tensor(transport):
     with fake_device(0, "program") as device:
+        device.refuse_pins()
 
         async def main(comm):
             x = device.tensor(torch.ones(1000))
@@ -300,9 +316,10 @@ def test_every_contribution_enters_one_round(call, seed):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_joins_after_its_calls(transport):
+@pytest.mark.parametrize("opened", OPENED)
+def test_a_rank_joins_after_its_calls(opened, transport):
     """Its own calls are under way, with tensors that have not arrived."""
-    with fake_device(2) as device:
+    with opened(2) as device:
 
         async def main(comm):
             calls = [comm.solo_allreduce(started(device, 0), name="r", history=9) for _ in range(3)]
@@ -316,6 +333,7 @@ def test_a_rank_joins_after_its_calls(transport):
 def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
     """Arrays of numpy, of which the operation has seen several, take the shortest way otherwise."""
     with fake_device(0, "program") as device:
+        device.refuse_pins()
 
         async def main(comm):
             for _ in range(4):
@@ -334,8 +352,9 @@ def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rounds_on_a_thread(transport):
-    with fake_device(3) as device:
+@pytest.mark.parametrize("opened", OPENED)
+def test_rounds_on_a_thread(opened, transport):
+    with opened(3) as device:
 
         async def main(comm):
             rng = np.random.default_rng(comm.rank)

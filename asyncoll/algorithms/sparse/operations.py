@@ -16,7 +16,8 @@ from asyncoll.algorithms.sparse.parts import Chosen, Method, Outcome
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.errors import UsageError
 from asyncoll.tensors import reductions
-from asyncoll.tensors.operands import Operand, build
+from asyncoll.tensors.operands import Operand
+from asyncoll.tensors.reductions import build
 
 ALGORITHMS = ("oktopk", "topka", "topkdsa", "gtopk", "gaussiank", "dense")
 _FLOATS = ("float64", "float32", "float16", reductions.BFLOAT16)

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncoll.tensors.operands import build
-from asyncoll.tensors.reductions import DTYPES, Array, storage
+from asyncoll.tensors.reductions import DTYPES, Array, build, storage
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
 
 _COUNT = 50_000  # elements

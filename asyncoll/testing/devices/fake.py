@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from asyncoll.forks import address_of
-from asyncoll.tensors.operands import build
-from asyncoll.tensors.reductions import Array, dtype_name, storage
+from asyncoll.tensors.reductions import Array, build, dtype_name, storage
 from asyncoll.testing.devices.order import Accesses, Order, Ticket
 from asyncoll.testing.devices.streams import Operation, Streams, TurnedBy
 from asyncoll.transport.staging.mirrors import staging
@@ -196,6 +195,10 @@ class FakeDevice:
         """`pin` returns False from here on."""
         self._refuses_pins = True
 
+    def finish(self) -> None:
+        """Carry all queued work out, in the calling thread."""
+        self._streams.run()
+
     # -- the `Device` ---------------------------------------------------------------------------------
 
     def holds(self, x: Any) -> bool:
@@ -372,7 +375,10 @@ def fake_device(seed: int = 0, turned_by: TurnedBy = "thread", name: str = "fake
     device = FakeDevice(seed, turned_by, name)
     try:
         with staging(device):
-            yield device
+            try:
+                yield device
+            finally:
+                device.finish()
     finally:
         device.close()
     if device.hazards:

@@ -7,6 +7,7 @@ cannot show is what a driver does: real copies, locks, the reuse of memory.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from asyncoll.errors import DeviceError, UsageError, describe
-from asyncoll.forks import address_of
+from asyncoll.forks import address_of, refusal
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.staging.landing import Landing, Watcher
 from asyncoll.transport.staging.pins import Pins
@@ -87,6 +88,7 @@ class CudaDevice:
 
     def __init__(self, index: int) -> None:
         """Raises DeviceError if the device cannot be used."""
+        self._process = os.getpid()
         self.place = torch.device("cuda", index)
         self.name = str(self.place)
         try:
@@ -110,6 +112,8 @@ class CudaDevice:
         return CudaMark(self, x)
 
     def check(self) -> None:
+        if os.getpid() != self._process:
+            raise refusal(self._process)
         with torch.cuda.device(self.place):
             if torch.cuda.is_current_stream_capturing():
                 raise UsageError(
@@ -222,6 +226,27 @@ class CudaDevice:
         if not self._has_refused:
             logger.warning("%s does not pin memory, so copies take a detour: %s", self.name, why)
         self._has_refused = True
+
+
+def open_device(index: int) -> CudaDevice:
+    """The device "cuda:`index`". Raises UsageError, with the reason, if this process cannot use it."""
+    name = f"a tensor on cuda:{index}"
+    if torch.cuda._is_in_bad_fork():
+        raise UsageError(
+            f"{name}, but process {os.getpid()} was forked from one that had used CUDA, so it cannot use it: start it "
+            'by multiprocessing.get_context("spawn"), or use CUDA in the child only'
+        )
+    if not torch.cuda.is_available():
+        raise UsageError(
+            f"{name}, but torch {torch.__version__} finds no device of CUDA: use a build of torch with CUDA on a host "
+            "whose nvidia-smi shows a GPU, or pass x.cpu()"
+        )
+    if index >= torch.cuda.device_count():
+        raise UsageError(
+            f"{name}, but this process sees {torch.cuda.device_count()} devices of CUDA, from cuda:0 on: look at "
+            f"CUDA_VISIBLE_DEVICES, which is {os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}"
+        )
+    return CudaDevice(index)
 
 
 def _recorded(stream: torch.cuda.Stream, *, is_awaited: bool = False) -> torch.cuda.Event:

@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from asyncoll.errors import DeviceError, describe
-from asyncoll.tensors import registered
+from asyncoll.errors import DeviceError, UsageError, describe
+from asyncoll.tensors import staged
 from asyncoll.tensors.reductions import Array
-from asyncoll.tensors.staged import stagers
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
+from asyncoll.transport.staging.pool import Pool
 
 _NOTHING = np.empty(0, np.uint8)
+_PATIENCE_S = 5.0  # for copies that are under way when their rank leaves the world
+logger = logging.getLogger("asyncoll")
+_stuck: list[DeviceStager] = []  # whose copies have never ended: their memory must stay mapped
 
 
 class Mirror:
-    """Implements `tensors.staged.Staged`. The block is freed once the call and the device have released it."""
+    """Implements `tensors.staged.Staged`. The block is free once the call and the device have released it."""
 
-    def __init__(self, device: Device, x: Any, *, is_read: bool) -> None:
-        self._device = device
+    def __init__(self, stager: DeviceStager, x: Any, *, is_read: bool) -> None:
+        self.device = stager.device.name
+        self._stager = stager
         self._x = x
         self._is_read = is_read
         self._lost: Callable[[DeviceError], None] | None = None
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
-        self.mirror: Array = registered.current().empty(x.numel() * x.itemsize, np.uint8)
+        self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize)
 
     def begin(self, lost: Callable[[DeviceError], None]) -> None:
         self._lost = lost
-        self._marks.append(self._device.mark(self._x))
+        with self._stager.failing():
+            self._marks.append(self._stager.device.mark(self._x))
         if self._is_read:
-            self._fetched = self._marks[0].fetch(0, self.mirror)
+            self._fetched = self._stager.under_way(self._marks[0].fetch(0, self.mirror))
 
     async def arrived(self) -> None:
-        if self._fetched is None:
-            return
-        try:
-            await arrived(self._fetched)
-        except Exception as error:
-            raise self._failed(error) from error
+        if self._fetched is not None:
+            with self._stager.failing():
+                await arrived(self._fetched)
 
     def put(self) -> None:
         self._put(self.mirror, self._marks[0])
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
-        x, mark = self._marks[0].like(dtype, shape)
+        with self._stager.failing():
+            x, mark = self._marks[0].like(dtype, shape)
         self._marks.append(mark)
         self._put(flat.view(np.uint8), mark)
         return x
@@ -58,37 +64,99 @@ class Mirror:
             mark.join()
 
     def _put(self, source: Array, mark: Mark) -> None:
-        transfer, lost = mark.put(source, 0), self._lost
+        transfer, lost = self._stager.under_way(mark.put(source, 0)), self._lost
         assert lost is not None, "the call has begun"
 
         def ended() -> None:
             if transfer.error is not None:
-                lost(self._failed(transfer.error))
+                lost(self._stager.failure(transfer.error))
 
         transfer.when_moved(transfer.nbytes, ended)
-
-    def _failed(self, error: BaseException) -> DeviceError:
-        return DeviceError(f"{self._device.name} has failed: {describe(error)}")
 
 
 class DeviceStager:
     """Implements `tensors.staged.Stager`."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.holds = device.holds
-        self.clone = device.clone
+    def __init__(self, device: Device, pages: Callable[[int], Array], *, owns: bool = False) -> None:
+        """Mirrors are in memory of `pages`. The device closes with this if this `owns` it."""
+        self.device = device
+        self.pool = Pool(device, pages)
+        self._owns = owns
+        self._under_way: set[Transfer] = set()
+
+    def holds(self, x: Any) -> bool:
+        return self.device.holds(x)
+
+    def clone(self, x: Any) -> Any:
+        with self.failing():
+            return self.device.clone(x)
 
     def stage(self, x: Any, *, is_read: bool) -> Mirror:
-        return Mirror(self._device, x, is_read=is_read)
+        with self.failing():
+            self.device.check()
+        return Mirror(self, x, is_read=is_read)
+
+    def under_way(self, transfer: Transfer) -> Transfer:
+        """Note that memory of the pool is in use until the end of `transfer`."""
+        self._under_way.add(transfer)
+        transfer.when_moved(transfer.nbytes, partial(self._under_way.discard, transfer))
+        return transfer
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Raise the errors of the device as DeviceError."""
+        try:
+            yield
+        except (UsageError, DeviceError):
+            raise
+        except Exception as error:
+            raise self.failure(error) from error
+
+    def failure(self, error: BaseException) -> DeviceError:
+        return DeviceError(f"{self.device.name} has failed: {describe(error)}")
+
+    async def close(self) -> None:
+        if self._under_way and (self._owns or self.pool.is_pinned) and not await self._settled():
+            _stuck.append(self)
+            logger.error(
+                "%s has not ended its copies %g s after its rank has left the world: their memory stays pinned until "
+                "this process ends",
+                self.device.name,
+                _PATIENCE_S,
+            )
+            return
+        if self._owns:
+            self.device.close()
+        self.pool.close()
+
+    async def _settled(self) -> bool:
+        """Whether all copies have come to their ends."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                for transfer in tuple(self._under_way):
+                    with contextlib.suppress(Exception):
+                        await arrived(transfer)
+        except TimeoutError:
+            return False
+        return True
+
+
+hidden_devices: list[Device] = []  # those of `staged.hidden`
 
 
 @contextlib.contextmanager
 def staging(device: Device) -> Iterator[None]:
-    """Calls of this process take tensors of `device`."""
-    stager = DeviceStager(device)
-    stagers.append(stager)
+    """Calls of this process take tensors of `device`, which torch takes for those of the CPU.
+
+    All copies are over when the block ends.
+    """
+    hidden_devices.append(device)
+    staged.hidden.append(device)
     try:
         yield
     finally:
-        stagers.remove(stager)
+        staged.hidden.remove(device)
+        hidden_devices.remove(device)
+        for stager in staged.stagers:
+            if isinstance(stager, DeviceStager) and stager.device is device:
+                stager.pool.close()
