@@ -341,8 +341,9 @@ def emulated_cuda(seed=0, turned_by="thread", count=2):
     def empty_anywhere(*shape, device=None, pin_memory=False, **options):
         if pin_memory:
             return gpu.host_memory(*shape)
-        x = empty(*shape, **options)
-        return x if device is None else gpu.tensor(x, torch.device(device).index)
+        if device is None or torch.device(device).type != "cuda":
+            return empty(*shape, device=device, **options)
+        return gpu.tensor(empty(*shape, **options), torch.device(device).index)
 
     @contextlib.contextmanager
     def stream(each):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import mmap
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,8 +16,8 @@ import torch
 import uvloop
 from emulated_cuda import emulated_cuda
 
-from asyncoll.errors import UsageError
-from asyncoll.testing import check_device
+from asyncoll.errors import AbortedError, DeviceError, UsageError
+from asyncoll.testing import check_device, run_ranks
 from asyncoll.transport.staging.cuda import CudaDevice
 from asyncoll.transport.staging.landing import Landing
 
@@ -181,6 +182,24 @@ def test_a_captured_stream(gpu, device):
             mark.join()
 
 
+def test_a_capture_begins_before_a_call_is_awaited():
+    async def main(comm):
+        call = comm.allreduce(gpu.tensor(torch.ones(10)))
+        gpu.captured.add("side")
+        with pytest.raises(AbortedError, match="the current stream of cuda:0 is captured by a CUDA graph"):
+            await awaited(call, comm)
+
+    async def awaited(call, comm):
+        with gpu.stream("side"):
+            await call
+        while True:
+            await comm.barrier()
+            await asyncio.sleep(0)
+
+    with emulated_cuda() as gpu:
+        run_ranks(2, main, "inproc")
+
+
 def test_tensors_of_inference_mode(gpu, device):
     """torch writes to them in that mode only, which is one of the thread."""
     with torch.inference_mode():
@@ -196,3 +215,163 @@ def test_tensors_of_inference_mode(gpu, device):
 
 def increment(gpu, x):
     gpu.compute(lambda array: np.add(array, 1, out=array), x)
+
+
+# -- opening, and errors of calls ---------------------------------------------------------------------
+
+
+def threads_of_devices():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncoll-cuda")]
+
+
+async def reduced(comm, gpu):
+    x = gpu.tensor(torch.full((5000,), float(comm.rank)))
+    await comm.allreduce(x)
+    assert (gpu.values(x) == comm.size * (comm.size - 1) / 2).all()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "zmq"])
+def test_a_rank_opens_the_device_and_closes_it_with_the_world(transport):
+    async def main(comm):
+        await reduced(comm, gpu)
+        assert "asyncoll-cuda:0" in threads_of_devices()
+
+    for _ in range(2):
+        with emulated_cuda(1) as gpu:
+            run_ranks(2, main, transport)
+            assert not gpu.registered
+            assert not threads_of_devices()
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm", "zmq"])
+def test_a_device_closes_when_the_world_has_failed(transport):
+    async def main(comm):
+        await reduced(comm, gpu)
+        if comm.rank == 1:
+            raise ZeroDivisionError
+        calls = [comm.allreduce(gpu.tensor(torch.ones(200_000))) for _ in range(3)]
+        assert {*map(type, await asyncio.gather(*calls, return_exceptions=True))} == {AbortedError}
+
+    with emulated_cuda(1) as gpu:
+        with pytest.raises(ZeroDivisionError):
+            run_ranks(3, main, transport)
+        assert not gpu.registered
+        assert not threads_of_devices()
+
+
+def alone(main):
+    run_ranks(1, main, "inproc")
+
+
+def test_a_driver_that_refuses_to_pin_for_calls(caplog):
+    with emulated_cuda() as gpu:
+        gpu.refuses_after = 0
+
+        async def main(comm):
+            for _ in range(3):
+                await reduced(comm, gpu)
+
+        run_ranks(2, main, "shm")
+    assert len([record for record in caplog.records if "does not pin" in record.message]) == 2  # ranks
+
+
+def test_a_call_on_a_captured_stream_has_not_begun():
+    async def main(comm):
+        gpu.captured.add("side")
+        with gpu.stream("side"):
+            for call in (comm.allreduce, comm.solo_allreduce, comm.allgather):
+                with pytest.raises(UsageError, match="captured by a CUDA graph"):
+                    call(gpu.tensor(torch.ones(10)))
+        await reduced(comm, gpu)
+
+    with emulated_cuda() as gpu:
+        run_ranks(2, main, "shm")
+
+
+def test_tensors_of_several_devices_in_one_call():
+    async def main(comm):
+        x, y, z = gpu.tensor(torch.ones(4)), gpu.tensor(torch.ones(4), index=1), torch.ones(4)
+        with pytest.raises(UsageError, match="one call got tensors on cuda:0, cuda:1: pass tensors of one device"):
+            comm.solo_allreduce([x, y])
+        with pytest.raises(UsageError, match="tensors on cuda:1, the host"):
+            comm.solo_allreduce([z, y])
+        with pytest.raises(UsageError, match="tensors on cuda:0, the host"):
+            comm.alltoallv([x, z])
+        results = await comm.alltoallv([y, y])
+        assert [each.device.index for each in results] == [1, 1]
+        await reduced(comm, gpu)
+
+    with emulated_cuda() as gpu:
+        run_ranks(2, main, "inproc")
+
+
+def test_too_little_memory_on_the_device():
+    async def main(comm):
+        x = torch.ones(1000)
+        x = x if comm.rank else gpu.tensor(x)
+        await comm.barrier()
+        gpu.free_bytes = 2000
+        with pytest.raises(AbortedError if comm.rank else DeviceError, match="cuda:0 has failed: OutOfMemoryError"):
+            await comm.allgather(x)
+
+    with emulated_cuda() as gpu:
+        run_ranks(3, main, "shm")
+
+
+def test_an_error_from_before_the_call():
+    async def main(comm):
+        x = torch.ones(1000) if comm.rank else gpu.tensor(torch.ones(1000))
+        gpu.fail("an illegal memory access")
+        text = "cuda:0 has failed: RuntimeError: CUDA error: an illegal memory access"
+        with pytest.raises(AbortedError if comm.rank else DeviceError, match=text):
+            await comm.allreduce(x)
+
+    with emulated_cuda() as gpu:
+        run_ranks(3, main, "shm")
+
+
+def test_the_device_fails_before_the_tensor_has_arrived():
+    async def main(comm):
+        x = torch.ones(1000)
+        if not comm.rank:
+            x = gpu.tensor(x)
+            gpu.compute(lambda array: gpu.fail("an illegal memory access"), x)
+        text = "cuda:0 has failed: RuntimeError: CUDA error: an illegal memory access"
+        with pytest.raises(AbortedError if comm.rank else DeviceError, match=text):
+            await comm.allreduce(x)
+
+    with emulated_cuda() as gpu:
+        run_ranks(3, main, "shm")
+
+
+def test_devices_that_cannot_be_used(monkeypatch):
+    async def main(comm):
+        with pytest.raises(UsageError, match=why):
+            comm.allreduce(gpu.tensor(torch.ones(3)))
+
+    with emulated_cuda() as gpu:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+            why = "a tensor on cuda:0, but torch .* finds no device of CUDA"
+            alone(main)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+            why = "was forked from one that had used CUDA"
+            alone(main)
+
+    async def others(comm):
+        with pytest.raises(UsageError, match="a tensor on meta is not supported"):
+            comm.allreduce(torch.ones(3, device="meta"))
+        with pytest.raises(UsageError, match="cuda:3, but this process sees 2 devices of CUDA, from cuda:0 on"):
+            comm.allreduce(gpu.tensor(torch.ones(3), 3))
+        x = gpu.tensor(torch.ones(3))
+        with ThreadPoolExecutor(1) as thread, pytest.raises(UsageError, match="this thread does not know the world"):
+            thread.submit(comm.allreduce, x).result()
+        await comm.allreduce(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: 1)
+            with pytest.raises(UsageError, match="is a forked child"):
+                comm.allreduce(x)
+
+    with emulated_cuda() as gpu:
+        alone(others)

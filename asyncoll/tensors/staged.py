@@ -26,8 +26,8 @@ class Staged(Protocol):
     def begin(self, lost: Callable[[DeviceError], None]) -> None:
         """In the caller's thread: begin to copy the elements. The work that the program has queued comes before.
 
-        `lost` is called, in any thread, if a copy back fails: nothing waits for that. Raises DeviceError if the device
-        has failed.
+        `lost` is called, in any thread, if a copy back or `join` fails: nothing waits for that. Raises DeviceError if
+        the device has failed.
         """
 
     async def arrived(self) -> None:

@@ -60,8 +60,12 @@ class Mirror:
 
     def join(self) -> None:
         self.mirror, self._fetched = _NOTHING, None
-        for mark in self._marks:
-            mark.join()
+        try:
+            for mark in self._marks:
+                mark.join()
+        except Exception as error:  # the caller goes on without its result
+            assert self._lost is not None, "the call has begun"
+            self._lost(self._stager.failure(error))
 
     def _put(self, source: Array, mark: Mark) -> None:
         transfer, lost = self._stager.under_way(mark.put(source, 0)), self._lost

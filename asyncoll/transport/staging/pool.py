@@ -70,7 +70,7 @@ class Pool:
         while self._gone:
             memory = self._gone.popleft()
             if memory.nbytes < _SLAB:
-                self._pieces[memory.nbytes].append(memory)
+                self._pieces.setdefault(memory.nbytes, []).append(memory)
             else:
                 self._used_bytes -= memory.nbytes
                 self._unused_bytes += memory.nbytes
