@@ -107,7 +107,7 @@ PACKAGES: dict[str, set[str]] = {
         "transport.staging",
         "world",
     },
-    "doctor": {"", "_core", "errors", "launch", "world"},
+    "doctor": {"", "_core", "errors", "launch", "transport.staging", "world"},
     "bench": {
         "",
         "algorithms",

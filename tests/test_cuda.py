@@ -9,13 +9,17 @@ import mmap
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import uvloop
+from click.testing import CliRunner
 from emulated_cuda import emulated_cuda
 
+from asyncoll.cli import main
+from asyncoll.doctor import examine
 from asyncoll.errors import AbortedError, DeviceError, UsageError
 from asyncoll.testing import check_device, run_ranks
 from asyncoll.transport.staging.cuda import CudaDevice
@@ -197,7 +201,7 @@ def test_a_capture_begins_before_a_call_is_awaited():
             await asyncio.sleep(0)
 
     with emulated_cuda() as gpu:
-        run_ranks(2, main, "inproc")
+        alone(main)
 
 
 def test_tensors_of_inference_mode(gpu, device):
@@ -375,3 +379,28 @@ def test_devices_that_cannot_be_used(monkeypatch):
 
     with emulated_cuda() as gpu:
         alone(others)
+
+
+# -- asyncoll doctor --gpu ----------------------------------------------------------------------------
+
+
+def test_the_doctor_without_a_device():
+    result = CliRunner().invoke(main, ["doctor", "--gpu"], catch_exceptions=False)
+    (line,) = [line.split(None, 1) for line in result.output.splitlines() if line.startswith("  cuda")]
+    assert (line, result.exit_code) == (["cuda", f"no: torch {torch.__version__} finds no device"], 0)
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_doctor_names_the_devices_and_the_route(monkeypatch, refuses):
+    def properties(index):
+        return SimpleNamespace(name="H0", uuid=f"GPU-{index}", total_memory=5 << 30)
+
+    with emulated_cuda() as gpu:
+        gpu.refuses_after = 0 if refuses else 1 << 60
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        found = examine(with_gpu=True).sections["gpu"]
+        assert list(found) == ["cuda:0", "cuda:1"]
+        route = "by a detour, because the driver does not pin it: invalid argument" if refuses else "which is pinned"
+        assert found["cuda:1"].startswith("H0, GPU-1, 5.0 GiB; copies go through shared memory")
+        assert found["cuda:1"].endswith(route)
+        assert not threads_of_devices()

@@ -96,7 +96,7 @@ class CudaDevice:
         except (RuntimeError, AssertionError) as error:
             raise DeviceError(f"{self.name} cannot be used: {describe(error)}") from error
         self._pins = Pins()
-        self._has_refused = False
+        self.refusal = ""  # why the driver has last refused to pin memory
         self._watcher = Watcher(self.name)
 
     def holds(self, x: Any) -> bool:
@@ -223,9 +223,9 @@ class CudaDevice:
         return reasons[0]
 
     def _refused(self, why: str) -> None:
-        if not self._has_refused:
+        if not self.refusal:
             logger.warning("%s does not pin memory, so copies take a detour: %s", self.name, why)
-        self._has_refused = True
+        self.refusal = why
 
 
 def open_device(index: int) -> CudaDevice:
