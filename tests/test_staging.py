@@ -16,7 +16,9 @@ from emulated_cuda import emulated_cuda
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
 from asyncoll.tensors.reductions import DTYPES, is_divisible
-from asyncoll.testing import fake_device, run_ranks, simulate
+from asyncoll.tensors.staged import stagers
+from asyncoll.testing import Hazard, fake_device, run_ranks, simulate
+from asyncoll.transport.staging import mirrors
 
 SCRIPT = Path(__file__).parent / "scripts" / "staged.py"
 TRANSPORTS = ["inproc", "zmq", "shm"]
@@ -368,6 +370,43 @@ def started(device, number):
     x = device.tensor(torch.full((30_000,), float(number + 1)))
     increment(device, x)
     return x
+
+
+# -- the end of a world -----------------------------------------------------------------------------
+
+
+async def leaves_with_a_copy_under_way(comm, device):
+    """The copy back to the device has not begun."""
+    call = asyncio.ensure_future(comm.allreduce(device.tensor(torch.ones(1000))))
+    while not call.done():
+        device.turn()
+        await asyncio.sleep(0)
+    await call
+
+
+def test_a_world_ends_after_the_copies_that_are_under_way():
+    """Otherwise the memory that they use would be unpinned, which the device notices."""
+    with fake_device(0, "program") as device:
+
+        async def turn():
+            while stagers:  # until the rank closes its devices
+                await asyncio.sleep(0)
+            while device.turn():
+                pass
+
+        async def main(comm):
+            await leaves_with_a_copy_under_way(comm, device)
+            assert stagers
+            return asyncio.ensure_future(turn())
+
+        assert run_ranks(1, main, "inproc")[0].done()
+
+
+def test_memory_stays_pinned_when_its_copies_do_not_end(monkeypatch, caplog):
+    monkeypatch.setattr(mirrors, "_PATIENCE_S", 0.0)
+    with pytest.raises(Hazard, match="1 blocks were never unpinned"), fake_device(0, "program") as device:
+        run_ranks(1, lambda comm: leaves_with_a_copy_under_way(comm, device), "shm")
+    assert "fake:0 has not ended its copies" in caplog.text
 
 
 # -- in worlds of real processes ------------------------------------------------------------------
