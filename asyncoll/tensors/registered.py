@@ -72,13 +72,15 @@ class RegisteredMemory:
         extents = tuple(whole(extent, "an extent of a shape") for extent in _extents(shape))
         if any(extent < 0 for extent in extents):
             raise UsageError(f"a shape has no negative extents: {extents}")
-        flat = self._allocate(math.prod(extents) * reductions.storage(name).itemsize).view(reductions.storage(name))
-        return reductions.build(flat, name, extents, as_torch=as_torch)
+        memory = self._allocate(math.prod(extents) * reductions.storage(name).itemsize)
+        if self._arena is not None:
+            forks.copy_for_children(memory)
+        return reductions.build(memory.view(reductions.storage(name)), name, extents, as_torch=as_torch)
 
     def pages(self, nbytes: int) -> reductions.Array:
         """Whole pages: `nbytes` bytes, a multiple of the size of a page, with undefined content.
 
-        Raises UsageError if there are too few.
+        Forked children get no copies of them. Raises UsageError if there are too few.
         """
         if self._arena is None:
             try:
@@ -114,7 +116,6 @@ class RegisteredMemory:
         # so that its end is the end of the last view.
         owner = np.frombuffer(arena.view(address, nbytes).data, np.uint8)
         weakref.finalize(owner, self.unused.append, address)
-        forks.copy_for_children(owner)
         return owner
 
 

@@ -37,9 +37,8 @@ class CudaMark:
         self._device = device
         self._stream = torch.cuda.current_stream(device.place)
         self._x = x.detach()
-        packed = self._x.contiguous()
-        self._is_packed = packed is not self._x
-        self.content = packed.view(-1).view(torch.uint8)
+        self._is_packed = not self._x.is_contiguous()
+        self.content = self._x.contiguous().view(-1).view(torch.uint8)
         self.ready = _recorded(self._stream)
         self._ends: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # of the last copy on each stream
         self._is_changed = False  # by a copy
