@@ -7,8 +7,10 @@ import contextlib
 import gc
 import mmap
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +27,7 @@ from asyncoll.testing import check_device, run_ranks
 from asyncoll.transport.staging.cuda import CudaDevice
 from asyncoll.transport.staging.landing import Landing
 
+SCRIPT = Path(__file__).parent / "scripts" / "cuda_peer_killed.py"
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
@@ -404,3 +407,14 @@ def test_the_doctor_names_the_devices_and_the_route(monkeypatch, refuses):
         assert found["cuda:1"].startswith("H0, GPU-1, 5.0 GiB; copies go through shared memory")
         assert found["cuda:1"].endswith(route)
         assert not threads_of_devices()
+
+
+# -- in a world of real processes ---------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_ranks_close_their_devices_when_a_peer_is_killed(forked_world):
+    environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "ASYNCOLL_TRANSPORT": "shm"}
+    ends = [each.end() for each in forked_world(environment, 3, SCRIPT)]
+    closed = (0, "closed\n", "")
+    assert ends == [closed, (-signal.SIGKILL, "", ""), closed]
