@@ -41,12 +41,12 @@ from asyncoll.tensors.operands import (
     Operand,
     Single,
     as_operand,
-    build,
     bundle,
+    check_devices,
     resident_of,
     staged_parts,
 )
-from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.tensors.reductions import ReduceOp, build
 
 T = TypeVar("T")
 _FOLDER = __file__.rpartition("/")[0]  # of the facades
@@ -2015,6 +2015,7 @@ class Communicator:
             what = f"{len(given)}" if given else f"{xs!r:.60}"
             raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
         operands = [as_operand(x, may_stage=True) for x in given]
+        check_devices(operands)
         if len({operand.dtype for operand in operands}) > 1:
             raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
         return operands

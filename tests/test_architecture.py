@@ -28,6 +28,7 @@ PACKAGES: dict[str, set[str]] = {
     # what moves bytes
     "transport": {"_core", "errors", "tensors"},
     "transport.memory": {"_core", "errors", "forks", "tensors", "transport"},
+    "transport.staging": {"errors", "forks", "tensors"},
     "transport.messages": {"arguments", "errors", "forks", "statistics", "transport"},
     # what runs a rank
     "runtime": {"arguments", "errors", "forks", "statistics", "tensors", "transport"},
@@ -41,8 +42,19 @@ PACKAGES: dict[str, set[str]] = {
         "transport",
         "transport.memory",
         "transport.messages",
+        "transport.staging",
     },
-    "algorithms": {"_core", "arguments", "errors", "rpc", "runtime", "statistics", "tensors", "transport"},
+    "algorithms": {
+        "_core",
+        "arguments",
+        "errors",
+        "rpc",
+        "runtime",
+        "statistics",
+        "tensors",
+        "transport",
+        "transport.staging",
+    },
     # what users hold
     "communicator": {
         "algorithms",
@@ -93,9 +105,10 @@ PACKAGES: dict[str, set[str]] = {
         "transport",
         "transport.memory",
         "transport.messages",
+        "transport.staging",
         "world",
     },
-    "doctor": {"", "_core", "errors", "launch", "world"},
+    "doctor": {"", "_core", "errors", "launch", "transport.staging", "world"},
     "bench": {
         "",
         "algorithms",
@@ -107,7 +120,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "cli": {"bench", "doctor", "errors", "launch", "testing", "transport"},
 }
-SUBPACKAGES = ("torch.hooks", "transport.memory", "transport.messages")
+SUBPACKAGES = ("torch.hooks", "transport.memory", "transport.messages", "transport.staging")
 MODULES_MAX, PACKAGES_MAX = 9, 12  # at the top of asyncoll/
 SANS_IO = (
     "transport.wire",
@@ -117,7 +130,7 @@ SANS_IO = (
     *(f"algorithms.rounds.{name}" for name in ("engine", "rules", "activation", "grouping", "operation")),
 )
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
-TORCH = {"bench", "tensors", "torch", "torch.hooks", "training", "doctor", "launch", "world"}
+TORCH = {"bench", "tensors", "torch", "torch.hooks", "training", "transport.staging", "doctor", "launch", "world"}
 ZMQ = {"transport.messages", "doctor"}
 DOORS = (
     "asyncoll.rpc",
@@ -203,6 +216,7 @@ REPLACED = {
         "selection.index_dtype": _FAR,
         "selection.is_unbalanced": _SPY,
     },
+    "test_staging.py": {"mirrors._PATIENCE_S": "so that the test does not wait for it"},
     "test_transport.py": {"split._LEAVING_S": "so that the test does not wait for it"},
 }
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj", "marshal", "shelve"}
@@ -308,8 +322,9 @@ def test_algorithms_see_lanes_ports_and_memory_and_not_the_runtime_behind_them()
 
 
 def test_torch_is_imported_when_it_is_needed():
-    """Not by `asyncoll.torch` itself either: `import torch` imports it."""
+    """Not by `asyncoll.torch` itself either: `import torch` imports it. A tensor of CUDA imports `staging.cuda`."""
     users = {module for module in modules if package(module) in ("training", "torch", "torch.hooks")} - {"torch"}
+    users |= {"transport.staging.cuda"}
     others = {module: path for module, path in modules.items() if module not in users}
     assert not {module for module, path in others.items() if "torch" in imported_at_once(parse(path))}
 

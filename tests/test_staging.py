@@ -14,15 +14,19 @@ import numpy as np
 import pytest
 import torch
 from cancelling import nothing_is_pending
+from emulated_cuda import emulated_cuda
 
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
 from asyncoll.tensors.reductions import DTYPES, is_divisible
-from asyncoll.testing import fake_device, run_ranks, simulate
+from asyncoll.tensors.staged import stagers
+from asyncoll.testing import Hazard, fake_device, run_ranks, simulate
+from asyncoll.transport.staging import mirrors
 
 WINDOWS = "short=64,staged=1024"  # a tensor of 1,000 float32 has several
 SCRIPT = Path(__file__).parent / "scripts" / "staged.py"
 TRANSPORTS = ["inproc", "zmq", "shm"]
+OPENED = [fake_device, emulated_cuda]
 LAYOUTS = {
     "flat": lambda x: x,
     "rows": lambda x: x.view(-1, 4)[::2],
@@ -85,9 +89,19 @@ async def all_calls(comm, make):
     return [result for result in results if result is not None]
 
 
-@pytest.mark.parametrize(("size", "transport"), [(1, "inproc"), (2, "shm"), (3, "zmq"), (5, "shm"), (7, "inproc")])
-def test_every_call_gives_the_bits_of_the_host(size, transport):
-    with fake_device(size) as device:
+@pytest.mark.parametrize(
+    ("size", "transport", "opened"),
+    [
+        (1, "inproc", fake_device),
+        (2, "shm", fake_device),
+        (3, "zmq", emulated_cuda),
+        (3, "shm", emulated_cuda),
+        (5, "shm", fake_device),
+        (7, "inproc", fake_device),
+    ],
+)
+def test_every_call_gives_the_bits_of_the_host(size, transport, opened):
+    with opened(size) as device:
         moves = (lambda x: x), device.tensor
 
         async def main(comm):
@@ -122,7 +136,6 @@ def test_a_tensor_that_is_scattered_stays_on_the_device_of_its_own():
 
         async def main(comm):
             xs = [device.tensor(torch.full((3,), float(dest))) for dest in range(3)]
-            xs[2] = xs[2] if comm.rank else torch.full((3,), 2.0)
             got = [await comm.scatter(xs, root=root) for root in range(3)]
             assert [device.holds(x) for x in got] == [root == comm.rank for root in range(3)]
             assert all((device.values(x) if device.holds(x) else x.numpy()).tolist() == [comm.rank] * 3 for x in got)
@@ -131,8 +144,9 @@ def test_a_tensor_that_is_scattered_stays_on_the_device_of_its_own():
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_averages(transport):
-    with fake_device() as device:
+@pytest.mark.parametrize("opened", OPENED)
+def test_averages(opened, transport):
+    with opened() as device:
 
         async def main(comm):
             for dtype in filter(is_divisible, DTYPES):
@@ -151,8 +165,9 @@ def increment(device, x):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("seed", range(5))
-def test_work_before_and_after_a_call_is_in_order(transport, seed):
-    with fake_device(seed) as device:
+@pytest.mark.parametrize("opened", OPENED)
+def test_work_before_and_after_a_call_is_in_order(opened, transport, seed):
+    with opened(seed) as device:
 
         async def main(comm):
             x = device.tensor(torch.full((50_000,), float(comm.rank)))
@@ -307,11 +322,13 @@ def test_a_device_that_stands_still(call, way):
 
     for main in (overdue, aborted):
         with fake_device(0, "program") as device:
+            device.refuse_pins()  # pinned memory would have to wait for the end of its copies
             run_ranks(2, main, way)
 
 
 def test_a_cancelled_call_has_released_its_tensor(way):
     with fake_device(0, "program") as device:
+        device.refuse_pins()
 
         async def main(comm):
             x = device.tensor(torch.ones(1000))
@@ -415,9 +432,10 @@ def test_every_contribution_enters_one_round(call, seed):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_joins_after_its_calls(transport):
+@pytest.mark.parametrize("opened", OPENED)
+def test_a_rank_joins_after_its_calls(opened, transport):
     """Its own calls are under way, with tensors that have not arrived."""
-    with fake_device(2) as device:
+    with opened(2) as device:
 
         async def main(comm):
             calls = [comm.solo_allreduce(started(device, 0), name="r", history=9) for _ in range(3)]
@@ -431,6 +449,7 @@ def test_a_rank_joins_after_its_calls(transport):
 def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
     """Arrays of numpy, of which the operation has seen several, take the shortest way otherwise."""
     with fake_device(0, "program") as device:
+        device.refuse_pins()
 
         async def main(comm):
             for _ in range(4):
@@ -451,8 +470,9 @@ def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rounds_on_a_thread(transport):
-    with fake_device(3) as device:
+@pytest.mark.parametrize("opened", OPENED)
+def test_rounds_on_a_thread(opened, transport):
+    with opened(3) as device:
 
         async def main(comm):
             rng = np.random.default_rng(comm.rank)
@@ -466,6 +486,43 @@ def started(device, number):
     x = device.tensor(torch.full((30_000,), float(number + 1)))
     increment(device, x)
     return x
+
+
+# -- the end of a world -----------------------------------------------------------------------------
+
+
+async def leaves_with_a_copy_under_way(comm, device):
+    """The copy back to the device has not begun."""
+    call = asyncio.ensure_future(comm.allreduce(device.tensor(torch.ones(1000))))
+    while not call.done():
+        device.turn()
+        await asyncio.sleep(0)
+    await call
+
+
+def test_a_world_ends_after_the_copies_that_are_under_way():
+    """Otherwise the memory that they use would be unpinned, which the device notices."""
+    with fake_device(0, "program") as device:
+
+        async def turn():
+            while stagers:  # until the rank closes its devices
+                await asyncio.sleep(0)
+            while device.turn():
+                pass
+
+        async def main(comm):
+            await leaves_with_a_copy_under_way(comm, device)
+            assert stagers
+            return asyncio.ensure_future(turn())
+
+        assert run_ranks(1, main, "inproc")[0].done()
+
+
+def test_memory_stays_pinned_when_its_copies_do_not_end(monkeypatch, caplog):
+    monkeypatch.setattr(mirrors, "_PATIENCE_S", 0.0)
+    with pytest.raises(Hazard, match="1 blocks were never unpinned"), fake_device(0, "program") as device:
+        run_ranks(1, lambda comm: leaves_with_a_copy_under_way(comm, device), "shm")
+    assert "fake:0 has not ended its copies" in caplog.text
 
 
 # -- in worlds of real processes ------------------------------------------------------------------

@@ -23,7 +23,7 @@ from asyncoll.rpc.carrier import ARRAYS_MAX
 from asyncoll.tensors import reductions
 from asyncoll.tensors.operands import as_operand, is_tensor
 from asyncoll.tensors.reductions import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, torch_maker, torch_view
-from asyncoll.tensors.staged import Staged, stager_of, stagers
+from asyncoll.tensors.staged import Staged, hidden, is_hidden
 
 INLINE_BYTES = 2048  # an array of at most this size is copied into the structured part
 MAX_DEPTH = 64  # nested values
@@ -164,7 +164,7 @@ def _as_numpy(tensor: Any) -> Array | None:
 
     `as_operand`, which handles all tensors, takes several times longer than the rest of a short message.
     """
-    if stagers and stager_of(tensor) is not None:
+    if hidden and is_hidden(tensor):
         return None
     try:
         array: Array = tensor.numpy()

@@ -22,9 +22,10 @@ from asyncoll.rpc.failure import Limit
 from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
 from asyncoll.runtime.deadlines import remaining_s
-from asyncoll.tensors.staged import stager_named
+from asyncoll.tensors import registered
 from asyncoll.transport.keys import Key, read_key
 from asyncoll.transport.messages.service_protocol import VERSION, ClientEnd, ServiceEnd
+from asyncoll.transport.staging.opening import open_stager
 
 S = TypeVar("S")
 KeyFile = str | os.PathLike[str]
@@ -70,11 +71,12 @@ async def serve(
     """
     registry = FunctionRegistry()
     registry.add(service, inline=flag(inline, "inline"))
-    server = _Server(registry, url, None if key_file is None else read_key(Path(key_file)))
-    try:
-        yield server.url
-    finally:
-        await server.close()
+    async with registered.of_context(open_stager):
+        server = _Server(registry, url, None if key_file is None else read_key(Path(key_file)))
+        try:
+            yield server.url
+        finally:
+            await server.close()
 
 
 class _Server:
@@ -121,13 +123,14 @@ async def connect(url: str, *, key_file: KeyFile | None = None) -> AsyncIterator
     ProtocolError if the service runs another version. At the end of the context without an exception, waits up to 10 s
     until all notifications have begun. Calls that still wait raise ClosedError.
     """
-    connection = Connection(url, None if key_file is None else read_key(Path(key_file)))
-    try:
-        await connection.meet()
-        yield connection
-        await connection.flush()
-    finally:
-        await connection.close()
+    async with registered.of_context(open_stager):
+        connection = Connection(url, None if key_file is None else read_key(Path(key_file)))
+        try:
+            await connection.meet()
+            yield connection
+            await connection.flush()
+        finally:
+            await connection.close()
 
 
 class Connection:
@@ -181,7 +184,8 @@ class Connection:
     def to(self, device: object) -> Connection:
         """These calls, with torch tensors of `device` in results: see `Rpc.to`. A copy that fails ends all calls."""
         on_device = copy.copy(self)
-        on_device._place = partial(stager_named(device).take, back=_CopiesBack(self._exchange, self._loop))
+        stager = registered.current().devices.stager_named(device)
+        on_device._place = partial(stager.take, back=_CopiesBack(self._exchange, self._loop))
         return on_device
 
     async def methods(self) -> list[Method]:

@@ -21,7 +21,7 @@ from asyncoll.rpc.stub import Peer, Proxy
 from asyncoll.runtime.copies_back import CopiesBack
 from asyncoll.runtime.failures import Failure, error_of
 from asyncoll.runtime.member import Member
-from asyncoll.tensors.staged import stager_named
+from asyncoll.tensors import registered
 
 MakeCarrier = Callable[[Callable[[int, ProtocolError], None]], Carrier]  # takes the handler of protocol errors
 T = TypeVar("T")
@@ -185,7 +185,8 @@ class Rpc:
         Local. Raises UsageError if calls take no tensors of `device`: a name such as "cuda:0", or a `torch.device`.
         """
         on_device = copy.copy(self)
-        on_device._place = partial(stager_named(device).take, back=CopiesBack(self._member))
+        stager = registered.current().devices.stager_named(device)
+        on_device._place = partial(stager.take, back=CopiesBack(self._member))
         return on_device
 
     async def methods(self, rank: int) -> list[Method]:

@@ -26,15 +26,16 @@ from asyncoll.tensors.reductions import (
     Array,
     ReduceOp,
     accumulator,
+    build,
     divide,
     dtype_name,
     put,
     scale,
     storage,
-    torch_view,
     widened,
 )
-from asyncoll.tensors.staged import Staged, Stager, stager_of, stagers
+from asyncoll.tensors.registered import stager_of
+from asyncoll.tensors.staged import Staged, Stager, hidden, is_hidden, stagers
 
 if TYPE_CHECKING:
     import torch
@@ -83,9 +84,13 @@ def staged_parts(operands: Iterable[Operand]) -> list[Staged]:
     return [operand.staged for operand in operands if operand.staged is not None]
 
 
-def build(flat: Array, dtype: str, shape: Sequence[int], *, as_torch: bool) -> Any:
-    """A numpy array, or a torch tensor, of `shape` over the memory of `flat`."""
-    return torch_view(flat, dtype).reshape(tuple(shape)) if as_torch else flat.reshape(shape)
+def check_devices(operands: Sequence[Operand]) -> None:
+    """Raise UsageError if the tensors of one call are not all on one device, or all on the host."""
+    if not stagers:
+        return
+    devices = {"the host" if operand.staged is None else operand.staged.device for operand in operands}
+    if len(devices) > 1:
+        raise UsageError(f"one call got tensors on {', '.join(sorted(devices))}: pass tensors of one device")
 
 
 def copy_of(x: Any) -> Any:
@@ -94,8 +99,7 @@ def copy_of(x: Any) -> Any:
         return [copy_of(part) for part in x]
     if isinstance(x, np.ndarray):
         return x.copy()
-    stager = stager_of(x)
-    return x.detach().clone() if stager is None else stager.clone(x)
+    return stager_of(x).clone(x) if not x.is_cpu or is_hidden(x) else x.detach().clone()
 
 
 def is_tensor(x: object) -> bool:
@@ -126,12 +130,12 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
         return _numpy_operand(x.view(np.ndarray), writable)  # a subclass may have no flat view: numpy.matrix has none
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        if stagers and (resident := resident_of(x, writable=writable)) is not None:
-            if not may_stage:
-                raise UsageError("this call takes no tensors of a device yet: pass x.cpu(), and copy the result back")
-            return resident.mirrored(is_read=is_read)
+        if hidden and is_hidden(x):
+            return _mirrored(x, writable, may_stage, is_read)
         plain = _plain_torch_operand(x) if type(x) is torch.Tensor and x.layout is torch.strided else None
-        return plain or _torch_operand(x, writable)
+        if plain is not None:
+            return plain
+        return _torch_operand(x, writable) if x.is_cpu else _mirrored(x, writable, may_stage, is_read)
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
 
 
@@ -201,13 +205,24 @@ class Resident(NamedTuple):
 
 def resident_of(x: object, *, writable: bool = False) -> Resident | None:
     """`x` if it is a tensor on a device, otherwise None. Raises UsageError as `as_operand` does."""
-    if not stagers or not is_tensor(x) or isinstance(x, np.ndarray) or (stager := stager_of(x)) is None:
+    if not is_tensor(x) or isinstance(x, np.ndarray):
         return None
     tensor: torch.Tensor = x  # type: ignore[assignment]
+    if tensor.is_cpu and not (hidden and is_hidden(tensor)):
+        return None
+    stager = stager_of(tensor)
     if tensor.is_conj() or tensor.is_neg():
         raise UsageError("a tensor of a device whose conjugate or negative is due is not supported: pass x.clone()")
     dtype = _checked_dtype(tensor, writable)
     return Resident(tensor.detach(), stager, dtype, tuple(tensor.shape))
+
+
+def _mirrored(x: torch.Tensor, writable: bool, may_stage: bool, is_read: bool) -> Operand:
+    resident = resident_of(x, writable=writable)
+    assert resident is not None, "it is on a device"
+    if not may_stage:
+        raise UsageError("this call takes no tensors of a device yet: pass x.cpu(), and copy the result back")
+    return resident.mirrored(is_read=is_read)
 
 
 def _checked_dtype(x: torch.Tensor, writable: bool) -> str:
@@ -224,8 +239,6 @@ def _checked_dtype(x: torch.Tensor, writable: bool) -> str:
 
 
 def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
-    if x.device.type != "cpu":
-        raise UsageError(f"a tensor on {x.device} is not supported yet: pass x.cpu() and copy the result back")
     try:
         return _strided_operand(x, _checked_dtype(x, writable))
     except RuntimeError as error:  # a subclass of its own layout: masked, nested, fake, inside of vmap
@@ -411,4 +424,5 @@ def bundle(x: object, op: ReduceOp, weight: float = 1.0, *, is_read: bool = True
     if not x:
         raise UsageError("an empty list of tensors: pass at least one")
     operands = [as_operand(part, writable=True, may_stage=True, is_read=is_read) for part in x]
+    check_devices(operands)
     return Bundle(operands, op, x, weight)

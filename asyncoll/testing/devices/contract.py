@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncoll.tensors.operands import build
-from asyncoll.tensors.reductions import DTYPES, Array, storage
+from asyncoll.tensors.reductions import DTYPES, Array, build, storage
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
 
 _COUNT = 50_000  # elements
@@ -190,8 +189,10 @@ async def _joins_again(program: DeviceProgram) -> None:
 
 async def _follows_streams(program: DeviceProgram) -> None:
     """`mark` and `join` order the copies with the current streams of both, which may differ"""
-    x = _tensor(program, _numbers())
-    for _ in range(3):
+    for turn in range(4):
+        whole = _tensor(program, _numbers().reshape(100, -1))
+        x = whole.t() if turn % 2 else whole
+        elements = program.values(x)
         with program.stream():
             program.add(x, 1)
             mark, into, transfer = _fetched(program, x)
@@ -204,8 +205,7 @@ async def _follows_streams(program: DeviceProgram) -> None:
             mark = program.device.mark(x)
         mark.join()
         program.add(x, 1)
-        assert (program.values(x) == 2 * (_numbers() + 1) + 2).all()
-        x = _tensor(program, _numbers())
+        assert (program.values(x) == 2 * (elements + 1) + 2).all()
 
 
 async def _takes_any_size(program: DeviceProgram) -> None:
@@ -280,6 +280,21 @@ async def _queues_work_of_a_mark(program: DeviceProgram) -> None:
         assert (program.values(x) == 2 * (_numbers() + 1) + source + 1).all()
 
 
+async def _makes_tensors_beside(program: DeviceProgram) -> None:
+    """a new tensor is in the order of the stream that was current in `mark`, and of that of its own `join`"""
+    with program.stream():
+        x = _tensor(program, _numbers())
+        mark = program.device.mark(x)
+    new, its_mark = mark.like("int32", (2, 3))
+    put = its_mark.put(_numbers(6).view(np.uint8), 0)
+    with program.stream():
+        its_mark.join()
+        program.add(new, 1)
+    assert (program.values(new) == _numbers(6).reshape(2, 3) + 1).all()
+    assert program.device.holds(new)
+    await arrived(put)
+
+
 async def _copies_many(program: DeviceProgram) -> None:
     """copies of many tensors are under way at the same time"""
     tensors = [_tensor(program, _numbers(count)) for count in range(1, 4000, 200)]
@@ -334,6 +349,7 @@ _CHECKS: list[Callable[[DeviceProgram], Awaitable[None]]] = [
     _clones,
     _queues_work,
     _queues_work_of_a_mark,
+    _makes_tensors_beside,
     _copies_many,
     _survives_cancellation,
     _pins,

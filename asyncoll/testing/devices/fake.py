@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from asyncoll.forks import address_of
-from asyncoll.tensors.operands import build
-from asyncoll.tensors.reductions import Array, dtype_name, storage, torch_view
+from asyncoll.tensors.reductions import Array, build, dtype_name, storage, torch_view
 from asyncoll.testing.devices.order import Accesses, Order, Ticket
 from asyncoll.testing.devices.streams import Operation, Streams, TurnedBy
 from asyncoll.transport.staging.mirrors import staging
@@ -107,6 +106,11 @@ class FakeMark:
     def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
         self._device.queue_after(self, work, *writes, reads=reads)
 
+    def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, FakeMark]:
+        with self._device.stream(self.stream):
+            x = self._device.empty(dtype, shape)
+            return x, self._device.mark(x)
+
     def join(self) -> None:
         self._device.join(self)
 
@@ -192,6 +196,10 @@ class FakeDevice:
         """`pin` returns False from here on."""
         self._refuses_pins = True
 
+    def finish(self) -> None:
+        """Carry all queued work out, in the calling thread."""
+        self._streams.run()
+
     # -- the `Device` ---------------------------------------------------------------------------------
 
     def holds(self, x: Any) -> bool:
@@ -199,6 +207,9 @@ class FakeDevice:
             return x.untyped_storage().data_ptr() in self._memories
         except (RuntimeError, NotImplementedError):  # it has no memory: sparse, fake, nested
             return False
+
+    def check(self) -> None:
+        """Every stream takes copies."""
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
         return self.tensor(build(np.empty(math.prod(shape), storage(dtype)), dtype, shape, as_torch=True))
@@ -408,7 +419,10 @@ def fake_device(seed: int = 0, turned_by: TurnedBy = "thread", name: str = "fake
     device = FakeDevice(seed, turned_by, name)
     try:
         with staging(device):
-            yield device
+            try:
+                yield device
+            finally:
+                device.finish()
     finally:
         device.close()
     if device.hazards:

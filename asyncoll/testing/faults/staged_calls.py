@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from asyncoll.communicator import Communicator
-from asyncoll.tensors.operands import build
+from asyncoll.tensors.reductions import build
 from asyncoll.testing.devices import FakeDevice
 from asyncoll.testing.devices.of_rank import device_of
 from asyncoll.testing.faults.calls import Operation

@@ -70,6 +70,12 @@ class Mark(Protocol):
         comes after it.
         """
 
+    def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, Mark]:
+        """A new contiguous tensor with undefined content, as if the program had made it where it was in `Device.mark`.
+
+        With a mark of it, so that `put` can give it its values.
+        """
+
     def join(self) -> None:
         """Make the device, not the caller, wait: work that is queued from here on comes after the mark and its copies.
 
@@ -90,6 +96,9 @@ class Device(Protocol):
 
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on this device."""
+
+    def check(self) -> None:
+        """Raise UsageError if no copy can be part of the work that the program queues on the current stream now."""
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new contiguous tensor on this device, with undefined content."""
