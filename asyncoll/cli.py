@@ -85,11 +85,12 @@ def key(file: Path) -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def doctor(as_json: bool) -> None:
+@click.option("--gpu", is_flag=True, help="Open the devices of CUDA, and show the route of copies.")
+def doctor(as_json: bool, gpu: bool) -> None:
     """Show what asyncoll finds on this host, and what it would choose for a job."""
     from asyncoll.doctor import examine, render
 
-    click.echo(render(examine(), as_json))
+    click.echo(render(examine(with_gpu=gpu), as_json))
 
 
 @main.command()
@@ -167,11 +168,12 @@ def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport
     Each cell is a world of real processes. One of them suffers {kill, orphan, exit, raise, signal, disconnect, stop,
     gil, slow} {before, inside, after} an operation. "orphan" kills a rank that has a living child; "signal" sends a
     signal whose handler ends the program by an exception. "kill" and "stop" also strike at each injection point of the
-    compiled core, such as kill/allreduce/meeting-arrived, in the operations that pass it. All other ranks must raise an
-    error that names that rank: within 100 ms of a death, and within 1 s of a freeze. For a rank that is slow, or holds
-    its GIL, no rank may raise an error. No rank may hang, and no process or file may be left behind. Exits with 1 if a
-    cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs leaves a
-    processor for each process.
+    compiled core, such as kill/allreduce/meeting-arrived, in the operations that pass it. Operations staged_* have
+    tensors on devices without hardware; faults strike them also when a copy has "begun" or "landed". All other ranks
+    must raise an error that names that rank: within 100 ms of a death, and within 1 s of a freeze. For a rank that is
+    slow, or holds its GIL, no rank may raise an error. No rank may hang, and no process or file may be left behind.
+    Exits with 1 if a cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs
+    leaves a processor for each process.
     """
     from asyncoll.testing.faults import cells as matrix
     from asyncoll.testing.faults.matrix import sweep

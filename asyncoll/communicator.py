@@ -36,8 +36,17 @@ from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, Site, site_outside
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
-from asyncoll.tensors.operands import Bundle, Operand, Single, as_operand, build, bundle, staged_parts
-from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.tensors.operands import (
+    Bundle,
+    Operand,
+    Single,
+    as_operand,
+    bundle,
+    check_devices,
+    resident_of,
+    staged_parts,
+)
+from asyncoll.tensors.reductions import ReduceOp, build
 
 T = TypeVar("T")
 _FOLDER = __file__.rpartition("/")[0]  # of the facades
@@ -336,7 +345,7 @@ class Communicator:
                 operand.write_back()
             return x
 
-        return self._start(self._call("reduce", operand, f"{op.name}, root {root}"), body, operand)
+        return self._start(self._call("reduce", operand, f"{op.name}, root {root}"), body, operand, overlaps=True)
 
     def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` element by element over all ranks, and give each rank its shard of the rows of the result.
@@ -564,7 +573,8 @@ class Communicator:
 
         Returns:
             A new tensor with dtype, shape and content of the root's `xs[rank]`; the root's tensors also say whether it
-            is a numpy array or a torch tensor.
+            is a numpy array or a torch tensor. The root's is on the device of `xs[root]`, those of the other ranks are
+            in memory of the host, wherever the root's tensors are: these ranks have none that names a device.
 
         Raises:
             UsageError: when called: at the root, `xs` is not such a sequence; `root` is no rank; or this thread runs no
@@ -588,6 +598,7 @@ class Communicator:
         """
         root = self._rank(root, "root")
         operands = self._operands(xs, "scatter") if self.rank == root else []
+        own = operands[root] if operands else None
 
         async def body(collectives: Collectives) -> T:
             heads = [shapes.encode_head(operand) for operand in operands]
@@ -595,12 +606,13 @@ class Communicator:
             await collectives.scatter(heads, head, root)  # first, because only the root knows dtype and shapes
             dtype, as_torch, mine, shape = shapes.decode_head(head)
             await collectives.scatter([operand.flat for operand in operands], mine, root)
+            if own is not None:
+                return own.like(mine, shape)  # type: ignore[no-any-return]
             result: T = build(mine, dtype, shape, as_torch=as_torch)
             return result
 
-        return self._calls.start(
-            self._call("scatter", None, f"root {root}"), body, sum(x.flat.nbytes for x in operands)
-        )
+        call, nbytes = self._call("scatter", None, f"root {root}"), sum(x.flat.nbytes for x in operands)
+        return self._calls.start(call, body, nbytes, staged=staged_parts(operands))
 
     def alltoall(self, x: T) -> Coroutine[Any, Any, T]:
         """Send the i-th of `size` equal blocks of the rows of `x` to rank i, and receive one block from each rank.
@@ -1430,23 +1442,26 @@ class Communicator:
                 found = await comm.sparse_allreduce(residual, density=0.01)
                 print(found.round, found.indices.size, "elements in the sum")
         """
-        operand = as_operand(x, writable=True)
+        tensor = resident_of(x, writable=True) or as_operand(x, writable=True)
         name, algorithm = text(name, "name"), text(algorithm, "algorithm")
         periods = whole(thresholds_every, "thresholds_every"), whole(regions_every, "regions_every")
         rules = Rules(*periods, feedback, text(global_threshold, "global_threshold"))
         share = real(density, "density")
         self._core.member.check_caller()
-        operation = self._core.sparse.get(name, Specification(algorithm, share, operand.dtype, operand.shape, rules))
+        specification = Specification(algorithm, share, tensor.dtype, tensor.shape, rules)
+        operation = self._core.sparse.get(name, specification)
         if operation.is_busy:
             # The error that has ended the call under way tells more than that the name is busy.
             self._core.member.check_open()
             self._core.member.check()
-        chosen = operation.choose(operand)
-        call = self._call("sparse_allreduce", operand, str(operation))
+        begun = operation.begin(tensor)
+        self._core.memory.give_back()
+        details = tensor.dtype, specification.elements, str(operation)
+        call = self._calls.number("sparse_allreduce", *details, _site())
 
         async def body(collectives: Collectives) -> SparseReduction:
             try:
-                return await operation.reduce(collectives, operand, chosen, dense=dense)
+                return await operation.reduce(collectives, begun, dense=dense)
             except NonFiniteError as error:
                 raise NonFiniteError(tuple(self._core.member.group.ranks[rank] for rank in error.ranks)) from None
 
@@ -1454,7 +1469,7 @@ class Communicator:
             # The other ranks go on with a result, and thresholds, that this rank's caller does not know.
             self._core.member.abort(f"{call} was cancelled, or never awaited")
 
-        return self._calls.start(call, body, chosen.part.values.nbytes, discarded)
+        return self._calls.start(call, body, begun.nbytes, discarded, begun.staged)
 
     def sparse_state(self, name: str = "sparse") -> dict[str, Any] | None:
         """The state of this rank's sparse allreduces of `name`, for a checkpoint: round, thresholds and regions.
@@ -1535,7 +1550,7 @@ class Communicator:
                 await comm.neighbor_average(weights)
                 weights -= gradient
         """
-        operand = as_operand(x, writable=True)
+        operand = as_operand(x, writable=True, may_stage=True)
         neighbors.check_dtype(operand, "neighbor_average")
         chosen = self._graph(graph, iteration, peers)
 
@@ -1544,7 +1559,7 @@ class Communicator:
             operand.write_back()
             return x
 
-        return self._calls.start(self._call("neighbor_average", operand, str(chosen)), body, operand.flat.nbytes)
+        return self._start(self._call("neighbor_average", operand, str(chosen)), body, operand)
 
     def push_sum(
         self, x: T, weight: object, *, graph: str = "exponential", iteration: int = 0, peers: int = 1
@@ -1577,7 +1592,7 @@ class Communicator:
 
         Args:
             x: numpy array or torch CPU tensor of any layout, writable, of a float or complex dtype. Dtype and number of
-                elements are the same at every rank.
+                elements are the same at every rank. A tensor of a device is divided there.
             weight: numpy array or torch CPU tensor of one element of float64, writable. Begin with 1.
             graph: "exponential": the directed exponential graph: rank r sends to r + j * (peers + 1)^i, modulo the
                 number of ranks, for j = 1 to `peers`, where i is `iteration` modulo the number of powers of peers + 1
@@ -1623,26 +1638,27 @@ class Communicator:
                 x -= gradient
             print(x / weight)
         """
-        operand, scalar = as_operand(x, writable=True), as_operand(weight, writable=True)
-        neighbors.check_dtype(operand, "push_sum")
+        tensor = resident_of(x, writable=True) or as_operand(x, writable=True)
+        scalar = as_operand(weight, writable=True)
+        neighbors.check_dtype(tensor, "push_sum")
         if scalar.dtype != "float64" or scalar.flat.size != 1:
             raise UsageError(
                 f"weight must be one float64, got {scalar.flat.size} of {scalar.dtype}: pass numpy.ones(1)"
             )
         chosen = self._graph(graph, iteration, peers)
-        push = neighbors.Push(operand, scalar)
-        call = self._call("push_sum", operand, str(chosen))
+        push = neighbors.Push(tensor, scalar)
+        call = self._call("push_sum", push.operand, str(chosen))
         # After the number: from here on the call takes place, and the mass that leaves `x` arrives.
         push.take(len(chosen.destinations(self.size, self.rank)) + 1)
 
         async def body(collectives: Collectives) -> tuple[T, float]:
             received, received_weight = await push.exchange(collectives, chosen)
-            return operand.like(received, operand.shape), received_weight
+            return push.operand.like(received, push.operand.shape), received_weight
 
         def discarded() -> None:
             self._core.member.abort(f"{call} was cancelled, or never awaited: the mass that it received is lost")
 
-        return self._calls.start(call, body, push.nbytes, discarded)
+        return self._calls.start(call, body, push.nbytes, discarded, push.staged)
 
     def gossip(self, x: object, *, graph: str = "ring", seed: int = 0) -> Coroutine[Any, Any, Gossip]:
         """Make a `Gossip`: a copy of `x` at each rank, which other ranks average with theirs while programs compute.
@@ -1692,17 +1708,21 @@ class Communicator:
             await gossip.exchange()
             model = await gossip.close()
         """
-        operand = as_operand(x)
+        operand = as_operand(x, may_stage=True)
         neighbors.check_dtype(operand, "gossip")
         chosen, seed = graphs.graph_of(text(graph, "graph")).name, whole(seed, "seed")
         call = self._call("gossip", operand, f"{chosen} graph, seed {seed}")
         gossip = self._make_gossip(self._core.member, self._calls, self._core.pending, call, operand, chosen, seed)
+        if operand.staged is None:
+            gossip.begin(operand.flat)
 
         async def body(collectives: Collectives) -> Gossip:
+            if operand.staged is not None:
+                gossip.begin(operand.flat)
             await collectives.barrier()
             return gossip
 
-        return self._calls.start(call, body)
+        return self._calls.start(call, body, staged=staged_parts([operand]))
 
     def neighbors(self, *, graph: str = "ring", iteration: int = 0, peers: int = 1) -> tuple[int, ...]:
         """The ranks that this rank receives from in a graph of `neighbor_average` or `push_sum`, ascending.
@@ -1713,7 +1733,7 @@ class Communicator:
 
     # -- memory -----------------------------------------------------------------------------------
 
-    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any) -> Any:
+    def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any, *, device: object | None = None) -> Any:
         """A tensor of undefined content in memory that the ranks of this host share (*registered* memory).
 
         Allreduces, broadcasts, gathers and rounds use long registered tensors where they are, without copies. If the
@@ -1726,12 +1746,16 @@ class Communicator:
         Args:
             shape: an integer, or a sequence of integers; 0 or more each.
             dtype: a numpy dtype or its name, for a numpy array; a torch dtype, for a torch tensor.
+            device: of a torch tensor: a name such as "cuda:0", or a `torch.device`. Memory of a device other than the
+                CPU is not registered: each call of its tensors uses a mirror at the host.
 
         Returns:
             A contiguous numpy array or torch tensor.
 
         Raises:
-            UsageError: the shape or the dtype is not supported, or this host has too little memory left.
+            UsageError: the shape or the dtype is not supported, this host has too little memory left, or calls of this
+                process take no tensors of `device`.
+            DeviceError: the device has too little memory left, for instance.
             ClosedError: this rank has left the world, whose ranks shared memory.
 
         Example:
@@ -1740,7 +1764,7 @@ class Communicator:
             gradients.zero_()
             await comm.allreduce(gradients)
         """
-        return self._core.memory.empty(shape, dtype)
+        return self._core.memory.empty(shape, dtype, device)
 
     # -- the communicator itself ------------------------------------------------------------------
 
@@ -1918,9 +1942,10 @@ class Communicator:
     def _start(
         self, call: Signature, body: Body[T], operand: Operand, *, overlaps: bool = False
     ) -> Coroutine[Any, Any, T]:
-        """`overlaps` is that of `Calls.start`."""
+        """With `overlaps`, it is a collective of `Backend.overlapped`."""
         staged = () if operand.staged is None else (operand.staged,)
-        return self._calls.start(call, body, operand.flat.nbytes, staged=staged, overlaps=overlaps)
+        overlapping = operand.staged if overlaps else None
+        return self._calls.start(call, body, operand.flat.nbytes, staged=staged, overlapping=overlapping)
 
     def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         """Make and start a call of two ranks by `start`. `detail` describes it."""
@@ -1989,8 +2014,8 @@ class Communicator:
         if len(given) != self.size:
             what = f"{len(given)}" if given else f"{xs!r:.60}"
             raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
-        # The ranks that a scatter gives something to have no tensor of a device, and so no device to put it on.
-        operands = [as_operand(x, may_stage=operation != "scatter") for x in given]
+        operands = [as_operand(x, may_stage=True) for x in given]
+        check_devices(operands)
         if len({operand.dtype for operand in operands}) > 1:
             raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
         return operands

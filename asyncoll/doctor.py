@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import platform
 import resource
@@ -13,8 +14,10 @@ from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import numpy
+
 from asyncoll import _core
-from asyncoll.errors import UsageError
+from asyncoll.errors import DeviceError, UsageError
 from asyncoll.launch.environment import socket_folder, threads
 from asyncoll.world.environment import read_launcher
 from asyncoll.world.rendezvous import files_for
@@ -33,6 +36,7 @@ WORLD = (
 )
 EXTERNAL_ADDRESS = "192.0.2.1"  # reserved for documentation: no host has it, but the route to it is the default route
 FILES_MIN = 1024
+_PROBE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,10 @@ class Findings:
     warnings: list[str] = field(default_factory=list)
 
 
-def examine() -> Findings:
+def examine(*, with_gpu: bool = False) -> Findings:
     """Examine this host and this environment. Sends nothing and changes nothing.
+
+    `with_gpu` also opens the devices of CUDA, which takes seconds and imports torch.
 
     The compiled core has been chosen when this module was imported, which raises UsageError as it does for a rank.
     """
@@ -60,6 +66,8 @@ def examine() -> Findings:
         },
         "world": {name: os.environ[name] for name in WORLD if name in os.environ},
     }
+    if with_gpu:
+        sections["gpu"] = _gpus()
     return Findings(sections, [*_odd_world(), *_odd_host_name(), *_few_files()])
 
 
@@ -196,6 +204,37 @@ def _folder() -> str:
         return str(socket_folder())
     except UsageError as error:
         return f"none: {error}"
+
+
+def _gpus() -> dict[str, str]:
+    """Each device of CUDA, and the route of copies between it and the memory that ranks share."""
+    try:
+        import torch
+    except ImportError:
+        return {"cuda": "no: torch is not installed"}
+    if not torch.cuda.is_available():
+        return {"cuda": f"no: torch {torch.__version__} finds no device"}
+    return {f"cuda:{index}": _gpu(index) for index in range(torch.cuda.device_count())}
+
+
+def _gpu(index: int) -> str:
+    import torch
+
+    from asyncoll.transport.staging.cuda import CudaDevice
+
+    properties = torch.cuda.get_device_properties(index)
+    try:
+        device = CudaDevice(index)
+    except DeviceError as error:
+        return f"{properties.name}, {properties.uuid}: {error}"
+    pages = numpy.frombuffer(mmap.mmap(-1, _PROBE_BYTES), numpy.uint8)  # of the kind that ranks share
+    if device.pin(pages):
+        device.unpin(pages)
+        route = "copies go through shared memory, which is pinned"
+    else:
+        route = f"copies go through shared memory by a detour, because the driver does not pin it: {device.refusal}"
+    device.close()
+    return f"{properties.name}, {properties.uuid}, {_gib(properties.total_memory)}; {route}"
 
 
 def _few_files() -> Iterator[str]:

@@ -28,7 +28,7 @@ PACKAGES: dict[str, set[str]] = {
     # what moves bytes
     "transport": {"_core", "errors", "tensors"},
     "transport.memory": {"_core", "errors", "forks", "tensors", "transport"},
-    "transport.staging": {"errors", "tensors"},
+    "transport.staging": {"errors", "forks", "tensors"},
     "transport.messages": {"arguments", "errors", "forks", "statistics", "transport"},
     # what runs a rank
     "runtime": {"arguments", "errors", "forks", "statistics", "tensors", "transport"},
@@ -42,6 +42,7 @@ PACKAGES: dict[str, set[str]] = {
         "transport",
         "transport.memory",
         "transport.messages",
+        "transport.staging",
     },
     "algorithms": {
         "_core",
@@ -107,7 +108,7 @@ PACKAGES: dict[str, set[str]] = {
         "transport.staging",
         "world",
     },
-    "doctor": {"", "_core", "errors", "launch", "world"},
+    "doctor": {"", "_core", "errors", "launch", "transport.staging", "world"},
     "bench": {
         "",
         "algorithms",
@@ -215,6 +216,7 @@ REPLACED = {
         "selection.index_dtype": _FAR,
         "selection.is_unbalanced": _SPY,
     },
+    "test_staging.py": {"mirrors._PATIENCE_S": "so that the test does not wait for it"},
     "test_transport.py": {"split._LEAVING_S": "so that the test does not wait for it"},
 }
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj", "marshal", "shelve"}
@@ -320,9 +322,9 @@ def test_algorithms_see_lanes_ports_and_memory_and_not_the_runtime_behind_them()
 
 
 def test_torch_is_imported_when_it_is_needed():
-    """Not by `asyncoll.torch` itself either: `import torch` imports it."""
+    """Not by `asyncoll.torch` itself either: `import torch` imports it. A tensor of CUDA imports `staging.cuda`."""
     users = {module for module in modules if package(module) in ("training", "torch", "torch.hooks")} - {"torch"}
-    users |= {"transport.staging.ipc"}
+    users |= {"transport.staging.cuda", "transport.staging.ipc"}
     others = {module: path for module, path in modules.items() if module not in users}
     assert not {module for module, path in others.items() if "torch" in imported_at_once(parse(path))}
 

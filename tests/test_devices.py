@@ -125,6 +125,22 @@ class Lazy(FakeDevice):
         return x
 
 
+class Rash(FakeDevice):
+    """Work that is queued does not wait for the work before."""
+
+    def queue(self, work, *writes, reads=()):
+        work(*(torch.from_numpy(self._elements(x)) for x in (*writes, *reads)))
+
+
+class Aside(FakeDevice):
+    """`join` does not wait for work of its mark."""
+
+    def queue_after(self, mark, *work, reads):
+        copies = list(mark.copies)
+        super().queue_after(mark, *work, reads=reads)
+        mark.copies = copies
+
+
 class Again(FakeDevice):
     """Each `join` unpacks."""
 
@@ -152,6 +168,8 @@ BROKEN = {
     Early: "_fetches_what_was_queued",
     Twice: "_tells_at_once",
     Lazy: "_clones",
+    Rash: "_queues_work",
+    Aside: "_queues_work_of_a_mark",
     Again: "_joins_again",
     Misplaced: "_shares_memory",
 }
@@ -237,6 +255,13 @@ def changed_during_the_copy_after_many_uses(device, x):
         device.compute(lambda array: None, reads=[x])
         device.values(x)
     changed_during_the_copy(device, x)
+
+
+def changed_after_many_uses_on_another_stream(device, x):
+    with device.stream("other"):
+        for _ in range(64):
+            device.compute(lambda array: None, reads=[x])
+    increment(device, x)
 
 
 def host_writes_what_has_not_arrived(device, x):
@@ -361,6 +386,7 @@ HAZARDS = {
     put_before_all_has_arrived: "stream 'in' writes memory, and nothing orders it with .*'out' that reads",
     put_before_this_thread_has_seen_that_all_has_arrived: "stream 'in' writes memory, and nothing orders it with",
     changed_during_the_copy_after_many_uses: "stream 'default' writes memory, and nothing orders it with .*'out'",
+    changed_after_many_uses_on_another_stream: "stream 'default' writes memory, and nothing orders it with .*'other'",
     host_writes_what_has_not_arrived: "the host has written memory that a copy from the device has still to write",
     host_writes_what_is_put: "the host has written memory that a copy to the device has still to read",
     unpinned_during_the_copy: "were unpinned while they were copied",
@@ -408,14 +434,14 @@ def test_a_tensor_shows_nothing_to_the_host():
 def test_a_long_run_keeps_its_speed():
     """What can cause no hazard any more is forgotten."""
     with fake_device(0, "program") as device:
-        x, empty = device.tensor(torch.zeros(COUNT)), device.tensor(torch.zeros(0))
+        x, table, empty = [device.tensor(torch.zeros(count)) for count in (COUNT, COUNT, 0)]
         for turn in range(200):
             increment(device, x)
-            device.compute(lambda array: None, reads=[x])
-            mark, into = fetched(device, device.tensor(torch.full((COUNT,), float(turn)))[::2])
+            device.compute(lambda array: None, reads=[table])
+            mark, into = fetched(device, device.tensor(torch.full((2 * COUNT,), float(turn)))[::2])
             mark.put(into, 0)
             mark.join()
-        assert len(device._memory(x).accesses._known) < 40
+        assert max(len(device._memory(each).accesses._known) for each in (x, table)) < 40
         assert len(device._memories) < 140
         assert not device.values(empty).size
 

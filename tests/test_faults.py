@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from conftest import LIGHT, PATIENCE_S
 
 from asyncoll import AbortedError, Communicator, PeerLostError, UsageError, _core, cli
+from asyncoll.tensors.operands import build
 from asyncoll.testing import (
     Disconnect,
     Exit,
@@ -32,12 +33,14 @@ from asyncoll.testing import (
     run_ranks,
     simulate,
 )
+from asyncoll.testing.devices.of_rank import device_of
 from asyncoll.testing.faults.calls import OPERATIONS, echo
 from asyncoll.testing.faults.cells import KINDS, Cell, Plan, select
 from asyncoll.testing.faults.checks import judge
 from asyncoll.testing.faults.core import PASSED
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.processes import Story
+from asyncoll.testing.faults.staged_calls import STAGED
 
 SCRIPTS = Path(__file__).parent / "scripts"
 WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
@@ -48,6 +51,9 @@ SURVIVORS = {0: VICTIM, 2: VICTIM}  # the rank that each survivor must name
 
 memory = pytest.mark.parametrize("memory", [False, True], ids=["messages", "memory"])
 every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+
+
+CALLS = OPERATIONS | STAGED
 
 
 class TroubleError(Exception):
@@ -82,11 +88,11 @@ def outcomes(operation, memory, what, at="inside", injection_point=1):
     async def main(comm: Communicator) -> None:
         comm.rpc.register(echo)
         try:
-            await OPERATIONS[operation](comm, ELEMENTS)
+            await CALLS[operation](comm, ELEMENTS)
             with fault(comm, what, rank=VICTIM, at=at, injection_point=injection_point):
-                await OPERATIONS[operation](comm, ELEMENTS)
+                await CALLS[operation](comm, ELEMENTS)
             while True:
-                await OPERATIONS[operation](comm, ELEMENTS)
+                await CALLS[operation](comm, ELEMENTS)
                 await asyncio.sleep(1e-5)
         except BaseException as error:
             raised[comm.rank] = error
@@ -243,6 +249,44 @@ def test_a_held_gil_causes_no_error(transport):
     assert run_ranks(3, main, transport) == [3.0] * 3
 
 
+# -- passages of the copies of a device ------------------------------------------------------------
+
+
+@memory
+@pytest.mark.parametrize("at", ["begun", "landed", "inside"])
+@pytest.mark.parametrize("operation", STAGED)
+def test_all_survivors_learn_of_a_failure_at_each_passage_of_a_copy(operation, at, memory):
+    trouble = TroubleError("here")
+    for what in (Kill(), Raise(trouble)):
+        raised = outcomes(operation, memory, what, at)
+        assert isinstance(raised.pop(VICTIM), asyncio.CancelledError if isinstance(what, Kill) else TroubleError)
+        assert {rank: error.rank for rank, error in raised.items()} == SURVIVORS
+
+
+@memory
+@pytest.mark.parametrize("at", ["begun", "landed"])
+def test_a_fault_strikes_where_a_copy_is_queued_or_has_arrived(at, memory):
+    passed = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Note:
+        of_process = False
+
+        def strike(self, place):
+            passed.append(device._copying[-1].done)
+
+    async def main(comm: Communicator) -> None:
+        nonlocal device
+        with device_of(comm) as device:
+            x = device.tensor(build(np.ones(5), "float64", (5,), as_torch=True))
+            with fault(comm, Note(), rank=0, at=at):
+                await comm.allreduce(x)
+
+    device = None
+    world(1, main, memory)
+    assert passed == [0 if at == "begun" else 40]
+
+
 # -- points of the compiled core ------------------------------------------------------------------
 
 needs_core = pytest.mark.skipif(_core.native is None, reason="the compiled core is not there")
@@ -330,9 +374,9 @@ async def _enter(context):
 
 def test_cells_are_chosen_by_name_and_drawn_by_seed():
     everything = select("*", 0, 1, 0, "zmq", 4)
-    assert len(everything) == len(KINDS) * len(OPERATIONS) * 3
+    assert len(everything) == len(KINDS) * (len(OPERATIONS) * 3 + len(STAGED) * 5)
     assert {cell.name for cell in select("kill/*/inside,stop/solo/after", 0, 1, 0, "shm", 4)} == {
-        *(f"kill/{operation}/inside" for operation in OPERATIONS),
+        *(f"kill/{operation}/inside" for operation in (*OPERATIONS, *STAGED)),
         "stop/solo/after",
     }
     drawn = select("*", 10, 3, 5, "zmq", 3)
@@ -430,6 +474,9 @@ CELLS += ("slow/ddp_step/inside", "kill/eager_step/before", "raise/sparse/inside
 CELLS += ("orphan/allreduce/inside", "orphan/registered_allreduce/before", "orphan/quorum/inside")
 CELLS += ("signal/allreduce/inside", "signal/solo/inside", "signal/rpc/inside")
 
+STAGED_CELLS = ("kill/staged_allreduce/begun", "exit/staged_solo/landed", "raise/staged_send_recv/landed")
+STAGED_CELLS += ("signal/staged_allgather/begun", "kill/staged_solo/begun")
+
 
 CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-counted", "kill/solo/round-taken")
 
@@ -440,6 +487,8 @@ CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-co
     [
         ("shm", CELLS),
         ("zmq", CELLS),
+        ("shm", STAGED_CELLS[:3]),
+        ("zmq", STAGED_CELLS[3:]),
         pytest.param("shm", CORE_CELLS, marks=needs_core),
         pytest.param("shm-mixed", ("kill/quorum/inside", *CORE_CELLS), marks=needs_core),
     ],

@@ -561,6 +561,19 @@ def with_weight(weight: nn.Parameter) -> nn.Sequential:
     return model
 
 
+def test_models_on_a_gpu_that_is_not_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to export their tensors by the method that other libraries call."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise BufferError("Can't export tensors on a different CUDA device index")
+
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", refused)
+    model = nn.Linear(2, 3)
+    flat = flatten(model)
+    flat.parameters.fill_(2)
+    assert (model.weight == 2).all()
+
+
 def test_models_that_cannot_be_flattened_are_refused() -> None:
     with pytest.raises(UsageError, match="no parameters"):
         flatten(nn.ReLU())

@@ -12,10 +12,10 @@ import pytest
 import torch
 from conftest import SIZES, case, failures, looped
 
-from asyncoll import AbortedError, DeadlineError, MismatchError, PeerLostError, UsageError, deadline
+from asyncoll import AbortedError, DeadlineError, DeviceError, MismatchError, PeerLostError, UsageError, deadline
 from asyncoll.algorithms.gossip import graphs
 from asyncoll.algorithms.gossip.graphs import Graph, partners, period
-from asyncoll.testing import Crash, Network, Pause, run_ranks, simulate
+from asyncoll.testing import Crash, Network, Pause, fake_device, run_ranks, simulate
 
 JITTERY = Network(latency_s=10e-6, jitter_s=50e-6)
 GRAPHS = [("ring", 1), ("exponential", 1), ("exponential", 2), ("exponential", 3), ("exponential", 100)]
@@ -281,6 +281,122 @@ async def exchange_every_way(comm, tensor):
     check_like(model, x)
     total = await comm.allreduce(values(model))
     np.testing.assert_allclose(total, mine + sum(others) + 72, rtol=4e-2)  # the updates: 12 times each rank's number
+
+
+async def exchange_from_devices(comm, make):
+    """The results of every exchange of gossip of tensors that `make(seed)` gives."""
+    results = [await comm.neighbor_average(make(comm.rank)), await comm.neighbor_average(make(1), graph="exponential")]
+    x = make(comm.rank + 1)
+    received, _ = await comm.push_sum(x, np.ones(1), iteration=1, peers=2)
+    results += [x, received]
+    gossip = await comm.gossip(make(comm.rank), seed=3)
+    results.append(await gossip.update(make(9)))
+    await comm.barrier()
+    for rank in range(comm.size):  # in turn: the bits depend on the order
+        if rank == comm.rank:
+            await gossip.exchange()
+        await comm.barrier()
+    gossip.update(make(5)).close()  # it is added all the same
+    results.append(await gossip.close())
+    return results
+
+
+@worlds
+@looped("size", [1, 2, 3, 5])
+def test_tensors_of_devices_give_the_bits_of_the_host(size, transport):
+    """Odd ranks have ordinary tensors in the last of the three runs."""
+    with fake_device(size) as device:
+
+        def shown(x):
+            return device.values(x).tobytes() if device.holds(x) else x.contiguous().view(torch.uint8).numpy().tobytes()
+
+        async def main(comm):
+            for dtype in (torch.float32, torch.bfloat16, torch.complex128):
+                told = []
+                for move in (lambda x: x, device.tensor, device.tensor if comm.rank % 2 else lambda x: x):
+
+                    def make(seed, dtype=dtype, move=move):
+                        return move(torch.arange(24).add(seed).to(dtype)).view(6, 4).t()[::2]
+
+                    results = await exchange_from_devices(comm, make)
+                    assert {device.holds(x) for x in results} == {move == device.tensor}
+                    told.append([shown(x) for x in results])
+                assert told[0] == told[1] == told[2]
+
+        run_ranks(size, main, transport)
+
+
+@worlds
+def test_a_rank_goes_on_with_its_part_of_a_push_on_a_device(transport):
+    """It may use and change the tensor at once: another stream than that of the call, and other calls."""
+    with fake_device() as device:
+
+        def add(into, other):
+            device.compute(lambda x, y: np.add(x, y, out=x), into, reads=[other])
+
+        async def main(comm):
+            x = device.tensor(torch.full((2000,), 64.0 * (comm.rank + 1)))
+            weight, pushes = np.ones(1), []
+            for iteration in range(4):
+                pushes.append(comm.push_sum(x, weight, iteration=iteration))
+                add(x, x)  # while a copy of it is under way
+            assert (device.values(x) == 64 * (comm.rank + 1)).all()
+            got = []
+            for push in pushes:
+                received, weights = await push
+                got.append((device.values(received)[0], weights))
+                add(x, received)
+            sources = [[(comm.rank - distance) % 3 for distance in (1, 2)][iteration % 2] for iteration in range(4)]
+            assert got == [(32.0 * (source + 1), 2.0 ** -(turn + 1)) for turn, source in enumerate(sources)]
+            assert (device.values(x) == 64 * (comm.rank + 1) + sum(each for each, _ in got)).all()
+
+        run_ranks(3, main, transport)
+
+
+def test_an_update_from_a_device_is_added_if_its_caller_is_cancelled():
+    """Before the tensor has arrived. The end of the gossip waits for it."""
+    with fake_device(0, "program") as device:
+
+        async def main(comm):
+            gossip = await comm.gossip(np.full(50, 1.0))
+            update = asyncio.ensure_future(gossip.update(device.tensor(torch.full((50,), 4.0, dtype=torch.float64))))
+            await asyncio.sleep(0)
+            update.cancel()
+            closing = asyncio.ensure_future(gossip.close())
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not closing.done()
+            while device.turn():
+                await asyncio.sleep(0)
+            with pytest.raises(asyncio.CancelledError):
+                await update
+            assert (await closing == 5).all()
+
+        run_ranks(1, main)
+
+
+@worlds
+def test_an_update_from_a_device_fails(transport):
+    with fake_device() as device:
+        device.fail_copy(0, OSError("no such bus"))
+
+        async def main(comm):
+            gossip = await comm.gossip(np.ones(50))
+            with pytest.raises((DeviceError, AbortedError), match="fake:0 has failed: OSError: no such bus") as raised:
+                await (gossip.update(device.tensor(torch.ones(50).double())) if comm.rank == 1 else gossip.close())
+            return type(raised.value)
+
+        assert run_ranks(3, main, transport) == [AbortedError, DeviceError, AbortedError]
+
+
+def test_the_weight_of_a_push_is_in_memory_of_the_host():
+    with fake_device() as device:
+
+        async def main(comm):
+            with pytest.raises(UsageError, match="takes no tensors of a device"):
+                comm.push_sum(np.ones(3), device.tensor(torch.ones(1, dtype=torch.float64)))
+
+        run_ranks(1, main)
 
 
 @worlds

@@ -107,6 +107,8 @@ class HostGpu(Gpu):
 
 
 class Mark:
+    is_changed = False
+
     def __init__(self, content):
         self.content = content
 
@@ -132,6 +134,7 @@ def test_blocks_pass_bytes_and_are_given_back():
     made[1].reduce(asyncoll.SUM, "int32", 64, 400)
     made[2].read(marks[2], [Part(1, 64, 0, 400), Part(1, 464, 400, 400)])
     assert tensors[2].tolist() == [6] * 100 + [2] * 100 + [3] * 800
+    assert [mark.is_changed for mark in marks] == [False, False, True]
     for each in made:
         assert each.shut()
     for each in made:

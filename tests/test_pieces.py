@@ -130,7 +130,7 @@ def test_the_compiled_steps_check_what_they_are_given():
         array, slots = np.zeros(600, np.uint8), [np.zeros(512, np.uint8) for _ in range(2)]
         good = {"first": 0, "stride": 4, "rank": 0, "slots": slots, "array": array, "piece": 256, "kernel": 1}
         make = lambda **other: _core.native.Pieces(block, *(good | other).values(), 1, True, 1)  # noqa: E731
-        assert make().perform(0) == 2  # it stops before the step that needs the other rank's share
+        assert make().perform(0, 9) == 2  # it stops before the step that needs the other rank's share
         kernels = _core.native.find_kernel("sum", "float64"), _core.native.find_kernel("sum", "float32")
         assert make(kernel=kernels[0])
         frozen = np.zeros(600, np.uint8)
@@ -157,5 +157,6 @@ def test_the_compiled_steps_check_what_they_are_given():
             _core.native.Pieces(object(), *good.values(), 1, True, 1, 1)
         with pytest.raises(ValueError, match="control block"):
             _core.native.Pieces(object(), *good.values(), 1, True, 1)
-        assert make().perform(-1) == -1
-        assert make().perform(10**6) == 10**6
+        assert make().perform(-1, 9) == -1
+        assert make().perform(10**6, 10**9) == 10**6
+        assert make().perform(0, 1) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from training_loops import ALGORITHMS, Gradient, Optimizing, bits, state, train,
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
 from asyncoll.training import DCS3GD, AllreduceSGD, Trainer
-from asyncoll.training.replicas import resynchronise
+from asyncoll.training.replicas import _decoded, _encoded, resynchronise
 from asyncoll.transport.messages.simulated import Network
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -504,3 +505,13 @@ def test_in_real_processes_all_ranks_end_with_one_model(forked_world: Callable[.
         lines += re.findall(r"(\w+) (\w+): model (\w+)", out)
     assert len(lines) == 18
     assert len(set(lines)) == 6
+
+
+def test_a_state_that_a_rank_lacks_is_made_on_the_device_of_its_model() -> None:
+    """Adam has sums on the device of the parameters, and a count on the CPU."""
+    found: list[torch.Tensor] = []
+    made: list[torch.Tensor] = []
+    described = _encoded({"sum": torch.empty(3, device="meta"), "step": torch.tensor(1.0)}, found)
+    for own in (None, {"sum": torch.empty(3), "step": torch.tensor(0.0)}):
+        _decoded(json.loads(json.dumps(described)), own, made, torch.device("meta"))
+    assert [x.device.type for x in made] == ["meta", "cpu"] * 2

@@ -62,7 +62,7 @@ TYPES = hints.dataclasses_in([list[Path]])
 
 def through(value: object, types: codec.Types = TYPES) -> Any:
     """`value`, encoded and decoded; its arrays are copied in between, as a carrier does."""
-    body, arrays = codec.encode(value)
+    body, arrays, _ = codec.encode(value)
     assert all(array.dtype == np.uint8 and array.ndim == 1 for array in arrays)
     return codec.decode(body, [array.copy() for array in arrays], types)
 
@@ -146,12 +146,12 @@ def test_numpy_scalars(dtype):
 
 def test_a_long_contiguous_tensor_is_not_copied():
     x = torch.ones(10_000)
-    _, (flat,) = codec.encode([x])
+    _, (flat,), _ = codec.encode([x])
     assert flat.ctypes.data == x.data_ptr()
 
 
 def test_decoded_tensors_are_writable_views_of_the_received_arrays():
-    body, arrays = codec.encode((torch.ones(10_000), np.ones(3)))
+    body, arrays, _ = codec.encode((torch.ones(10_000), np.ones(3)))
     memory = [array.copy() for array in arrays]
     long, short = codec.decode(body, memory)
     assert long.data_ptr() == memory[0].ctypes.data
@@ -219,7 +219,7 @@ def test_too_many_arrays():
 
 
 def test_only_expected_dataclasses_are_decoded():
-    body, _ = codec.encode([Point(1.0)])
+    body, _, _ = codec.encode([Point(1.0)])
     with pytest.raises(
         UsageError, match="dataclass Point was received, which no annotation here names; those named here: none"
     ):
@@ -244,7 +244,7 @@ def test_a_typed_dict_may_name_itself():
 
 
 def test_fields_are_checked():
-    body, _ = codec.encode([Point("no")])  # type: ignore[arg-type]
+    body, _, _ = codec.encode([Point("no")])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"Point\.x must be float, got str"):
         codec.decode(body, (), TYPES)
 
@@ -255,7 +255,7 @@ def test_a_dataclass_with_other_fields_is_refused():
         z: int
 
     Point.__qualname__ = "Point"
-    body, _ = codec.encode(Point(1))
+    body, _, _ = codec.encode(Point(1))
     with pytest.raises(
         UsageError, match=r"a Point has the fields \['label', 'x', 'y'\] here, but was received with \['z'\]"
     ):
@@ -293,7 +293,7 @@ def test_random_bytes_are_refused_or_are_values(body, parts):
 
 @given(values, st.data())
 def test_changed_bytes_are_refused_or_are_values(value, data):
-    body, arrays = codec.encode(value)
+    body, arrays, _ = codec.encode(value)
     position = data.draw(st.integers(0, len(body) - 1))
     changed = body[:position] + bytes([data.draw(st.integers(0, 255))]) + body[position + 1 :]
     with contextlib.suppress(ProtocolError, UsageError):
@@ -376,7 +376,7 @@ def test_messages_round_trip(kind, call, name):
 
 
 def test_a_long_body_travels_beside_the_head():
-    body, arrays = codec.encode([[1.5] * 50_000, np.ones(9999)])
+    body, arrays, _ = codec.encode([[1.5] * 50_000, np.ones(9999)])
     head, out = protocol.encode(protocol.CALL, 1, body, arrays, name="f")
     assert len(head) <= HEAD_BYTES
     message, rest = protocol.decode(head, [np.array(array) for array in out])

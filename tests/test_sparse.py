@@ -7,10 +7,12 @@ bits; an accumulator is 0 exactly where its values are in the sum, and keeps its
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import math
 import threading
 from functools import partial
-from itertools import pairwise
+from itertools import cycle, pairwise
 
 import numpy as np
 import pytest
@@ -20,14 +22,14 @@ from conftest import failures as failures_in
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from asyncoll import AbortedError, Feedback, MismatchError, NonFiniteError, UsageError
+from asyncoll import AbortedError, DeviceError, Feedback, MismatchError, NonFiniteError, UsageError
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.sparse import oktopk, selection
 from asyncoll.algorithms.sparse import parts as algorithms
 from asyncoll.algorithms.sparse.operations import ALGORITHMS
 from asyncoll.statistics import WORD_BYTES, Ledger, Traffic
-from asyncoll.testing import Network, simulate
+from asyncoll.testing import FakeDevice, Network, fake_device, run_ranks, simulate
 
 sizes = pytest.mark.parametrize("size", SIZES)
 algorithm_names = pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -513,6 +515,220 @@ def test_indices_are_int64_if_int32_is_too_small(algorithm, simulated, monkeypat
             assert {told.indices.dtype, told.included.dtype, told.lost_indices.dtype} == {np.dtype(np.int64)}
             lost = sum(round_.dense(told.lost_indices, told.lost_values) for told in round_.reductions)
             np.testing.assert_array_equal(round_.result + round_.after.sum(0) + lost, round_.before.sum(0))
+
+
+# -- tensors of devices --------------------------------------------------------------------------
+
+
+LAID_OUT = {
+    "flat": lambda x: x,
+    "strided": lambda x: x.repeat_interleave(2)[::2],
+    "transposed": lambda x: x.view(3, -1).t().contiguous().t() if len(x) % 3 == 0 else x,
+}
+
+
+async def play_on_device(comm, device, gradients, layout, keep=True, **options) -> list:
+    """As `play`, with the accumulator on a device, and work on two streams of it. Shows all as arrays."""
+    story, x = [], None
+    for gradient in gradients:
+        if x is None or not keep:
+            view = LAID_OUT[layout](torch.zeros(gradient.shape[1], dtype=torch.from_numpy(gradient).dtype))
+            whole = view if view._base is None else view._base
+            x = device.tensor(whole).as_strided(view.shape, view.stride())
+        with device.stream("side"):
+            device.compute(partial(add, gradient[comm.rank].reshape(x.shape)), x)
+        before = device.values(x).reshape(-1)
+        with device.stream("side"):
+            device.compute(partial(add, 0), x)
+            call = comm.sparse_allreduce(x, **options)
+        reduction = await call
+        with device.stream("side"):
+            device.compute(partial(add, 0), x)
+        device.compute(partial(add, 0), reduction.values)
+        fields = {field.name: getattr(reduction, field.name) for field in dataclasses.fields(reduction)}
+        tensors = {name: device.values(each).reshape(-1) for name, each in fields.items() if torch.is_tensor(each)}
+        assert set(tensors) >= {"indices", "values", "included", "lost_indices", "lost_values"}
+        story.append((before, device.values(x).reshape(-1), dataclasses.replace(reduction, **tensors)))
+    return story
+
+
+def add(values, x):
+    np.add(x, values, out=x)
+
+
+def bits(told) -> list:
+    """A round of one rank to the bit, without its costs: in memory they depend on which rank comes last."""
+    before, after, reduction = told
+    fields = dataclasses.replace(reduction, words_sent=0, words_received=0, messages_sent=0, messages_received=0)
+    return [x.tobytes() if isinstance(x, np.ndarray) else x for x in (before, after, *dataclasses.astuple(fields))]
+
+
+@pytest.mark.parametrize(("size", "transport"), [(1, "inproc"), (2, "shm"), (3, "zmq"), (9, "inproc")])
+def test_tensors_of_devices_have_the_bits_of_the_host(size, transport):
+    layouts = ["flat", "strided", "transposed", "transposed", "flat"]
+    cases = list(zip(ALGORITHMS * 2, [60, 333, 0, 1] * 9, cycle(["f4", "f8"]), cycle(layouts), strict=False))
+    draw = np.random.default_rng(size)
+    gradients = {
+        dtype: [
+            gradient("zeros at some", draw, size, 333, dtype),
+            draw.choice([0, 1, -2, 2, 9], (size, 333), p=[0.3, 0.3, 0.2, 0.15, 0.05]).astype(dtype),
+            *(gradient(kind, draw, size, 333, dtype) for kind in ("equal", "normal", "cancelling")),
+        ]
+        for dtype in ("f4", "f8")
+    }
+
+    with fake_device(size) as device:
+
+        async def main(comm):
+            stories = []
+            for number, (algorithm, count, dtype, layout) in enumerate(cases):
+                given = [each[:, :count] for each in gradients[dtype]]
+                options = {"density": 0.1, "algorithm": algorithm, "thresholds_every": 3}
+                options |= {"keep": number % 2 == 0, "dense": number % 2 == 1}
+                on_host = await play(comm, given, name=f"{number}", **options)
+                story = await play_on_device(comm, device, given, layout, name=f"{number} on a device", **options)
+                assert [bits(told) for told in story] == [bits(told) for told in on_host], cases[number]
+                stories.append(story)
+            return stories
+
+        told = run_ranks(size, main, transport)
+    for (algorithm, *_), stories in zip(cases, zip(*told, strict=True), strict=True):
+        for number, round_ in enumerate(rounds_of(stories), 1):
+            check_laws(round_, number, algorithm, exact=False)
+
+
+class Counting(FakeDevice):
+    """Counts the bytes that the host fetches."""
+
+    fetched = 0
+
+    def fetch(self, mark, start, into):
+        self.fetched += into.nbytes
+        return super().fetch(mark, start, into)
+
+
+@looped("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", ["oktopk", "topka", "topkdsa", "gtopk"])
+def test_a_device_gives_what_it_has_selected(algorithm, dtype):
+    """An index, a value and the threshold, or the count of those that reach one; the other 99 % stay there."""
+    count, k = 20_000, 200
+    element_bytes = 12 if dtype is torch.float64 else 8
+    with fake_device() as device:
+        device.__class__ = Counting
+
+        async def main(comm):
+            draw = np.random.default_rng(comm.rank)
+            for number in range(4):
+                gradient = torch.from_numpy(draw.standard_normal(count)).to(dtype)
+                before = device.fetched
+                found = await comm.sparse_allreduce(
+                    device.tensor(gradient), density=k / count, algorithm=algorithm, thresholds_every=3, dense=True
+                )
+                is_reused = algorithm == "oktopk" and number % 3
+                assert found.selected == k or is_reused
+                assert device.fetched - before == found.selected * element_bytes + (
+                    8 if is_reused else element_bytes - 4
+                )
+
+        run_ranks(1, main)
+
+
+@pytest.mark.parametrize("algorithm", ["gaussiank", "dense"])
+def test_a_device_gives_all_elements_to_algorithms_that_look_at_all(algorithm):
+    with fake_device() as device:
+        device.__class__ = Counting
+
+        async def main(comm):
+            await comm.sparse_allreduce(device.tensor(torch.randn(500).half()), density=0.01, algorithm=algorithm)
+            assert device.fetched == 1000
+
+        run_ranks(1, main)
+
+
+@algorithm_names
+@pytest.mark.parametrize("seed", range(4))
+def test_every_law_of_ranks_with_and_without_a_device(algorithm, seed):
+    """In virtual time. Every third rank has arrays of numpy."""
+    size, draw = 2 + seed, np.random.default_rng(seed)
+    gradients = [gradient(kind, draw, size, 333, "f4") for kind in KINDS]
+
+    async def main(comm):
+        options = {"density": 0.05, "algorithm": algorithm, "thresholds_every": 1 + seed, "feedback": Feedback()}
+        if comm.rank % 3 == 2:
+            return await play(comm, gradients, **options)
+        with fake_device(seed, "loop", f"fake:{comm.rank}") as device:
+            return await play_on_device(comm, device, gradients, ["flat", "strided"][seed % 2], **options)
+
+    for number, round_ in enumerate(rounds_of(simulate(size, main, JITTERY, seed=seed).results), 1):
+        check_laws(round_, number, algorithm, exact=False)
+
+
+@pytest.mark.parametrize("algorithm", ["oktopk", "dense"])
+def test_a_round_of_a_device_whose_result_nobody_gets_ends_the_communicator(algorithm):
+    with fake_device() as device:
+
+        async def main(comm):
+            call = comm.sparse_allreduce(device.tensor(torch.ones(100)), density=0.1, algorithm=algorithm)
+            if comm.rank == 1:
+                del call
+            else:
+                await asyncio.wait([asyncio.ensure_future(call)])
+            with pytest.raises(AbortedError, match="was cancelled, or never awaited"):
+                await comm.barrier()
+
+        with pytest.warns(RuntimeWarning, match="never awaited"):
+            run_ranks(2, main)
+
+
+@pytest.mark.parametrize("algorithm", ["oktopk", "dense"])
+def test_nan_on_a_device_is_refused_everywhere_and_changes_nothing(algorithm):
+    with fake_device() as device:
+
+        async def main(comm):
+            x = device.tensor(torch.arange(100.0))
+            options = {"density": 0.1, "algorithm": algorithm}
+            if comm.rank == 1:
+                device.compute(partial(np.copyto, where=np.arange(100) == 7), x, reads=[nan])
+            before = device.values(x)
+            with pytest.raises(NonFiniteError) as raised:
+                await comm.sparse_allreduce(x, **options)
+            assert raised.value.ranks == (1,)
+            assert device.values(x).tobytes() == before.tobytes()
+            device.compute(lambda values: np.nan_to_num(values, copy=False), x)
+            assert (await comm.sparse_allreduce(x, **options)).round == 1
+
+        nan = device.tensor(torch.full((100,), math.nan))
+        run_ranks(3, main)
+
+
+@pytest.mark.parametrize("thresholds_every", [1, 2])
+@pytest.mark.parametrize("number", range(6))
+def test_any_copy_of_a_round_fails(number, thresholds_every):
+    """Three to the host, then three to the device, for which no call waits: these abort the communicator later."""
+    raised = {}
+    with fake_device() as device:
+
+        async def main(comm):
+            def given():
+                return device.tensor(torch.arange(100.0)) if comm.rank == 1 else np.arange(100, dtype="f4")
+
+            async def until_it_fails():
+                await comm.sparse_allreduce(given(), **options)
+                while True:
+                    await comm.barrier()
+                    await asyncio.sleep(0)
+
+            options = {"density": 0.1, "thresholds_every": thresholds_every}
+            await comm.sparse_allreduce(given(), **options)
+            if comm.rank == 1:
+                device.fail_copy(device._count + number, OSError("no such bus"))
+            with pytest.raises((DeviceError, AbortedError), match="fake:0 has failed: OSError: no such bus") as caught:
+                await until_it_fails()
+            raised[comm.rank] = type(caught.value)
+
+        with pytest.raises(DeviceError) if number >= 3 else contextlib.nullcontext():  # as rank 1 leaves the world
+            run_ranks(2, main)
+        assert raised == {0: AbortedError, 1: DeviceError if number < 3 else AbortedError}
 
 
 # -- bad input -----------------------------------------------------------------------------------

@@ -13,15 +13,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cancelling import nothing_is_pending
+from emulated_cuda import emulated_cuda
 
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
 from asyncoll.tensors.reductions import DTYPES, is_divisible
-from asyncoll.testing import fake_device, run_ranks, simulate
+from asyncoll.tensors.staged import stagers
+from asyncoll.testing import Hazard, fake_device, run_ranks, simulate
+from asyncoll.transport.staging import mirrors
 
 WINDOWS = "short=64,staged=1024"  # a tensor of 1,000 float32 has several
 SCRIPT = Path(__file__).parent / "scripts" / "staged.py"
 TRANSPORTS = ["inproc", "zmq", "shm"]
+OPENED = [fake_device, emulated_cuda]
 LAYOUTS = {
     "flat": lambda x: x,
     "rows": lambda x: x.view(-1, 4)[::2],
@@ -80,28 +85,68 @@ async def all_calls(comm, make):
         sent = comm.send(make(rank), dest=(rank + 1) % size, tag=1)
         results.append((await comm.recv_any(make(0), tag=1))[0])
         await sent
+    results.append(await comm.scatter([make(dest) for dest in range(size)], root=size - 1))
     return [result for result in results if result is not None]
 
 
-@pytest.mark.parametrize(("size", "transport"), [(1, "inproc"), (2, "shm"), (3, "zmq"), (5, "shm"), (7, "inproc")])
-def test_every_call_gives_the_bits_of_the_host(size, transport):
-    with fake_device(size) as device:
+@pytest.mark.parametrize(
+    ("size", "transport", "opened"),
+    [
+        (1, "inproc", fake_device),
+        (2, "shm", fake_device),
+        (3, "zmq", emulated_cuda),
+        (3, "shm", emulated_cuda),
+        (5, "shm", fake_device),
+        (7, "inproc", fake_device),
+    ],
+)
+def test_every_call_gives_the_bits_of_the_host(size, transport, opened):
+    with opened(size) as device:
         moves = (lambda x: x), device.tensor
 
         async def main(comm):
             for dtype, layout in [*product(["float32"], LAYOUTS), *zip(DTYPES, cycle(LAYOUTS), strict=False)]:
                 expected, found = [await all_calls(comm, partial(made, move, dtype, layout)) for move in moves]
+                scattered = found[-1] if comm.rank < size - 1 else None  # in memory of the host
                 for one, other in zip(expected, found, strict=True):
-                    assert device.holds(other) or not other.numel()
+                    assert device.holds(other) == (other is not scattered) or not other.numel()
                     assert (other.dtype, other.shape) == (one.dtype, one.shape)
                     assert bits(device, other) == bits(device, one), (dtype, layout)
 
         run_ranks(size, main, transport)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_averages(transport):
+@pytest.mark.parametrize(("size", "transport"), [(2, "zmq"), (5, "shm")])
+def test_every_call_of_ranks_with_and_without_a_device(size, transport):
+    with fake_device(size) as device:
+
+        async def main(comm):
+            move = device.tensor if comm.rank % 2 else lambda x: x
+            for dtype, layout in [("float32", "transposed"), ("bfloat16", "rows")]:
+                expected = await all_calls(comm, partial(made, lambda x: x, dtype, layout))
+                found = await all_calls(comm, partial(made, move, dtype, layout))
+                assert [bits(device, x) for x in found] == [bits(device, x) for x in expected]
+
+        run_ranks(size, main, transport)
+
+
+def test_a_tensor_that_is_scattered_stays_on_the_device_of_its_own():
+    """Only the root has tensors, and with them a device."""
     with fake_device() as device:
+
+        async def main(comm):
+            xs = [device.tensor(torch.full((3,), float(dest))) for dest in range(3)]
+            got = [await comm.scatter(xs, root=root) for root in range(3)]
+            assert [device.holds(x) for x in got] == [root == comm.rank for root in range(3)]
+            assert all((device.values(x) if device.holds(x) else x.numpy()).tolist() == [comm.rank] * 3 for x in got)
+
+        run_ranks(3, main, "inproc")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("opened", OPENED)
+def test_averages(opened, transport):
+    with opened() as device:
 
         async def main(comm):
             for dtype in filter(is_divisible, DTYPES):
@@ -120,8 +165,9 @@ def increment(device, x):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("seed", range(5))
-def test_work_before_and_after_a_call_is_in_order(transport, seed):
-    with fake_device(seed) as device:
+@pytest.mark.parametrize("opened", OPENED)
+def test_work_before_and_after_a_call_is_in_order(opened, transport, seed):
+    with opened(seed) as device:
 
         async def main(comm):
             x = device.tensor(torch.full((50_000,), float(comm.rank)))
@@ -134,6 +180,8 @@ def test_work_before_and_after_a_call_is_in_order(transport, seed):
                     other = comm.allreduce(y, asyncoll.AVG)
                 await comm.allreduce(x, asyncoll.MAX)
                 increment(device, x)
+                gathered = await comm.allgather(x)
+                increment(device, gathered)
                 await other
                 with device.stream("side" if turn % 2 else "default"):
                     increment(device, y)
@@ -169,10 +217,6 @@ def test_a_call_that_is_refused_has_not_begun():
             with pytest.raises(UsageError, match="AVG is not defined"):
                 comm.allreduce(x, asyncoll.AVG)
             assert not device.turn()
-            with pytest.raises(UsageError, match="takes no tensors of a device yet"):
-                comm.sparse_allreduce(device.tensor(torch.ones(8)), density=0.5)
-            with pytest.raises(UsageError, match="takes no tensors of a device yet"):
-                comm.scatter([x])
             with pytest.raises(UsageError, match="expanded"):
                 comm.allreduce(device.tensor(torch.ones(1)).expand(3))
 
@@ -190,6 +234,27 @@ def test_a_copy_to_the_host_fails(way):
             return type(caught.value)
 
         assert run_ranks(3, main, way) == [AbortedError, DeviceError, AbortedError]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_contribution_does_not_arrive(transport):
+    with fake_device() as device:
+        device.fail_copy(0, OSError("no such bus"))
+
+        async def calls(comm):
+            while True:
+                await comm.solo_allreduce(np.ones(1000, np.float32), name="r")
+                await asyncio.sleep(0)
+
+        async def main(comm):
+            if comm.rank == 1:
+                with pytest.raises(DeviceError, match="fake:0 has failed: OSError: no such bus"):
+                    await comm.solo_allreduce(device.tensor(torch.ones(1000)), name="r")
+            with pytest.raises(AbortedError, match="fake:0 has failed: OSError: no such bus"):
+                await calls(comm)
+            await nothing_is_pending(comm)
+
+        run_ranks(3, main, transport)
 
 
 def test_a_copy_to_the_device_fails(way):
@@ -230,12 +295,13 @@ def test_a_copy_to_the_device_fails_after_the_last_call(is_split, transport):
             run_ranks(3, calls, transport)
 
 
-@pytest.mark.parametrize("call", ["allreduce", "solo_allreduce", "send"])
+@pytest.mark.parametrize("call", ["allreduce", "solo_allreduce", "send", "sparse_allreduce"])
 def test_a_device_that_stands_still(call, way):
     """The call notices a deadline, and that the communicator is aborted."""
 
     def start(comm, x):
-        return comm.send(x, dest=1) if call == "send" else getattr(comm, call)(x)
+        options = {"send": {"dest": 1}, "sparse_allreduce": {"density": 0.01}}.get(call, {})
+        return getattr(comm, call)(x, **options)
 
     async def waiting(comm):
         await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else other(comm))
@@ -256,11 +322,13 @@ def test_a_device_that_stands_still(call, way):
 
     for main in (overdue, aborted):
         with fake_device(0, "program") as device:
+            device.refuse_pins()  # pinned memory would have to wait for the end of its copies
             run_ranks(2, main, way)
 
 
 def test_a_cancelled_call_has_released_its_tensor(way):
     with fake_device(0, "program") as device:
+        device.refuse_pins()
 
         async def main(comm):
             x = device.tensor(torch.ones(1000))
@@ -278,19 +346,30 @@ def test_a_cancelled_call_has_released_its_tensor(way):
         run_ranks(2, main, way)
 
 
-@pytest.mark.parametrize("call", ["allreduce", "allgather", "solo_allreduce"])
-def test_a_call_keeps_no_memory_of_its_device(call):
+def memory_of(array):
+    """The array whose end is the end of the memory."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allgather", "solo_allreduce"])
+def test_a_call_that_is_over_keeps_no_memory(name):
     """Not even until Python looks for cycles."""
 
     async def main(comm):
         x = device.tensor(torch.ones(1000))
-        gone = weakref.ref(x)
-        await getattr(comm, call)(x)
+        call = getattr(comm, name)(x)  # is kept, as a handle may be
+        gone = [weakref.ref(x)]
+        await call
         while not await asyncio.sleep(0) and device.turn():
             pass
+        gone += [weakref.ref(memory_of(copy.host)) for copy in device._copying]
+        device._copying.clear()
         del x
-        await asyncio.sleep(0)
-        assert gone() is None
+        await comm.barrier()
+        assert [each() for each in gone] == [None] * len(gone)
+        del call
 
     with fake_device(0, "loop") as device:
         gc.collect()
@@ -353,9 +432,10 @@ def test_every_contribution_enters_one_round(call, seed):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_rank_joins_after_its_calls(transport):
+@pytest.mark.parametrize("opened", OPENED)
+def test_a_rank_joins_after_its_calls(opened, transport):
     """Its own calls are under way, with tensors that have not arrived."""
-    with fake_device(2) as device:
+    with opened(2) as device:
 
         async def main(comm):
             calls = [comm.solo_allreduce(started(device, 0), name="r", history=9) for _ in range(3)]
@@ -369,6 +449,7 @@ def test_a_rank_joins_after_its_calls(transport):
 def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
     """Arrays of numpy, of which the operation has seen several, take the shortest way otherwise."""
     with fake_device(0, "program") as device:
+        device.refuse_pins()
 
         async def main(comm):
             for _ in range(4):
@@ -389,8 +470,9 @@ def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_rounds_on_a_thread(transport):
-    with fake_device(3) as device:
+@pytest.mark.parametrize("opened", OPENED)
+def test_rounds_on_a_thread(opened, transport):
+    with opened(3) as device:
 
         async def main(comm):
             rng = np.random.default_rng(comm.rank)
@@ -406,6 +488,43 @@ def started(device, number):
     return x
 
 
+# -- the end of a world -----------------------------------------------------------------------------
+
+
+async def leaves_with_a_copy_under_way(comm, device):
+    """The copy back to the device has not begun."""
+    call = asyncio.ensure_future(comm.allreduce(device.tensor(torch.ones(1000))))
+    while not call.done():
+        device.turn()
+        await asyncio.sleep(0)
+    await call
+
+
+def test_a_world_ends_after_the_copies_that_are_under_way():
+    """Otherwise the memory that they use would be unpinned, which the device notices."""
+    with fake_device(0, "program") as device:
+
+        async def turn():
+            while stagers:  # until the rank closes its devices
+                await asyncio.sleep(0)
+            while device.turn():
+                pass
+
+        async def main(comm):
+            await leaves_with_a_copy_under_way(comm, device)
+            assert stagers
+            return asyncio.ensure_future(turn())
+
+        assert run_ranks(1, main, "inproc")[0].done()
+
+
+def test_memory_stays_pinned_when_its_copies_do_not_end(monkeypatch, caplog):
+    monkeypatch.setattr(mirrors, "_PATIENCE_S", 0.0)
+    with pytest.raises(Hazard, match="1 blocks were never unpinned"), fake_device(0, "program") as device:
+        run_ranks(1, lambda comm: leaves_with_a_copy_under_way(comm, device), "shm")
+    assert "fake:0 has not ended its copies" in caplog.text
+
+
 # -- in worlds of real processes ------------------------------------------------------------------
 
 
@@ -414,7 +533,8 @@ def started(device, number):
 @pytest.mark.parametrize("case", ["awaited", "waited"])
 def test_processes(forked_world, case, transport):
     """Fake devices share no memory between processes. In memory that is logged, once."""
-    environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "ASYNCOLL_TRANSPORT": transport}
+    sizes = "short=8192,staged=65536"  # the longest tensors go in windows
+    environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "ASYNCOLL_TRANSPORT": transport, "ASYNCOLL_SIZES": sizes}
     errors = ""
     for rank, each in enumerate(forked_world(environment, 3, SCRIPT, case)):
         code, out, err = each.end()

@@ -189,13 +189,14 @@ static int await_condition(const Pieces *self, int64_t step)
     return is_met;
 }
 
-/* `perform(step)` -> the number of the next step */
-static PyObject *perform(PyObject *object, PyObject *argument)
+/* `perform(step, stop)` -> the number of the next step, which is at most `stop` */
+static PyObject *perform(PyObject *object, PyObject *arguments)
 {
     Pieces *self = (Pieces *)object;
-    int64_t step = PyLong_AsLongLong(argument), end = end_of_steps(self);
-    if (step == -1 && PyErr_Occurred())
+    long long first, stop;
+    if (!PyArg_ParseTuple(arguments, "LL:perform", &first, &stop))
         return NULL;
+    int64_t step = first, end = least(stop, end_of_steps(self));
     int is_met = step >= 0;
     while (is_met > 0 && step < end) {
         PyThreadState *state = PyEval_SaveThread();
@@ -318,7 +319,7 @@ static void destroy(PyObject *object)
 }
 
 static PyMethodDef methods[] = {
-    {"perform", perform, METH_O, NULL},
+    {"perform", perform, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

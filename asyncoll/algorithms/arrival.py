@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Body, Collectives
-from asyncoll.errors import DeviceError
+from asyncoll.runtime.copies_back import CopiesBack
 from asyncoll.runtime.member import Member
-from asyncoll.tensors.staged import Staged
+from asyncoll.tensors.staged import Arriving
 
 T = TypeVar("T")
 
@@ -19,16 +17,14 @@ T = TypeVar("T")
 class Arrival:
     """The tensors of one call that are staged. A failure ends the call as any other does, inside of its context."""
 
-    def __init__(self, member: Member, tensors: Sequence[Staged], *, fetches: bool = True) -> None:
-        """In the caller's thread, before the call starts. With `fetches` the copies begin."""
+    def __init__(self, member: Member, tensors: Sequence[Arriving]) -> None:
+        """In the caller's thread, before the call starts. The copies begin."""
         self._member = member
         self._tensors = tensors
         self._error: BaseException | None = None
-        back = _CopiesBack(member)
+        back = CopiesBack(member)
         for tensor in tensors:
             tensor.begin(back)
-            if fetches:
-                tensor.fetch()
 
     async def then(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which begins once the tensors have arrived, or have failed, or this is cancelled."""
@@ -67,28 +63,6 @@ class Arrival:
     async def _all(self) -> None:
         for tensor in self._tensors:
             await tensor.arrived()
-
-
-class _CopiesBack:
-    """Those of one call. Implements `tensors.staged.CopiesBack`.
-
-    It does not refer to the tensors: a cycle would keep their memory until Python looks for cycles.
-    """
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-
-    def begun(self) -> None:
-        self._member.endpoint.returns.begun()
-
-    def ended(self, error: DeviceError | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the runtime's loop is closed: this rank has left with an error
-            self._member.post(partial(self._ended, error))
-
-    def _ended(self, error: DeviceError | None) -> None:
-        self._member.endpoint.returns.ended(error)
-        if error is not None:
-            self._member.abort(str(error))
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

@@ -282,7 +282,7 @@ class Backend(Part, Protocol):
         """The collectives of `call`. Called once for each call, in the order of their numbers."""
 
     def overlapped(self, call: Signature, staged: Staged) -> Collectives | None:
-        """The collectives of `call`, an allreduce, broadcast, allgather or reduce_scatter of the mirror of `staged`.
+        """The collectives of `call`: an allreduce, reduce, broadcast, allgather or reduce_scatter of `staged`.
 
         They use the mirror while it arrives, and copy it back while they use the rest; `Staged.put` follows. None: the
         call waits until the mirror has arrived, and uses `collectives`. The ranks may differ in it.

@@ -30,7 +30,7 @@ from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import Array, ReduceOp
-from asyncoll.tensors.staged import Staged
+from asyncoll.tensors.staged import Arriving, Staged
 
 T = TypeVar("T")
 
@@ -93,24 +93,26 @@ class Calls:
         body: Body[T],
         nbytes: int = 0,
         discarded: Callable[[], None] = ignore,
-        staged: Sequence[Staged] = (),
+        staged: Sequence[Arriving] = (),
         *,
-        overlaps: bool = False,
+        overlapping: Staged | None = None,
     ) -> Coroutine[Any, Any, T]:
         """Start a call of all ranks, which runs `body` with the collectives of this call once `staged` have arrived.
 
-        With `overlaps` it may run before: it is a collective of `Backend.overlapped`. Returns a coroutine that waits
-        for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here aborts the communicator.
+        With `overlapping`, the one of `staged`, it may run before: it is a collective of `Backend.overlapped`. Returns
+        a coroutine that waits for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here aborts
+        the communicator.
         """
 
         def begin() -> Coroutine[Any, Any, T]:
             pending = self._pending.enter(call, call.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
-            if staged and overlaps and (overlapped := self._backend.overlapped(call, staged[0])) is not None:
+            if overlapping and (overlapped := self._backend.overlapped(call, overlapping)) is not None:
+                overlapping.defer()
                 return self._start_overlapped(call, overlapped, body, pending, staged)
             collectives = self._backend.collectives(call)
             if staged:
-                return self._start_staged(call, collectives, body, pending, staged, self._backend.here)
+                return self._start_staged(call, collectives, body, pending, staged, self._backend.here, discarded)
             work = self._carry_out(call, collectives, body, pending)
             return self._backend.start(work, call.__str__, nbytes, discarded)
 
@@ -126,19 +128,20 @@ class Calls:
         collectives: Collectives,
         body: Body[T],
         pending: PendingCall,
-        staged: Sequence[Staged],
+        staged: Sequence[Arriving],
         here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
+        discarded: Callable[[], None] = ignore,
     ) -> Coroutine[Any, Any, T]:
         """As `start`, on the runtime's loop: the caller's thread waits for no device."""
         arrival, runner = Arrival(self._member, staged), self._member.runner
         work = here(self._carry_out(call, collectives, arrival.before(body), pending), call.__str__)
-        return runner.resuming(runner.start(arrival.then(work)), arrival.join)
+        return runner.resuming(runner.start(arrival.then(work), discarded), arrival.join)
 
     def _start_overlapped(
-        self, call: Signature, collectives: Collectives, body: Body[T], pending: PendingCall, staged: Sequence[Staged]
+        self, call: Signature, collectives: Collectives, body: Body[T], pending: PendingCall, staged: Sequence[Arriving]
     ) -> Coroutine[Any, Any, T]:
         """As `start`, on the runtime's loop: `collectives` fetch what they use, and wait for it."""
-        arrival, runner = Arrival(self._member, staged, fetches=False), self._member.runner
+        arrival, runner = Arrival(self._member, staged), self._member.runner
         work = self._backend.here(self._carry_out(call, collectives, body, pending), call.__str__)
         return runner.resuming(runner.start(work), arrival.join)
 
@@ -151,7 +154,7 @@ class Calls:
         free. `result` is called once `operand` has the result.
         """
         if operand is not None and operand.staged is not None:
-            return self.start(call, body, staged=[operand.staged], overlaps=True)
+            return self.start(call, body, staged=[operand.staged], overlapping=operand.staged)
         way, nbytes = self._backend.short_way, 0 if operand is None else operand.flat.nbytes
         may_block = self._member.runner.may_block()
         if way is None or (operand is not None and not way.takes(operand.flat, may_block)):
@@ -194,7 +197,7 @@ class Calls:
         return True
 
     def start_send(
-        self, call: Signature, dest: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
+        self, call: Signature, dest: int, tag: int, body: Body[T], staged: Sequence[Arriving] = ()
     ) -> Coroutine[Any, Any, T]:
         """Start `call`, which sends to `dest`."""
         source = self._member.group.rank
@@ -212,7 +215,7 @@ class Calls:
         return self._begin(call, begin)
 
     def start_receive(
-        self, call: Signature, source: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
+        self, call: Signature, source: int, tag: int, body: Body[T], staged: Sequence[Arriving] = ()
     ) -> Coroutine[Any, Any, T]:
         """Start `call`, which receives from `source`. It takes its number on the runtime's loop.
 
@@ -233,7 +236,7 @@ class Calls:
         tag: int,
         into: Array,
         result: Callable[[int], T],
-        staged: Sequence[Staged] = (),
+        staged: Sequence[Arriving] = (),
     ) -> Coroutine[Any, Any, T]:
         """Start a receive of `into` from any source: `call(None, 0)`, and `call(source, number)` once it has a message.
 

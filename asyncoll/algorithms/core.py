@@ -19,6 +19,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
 from asyncoll.runtime.signature import Site
 from asyncoll.tensors.registered import RegisteredMemory, SharedMemory
+from asyncoll.transport.staging.opening import open_stager
 
 _PLANS_MAX = 1024
 ChooseBackend = Callable[[Member], Backend]
@@ -36,7 +37,7 @@ class Family:
         for known, memory in self._memories:
             if known is arena:
                 return memory
-        self._memories.append((arena, RegisteredMemory(arena)))
+        self._memories.append((arena, RegisteredMemory(arena, open_stager)))
         return self._memories[-1][1]
 
 

@@ -112,6 +112,12 @@ class OverlappedCall(MemoryCall):
         else:
             await self._reduce_in_windows(self._reduction(x, op, dtype)._replace(staged=self._staged))
 
+    async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
+        self._staged.fetch()
+        what = self._reduction(x, op, dtype, is_wanted=self.rank == root)._replace(staged=self._staged)
+        await arrived(self._staged, min(self._staging.sizes.piece, x.nbytes))
+        await self._reduce_shown(await self._come_with_slot(what), what)
+
     async def broadcast(self, x: Array, root: int) -> None:
         if await self._are_on_devices(offers=self._offers()):
             await self._on_device().broadcast(root)
@@ -139,7 +145,7 @@ class OverlappedCall(MemoryCall):
     def _offers(self) -> bool:
         """Whether this rank can show its tensor in memory of its device."""
         staged = self._staged
-        return staged.mark.nbytes > self._staging.sizes.device and self._memory.offers(staged.device)
+        return staged.mark.nbytes > self._staging.sizes.device and self._memory.offers(staged.opened_device)
 
     def _offers_to_reduce(self, op: ReduceOp, dtype: str) -> bool:
         return self._offers() and self._memory.exchange.reduces(op, dtype)

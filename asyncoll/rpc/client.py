@@ -19,15 +19,16 @@ from typing import Any, TypeVar
 
 from asyncoll.arguments import text
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, ProtocolError, UsageError
-from asyncoll.rpc import codec, failure, protocol
+from asyncoll.rpc import codec, failure, fetching, protocol
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.codec import Encoder, Types
+from asyncoll.rpc.codec import Encoder, Place, Types
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
 from asyncoll.rpc.service import METHODS, is_name
 from asyncoll.rpc.window import Slots
 from asyncoll.runtime.deadlines import clock, expires_s, remaining_s
 from asyncoll.tensors.reductions import Array
+from asyncoll.tensors.staged import Staged
 
 R = TypeVar("R")
 Answer = tuple[Message, Sequence[Array]]
@@ -86,10 +87,21 @@ class Client:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    async def call(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], types: Types) -> Any:
-        """Call a function at `peer` and return its result. `types` are the dataclasses that the result may contain."""
+    async def call(
+        self,
+        peer: int,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        types: Types,
+        place: Place | None = None,
+    ) -> Any:
+        """Call a function at `peer` and return its result. `types` are the dataclasses that the result may contain.
+
+        `place` is that of `codec.decode`.
+        """
         message, arrays = await self._exchange(peer, name, args, kwargs)
-        return codec.decode(message.body, arrays, types)
+        return codec.decode(message.body, arrays, types, place)
 
     async def notify(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Call a function at `peer` without waiting for its end. Waits for a slot if all are taken."""
@@ -98,15 +110,21 @@ class Client:
             await asyncio.sleep(0)
 
     async def stream(
-        self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any], types: Types
+        self,
+        peer: int,
+        name: str,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        types: Types,
+        place: Place | None = None,
     ) -> AsyncGenerator[Any, None]:
-        """The items of an async generator at `peer`."""
+        """The items of an async generator at `peer`. `types` and `place` are those of `call`."""
         number, pending = await self._begin(protocol.STREAM, peer, name, args, kwargs)
         assert pending.items is not None
         taken = 0
         try:
             while (answer := await self._next_item(pending.items, name, peer)) is not None:
-                yield codec.decode(answer[0].body, answer[1], types)
+                yield codec.decode(answer[0].body, answer[1], types, place)
                 taken += 1
                 # In batches, but at once if the reader is about to wait: the generator may be waiting for credit.
                 if taken >= _CREDIT_EVERY or pending.items.empty():
@@ -207,11 +225,14 @@ class Client:
         elif level > protocol.MAX_DEPTH:
             raise UsageError(f"{name}: {protocol.MAX_DEPTH} calls wait for each other already: does one call itself?")
         try:
-            body, arrays = self._encoder.encode([[*args], kwargs])
+            body, arrays, staged = self._encoder.encode([[*args], kwargs])
         except UsageError:
             for which, value in (*enumerate(args, 1), *kwargs.items()):
                 codec.encode(value, f"{name}: argument {which}")  # raises an error that names the argument
             raise
+        if staged:
+            await self._fetch(staged, ends_s, name)
+            seconds = remaining_s()
         slots, nbytes = self._slots[peer, level], len(body)
         if arrays:
             nbytes += sum(array.nbytes for array in arrays)
@@ -237,6 +258,17 @@ class Client:
             self._forget(number)
             raise
         return number, pending
+
+    async def _fetch(self, staged: Sequence[Staged], ends_s: float, name: str) -> None:
+        """Wait until the tensors of devices are at the host, and can be sent."""
+        seconds = None if ends_s == math.inf else ends_s - self._now_s()
+        late = partial(DeadlineError, f"{name}: its tensors have not arrived from their device before the deadline")
+        fetching.begin(staged)
+        try:
+            async with failure.Limit(seconds, late):
+                await self._unless_failed(fetching.arrived(staged))
+        finally:
+            fetching.join(staged)
 
     async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
         """Await `work`, or raise the failure if `fail` is called meanwhile.

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 import msgpack
 import numpy as np
 
-from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.errors import AsyncollError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import ARRAYS_MAX
 from asyncoll.tensors import reductions
 from asyncoll.tensors.operands import as_operand, is_tensor
 from asyncoll.tensors.reductions import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, torch_maker, torch_view
+from asyncoll.tensors.staged import Staged, hidden, is_hidden
 
 INLINE_BYTES = 2048  # an array of at most this size is copied into the structured part
 MAX_DEPTH = 64  # nested values
@@ -54,9 +55,11 @@ class Expected(NamedTuple):
 
 Types = Mapping[str, Expected]  # by qualified name
 NO_TYPES: Types = {}
+Place = Callable[[Any], Any]  # takes a torch tensor on the CPU, which nothing else uses; returns it on another device
+Encoded = tuple[bytes, list[Array], list[Staged]]  # structured bytes, arrays beside them, and tensors of devices
 
 
-def encode(value: object, name: str = "value") -> tuple[bytes, list[Array]]:
+def encode(value: object, name: str = "value") -> Encoded:
     """As `Encoder.encode`, for a single value."""
     return Encoder().encode(value, name)
 
@@ -68,15 +71,19 @@ class Encoder:
 
     def __init__(self) -> None:
         self._arrays: list[Array] = []  # of the value that is being encoded
+        self._staged: list[Staged] = []  # in that value
         self._packers: list[msgpack.Packer] = []  # by depth of the value: a packer packs one value at a time
         self._depth = -1
 
-    def encode(self, value: object, name: str = "value") -> tuple[bytes, list[Array]]:
+    def encode(self, value: object, name: str = "value") -> Encoded:
         """`value` as structured bytes, and the arrays beside them: flat uint8 views of the caller's memory.
+
+        Tensors of devices are mirrors among the arrays, which have their elements once they are fetched (`fetching`).
 
         Raises UsageError with the path, beginning with `name`, of the part that cannot be sent.
         """
         self._arrays = arrays = list[Array]()
+        self._staged = staged = list[Staged]()
         try:
             body = self._pack(value)
         except BaseException as error:
@@ -86,7 +93,7 @@ class Encoder:
             raise
         if len(body) > _KEPT_BYTES:
             self._packers.clear()
-        return body, arrays
+        return body, arrays, staged
 
     def _pack(self, value: object) -> bytes:
         self._depth = depth = self._depth + 1
@@ -131,15 +138,18 @@ class Encoder:
             shape = array.shape
             form = _FORMS[len(shape)].pack(family, dtype, _INSIDE, len(shape), *shape)
             return _extension(_ARRAY, form + array.tobytes())
-        operand = as_operand(value)
+        operand = as_operand(value, may_stage=True)
         flat, shape = operand.flat.view(np.uint8), operand.shape
-        where = _INSIDE if flat.size <= INLINE_BYTES else _OUTSIDE
+        is_staged = operand.staged is not None and flat.size > 0  # else there is nothing to fetch
+        where = _INSIDE if flat.size <= INLINE_BYTES and not is_staged else _OUTSIDE
         form = _FORMS[len(shape)].pack(family, DTYPES.index(operand.dtype), where, len(shape), *shape)
         if where == _INSIDE:
             return _extension(_ARRAY, form + flat.tobytes())
         if len(self._arrays) == ARRAYS_MAX - 1:  # `protocol` may send the structured part as one more array
             raise UsageError(f"{ARRAYS_MAX} arrays in one message are too many: stack them")
         self._arrays.append(flat)
+        if operand.staged is not None:
+            self._staged.append(operand.staged)
         return _extension(_ARRAY, form + _INDEX.pack(len(self._arrays) - 1))
 
 
@@ -154,6 +164,8 @@ def _as_numpy(tensor: Any) -> Array | None:
 
     `as_operand`, which handles all tensors, takes several times longer than the rest of a short message.
     """
+    if hidden and is_hidden(tensor):
+        return None
     try:
         array: Array = tensor.numpy()
     except (RuntimeError, TypeError):  # another device, layout, or a dtype that numpy does not have; or a gradient
@@ -201,19 +213,21 @@ def _raise_for_leaf(value: object, path: str) -> None:
         raise UsageError(f"{path} is a {type(value)}, which cannot be sent; these types can: {ALLOWED}") from None
 
 
-def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES) -> Any:
+def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES, place: Place | None = None) -> Any:
     """The value that `encode` was given. Its tensors use the memory of `arrays`, without a copy.
+
+    Its torch tensors are those that `place` returns, if it is given.
 
     Raises ProtocolError for bytes that `encode` does not make, and UsageError for a dataclass that is not in `types`,
     has other fields, or cannot be made of them.
     """
-    decoder = _Decoder(arrays, types)
+    decoder = _Decoder(arrays, types) if place is None else _PlacingDecoder(arrays, types, place)
     try:
         if len(body) <= _UNCHECKED_BYTES:
             value = msgpack.unpackb(body, ext_hook=decoder.extension, strict_map_key=False)
         else:
             value = decoder.unpack(body)
-    except (ProtocolError, UsageError):
+    except AsyncollError:
         raise
     except Exception as error:  # msgpack raises many types; each means that `encode` has not made these bytes
         raise ProtocolError(f"not a value: {error!r:.200}") from None
@@ -313,6 +327,18 @@ class _Decoder:
             return expected.type(**fields)
         except Exception as error:  # its own __init__ or __post_init__ may object to anything
             raise UsageError(f"no {name} can be made of the fields that were received: {error!r}") from None
+
+
+class _PlacingDecoder(_Decoder):
+    """Its torch tensors go to a device."""
+
+    def __init__(self, arrays: Sequence[Array], types: Types, place: Place) -> None:
+        super().__init__(arrays, types)
+        self._place = place
+
+    def _array(self, body: bytes) -> Any:
+        value = super()._array(body)
+        return value if isinstance(value, np.ndarray | np.generic) else self._place(value)
 
 
 class _Known(NamedTuple):

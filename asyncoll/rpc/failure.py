@@ -9,10 +9,11 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, RemoteError, UsageError, text_of
+from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, ProtocolError, RemoteError, UsageError, text_of
 from asyncoll.rpc import codec
 
-_USAGE, _RAISED, _LATE = range(3)  # a wrong call, an exception of the function, the end of the caller's deadline
+# A wrong call, an exception of the function, the end of the caller's deadline, a device that has failed.
+_USAGE, _RAISED, _LATE, _DEVICE = range(4)
 _NAME_MAX, _MESSAGE_MAX, _TRACE_MAX = 200, 2000, 8000  # characters; a traceback keeps its last ones
 
 _LIBRARIES = (
@@ -30,13 +31,17 @@ class LateError(Exception):
     """The caller's deadline has passed; not a deadline that the function set itself."""
 
 
+class FetchError(Exception):
+    """A tensor that the function has returned does not arrive from its device."""
+
+
 class Limit:
-    """A context manager that raises `late()` if its block takes longer than `seconds`.
+    """A context manager that raises `late()` if its block takes longer than `seconds`; None: never.
 
     A TimeoutError of the block itself passes. This is a class, because a generator takes 2 us longer for each call.
     """
 
-    def __init__(self, seconds: float, late: Callable[[], Exception]) -> None:
+    def __init__(self, seconds: float | None, late: Callable[[], Exception]) -> None:
         self._late = late
         self._timeout = asyncio.timeout(seconds)
 
@@ -50,9 +55,12 @@ class Limit:
             raise self._late() from None
 
 
+_KINDS = {CallerError: _USAGE, LateError: _LATE, FetchError: _DEVICE}
+
+
 def encode(error: BaseException) -> bytes:
     """The body of an ERROR message for `error`."""
-    kind = _USAGE if isinstance(error, CallerError) else _LATE if isinstance(error, LateError) else _RAISED
+    kind = next((kind for cause, kind in _KINDS.items() if isinstance(error, cause)), _RAISED)
     message = "it was cancelled there" if isinstance(error, asyncio.CancelledError) else text_of(error)
     texts = type(error).__name__, message, _trace(error) if kind == _RAISED else ""
     name, message, trace = (text.encode("utf-8", "backslashreplace").decode() for text in texts)  # valid Unicode
@@ -69,6 +77,8 @@ def decode(body: bytes, rank: int) -> AsyncollError:
         return UsageError(f"{callee(rank)}: {message}")
     if kind == _LATE:
         return DeadlineError(f"{callee(rank)}: {message}")
+    if kind == _DEVICE:
+        return DeviceError(f"{callee(rank)}: {message}")
     return RemoteError(rank, name, message, trace)
 
 

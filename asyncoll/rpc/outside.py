@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -12,17 +13,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from asyncoll.arguments import flag
-from asyncoll.errors import ProtocolError, ServiceLostError
+from asyncoll.errors import DeviceError, ProtocolError, ServiceLostError
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_socket import SocketCarrier, dial, listen
-from asyncoll.rpc.codec import NO_TYPES
+from asyncoll.rpc.codec import NO_TYPES, Place
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.failure import Limit
 from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
 from asyncoll.runtime.deadlines import remaining_s
+from asyncoll.tensors import registered
 from asyncoll.transport.keys import Key, read_key
 from asyncoll.transport.messages.service_protocol import VERSION, ClientEnd, ServiceEnd
+from asyncoll.transport.staging.opening import open_stager
 
 S = TypeVar("S")
 KeyFile = str | os.PathLike[str]
@@ -68,11 +71,12 @@ async def serve(
     """
     registry = FunctionRegistry()
     registry.add(service, inline=flag(inline, "inline"))
-    server = _Server(registry, url, None if key_file is None else read_key(Path(key_file)))
-    try:
-        yield server.url
-    finally:
-        await server.close()
+    async with registered.of_context(open_stager):
+        server = _Server(registry, url, None if key_file is None else read_key(Path(key_file)))
+        try:
+            yield server.url
+        finally:
+            await server.close()
 
 
 class _Server:
@@ -119,13 +123,14 @@ async def connect(url: str, *, key_file: KeyFile | None = None) -> AsyncIterator
     ProtocolError if the service runs another version. At the end of the context without an exception, waits up to 10 s
     until all notifications have begun. Calls that still wait raise ClosedError.
     """
-    connection = Connection(url, None if key_file is None else read_key(Path(key_file)))
-    try:
-        await connection.meet()
-        yield connection
-        await connection.flush()
-    finally:
-        await connection.close()
+    async with registered.of_context(open_stager):
+        connection = Connection(url, None if key_file is None else read_key(Path(key_file)))
+        try:
+            await connection.meet()
+            yield connection
+            await connection.flush()
+        finally:
+            await connection.close()
 
 
 class Connection:
@@ -140,10 +145,11 @@ class Connection:
     def __init__(self, url: str, key: Key | None) -> None:
         self._url = url
         self._key = key
-        self._version: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._place: Place | None = None
+        self._version: asyncio.Future[int] = self._loop.create_future()
         carrier = SocketCarrier(self._dial, self._broken, self._lost)
         self._exchange = Exchange(carrier, FunctionRegistry(), lambda service: -1, self._broken, "this connection")
-        self._peer = Peer(self._exchange.client, 0, url)
 
     async def meet(self) -> None:
         """Wait until the service has answered, and check its version. Called by `connect`."""
@@ -161,7 +167,7 @@ class Connection:
 
     async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function `name` of the service and return its result."""
-        return await self._exchange.client.call(0, name, args, kwargs, NO_TYPES)
+        return await self._exchange.client.call(0, name, args, kwargs, NO_TYPES, self._place)
 
     async def notify(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Call the function `name` of the service without waiting for its end. There is no result.
@@ -173,15 +179,22 @@ class Connection:
 
     def stream(self, name: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """The items that the async generator `name` of the service yields: see `Rpc.stream`."""
-        return self._exchange.client.stream(0, name, args, kwargs, NO_TYPES)
+        return self._exchange.client.stream(0, name, args, kwargs, NO_TYPES, self._place)
+
+    def to(self, device: object) -> Connection:
+        """These calls, with torch tensors of `device` in results: see `Rpc.to`. A copy that fails ends all calls."""
+        on_device = copy.copy(self)
+        stager = registered.current().devices.stager_named(device)
+        on_device._place = partial(stager.take, back=_CopiesBack(self._exchange, self._loop))
+        return on_device
 
     async def methods(self) -> list[Method]:
         """The functions of the service, with their parameters, annotations and docstrings."""
-        return await stub.methods(self._peer)
+        return await stub.methods(self._peer())
 
     def proxy(self, service: Callable[..., S]) -> Proxy[S]:
         """An object with the methods of the class `service`, which run at the service: see `Rpc.proxy`."""
-        return stub.stub(self._peer, service, None)
+        return stub.stub(self._peer(), service, None)
 
     async def flush(self) -> None:
         """Wait until all notifications have begun, at most 10 s. Called by `connect` at the end."""
@@ -192,6 +205,9 @@ class Connection:
     async def close(self) -> None:
         """End all calls with ClosedError. Idempotent. Called by `connect` at the end."""
         await self._exchange.close()
+
+    def _peer(self) -> Peer:
+        return Peer(self._exchange.client, 0, self._url, self._place)
 
     def _dial(self, owner: SocketCarrier) -> ClientEnd:
         return dial(owner, self._url, self._key, self._answered)
@@ -208,3 +224,18 @@ class Connection:
 
     def _broken(self, service: int, error: ProtocolError) -> None:
         self._exchange.fail(partial(ProtocolError, f"{self._url} broke the protocol: {error}"))
+
+
+class _CopiesBack:
+    """Results that are copied to devices. Implements `tensors.staged.CopiesBack`: one that fails ends all calls."""
+
+    def __init__(self, exchange: Exchange, loop: asyncio.AbstractEventLoop) -> None:
+        self._exchange = exchange
+        self._loop = loop
+
+    def begun(self) -> None: ...
+
+    def ended(self, error: DeviceError | None) -> None:
+        if error is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: there are no calls any more
+                self._loop.call_soon_threadsafe(self._exchange.fail, partial(DeviceError, str(error)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -13,11 +14,14 @@ from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc import stub
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.client import FOREIGN_LOOP
+from asyncoll.rpc.codec import Place
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
+from asyncoll.runtime.copies_back import CopiesBack
 from asyncoll.runtime.failures import Failure, error_of
 from asyncoll.runtime.member import Member
+from asyncoll.tensors import registered
 
 MakeCarrier = Callable[[Callable[[int, ProtocolError], None]], Carrier]  # takes the handler of protocol errors
 T = TypeVar("T")
@@ -45,10 +49,16 @@ class Rpc:
     it has no functions.
 
     **Values.** Arguments and results are None, bool, int (64 bits), float, complex, str, bytes, list, tuple, set, dict,
-    dataclasses, numpy arrays and scalars, and torch tensors on the CPU of any supported dtype and shape, nested in each
-    other up to 64 levels. The receiver gets copies, which it may change, also in a call of a rank to itself. A
+    dataclasses, numpy arrays and scalars, and torch tensors of any supported dtype and shape, nested in each other up
+    to 64 levels. The receiver gets copies, which it may change, also in a call of a rank to itself. A
     dataclass arrives only if an annotation names it: at the callee an annotation of the function; at the caller an
     annotation of a function that is registered there under the same name, or of the class that `proxy` was given.
+
+    **Devices.** Tensors may be on a device that calls take tensors of. A message is sent once they have arrived at the
+    host, with the values that they have where the call begins, where the function returns, or where the generator
+    yields: the work that is queued on the thread's current stream comes before. The loop does not wait meanwhile. The
+    receiver gets tensors on the CPU; `to` gives calls whose results are on a device. If a device fails, the call raises
+    DeviceError, which names the rank if it is the callee's.
 
     **Where functions run.** A call starts when it is awaited. Coroutine functions and async generators run on the loop
     of the callee's program. Plain functions run in threads, or on that loop if they are registered with `inline`. A
@@ -75,6 +85,8 @@ class Rpc:
         if self._loop is not member.runner.home:
             raise UsageError(FOREIGN_LOOP)
         endpoint = member.endpoint
+        self._member = member
+        self._place: Place | None = None
         self._ranks = member.group.ranks
         self._check_not_forked = endpoint.check_not_forked
         self._registry = FunctionRegistry()
@@ -109,7 +121,8 @@ class Rpc:
 
         The arguments may be changed once the call has returned.
         """
-        return await self._exchange.client.call(self._of_world(rank), name, args, kwargs, self._registry.types_of(name))
+        types = self._registry.types_of(name)
+        return await self._exchange.client.call(self._of_world(rank), name, args, kwargs, types, self._place)
 
     async def call_all(self, ranks: Iterable[int], name: str, /, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """Call the function `name` at each of `ranks` at the same time. Returns the results by rank.
@@ -157,7 +170,24 @@ class Rpc:
         before.
         """
         types = self._registry.types_of(name)
-        return self._exchange.client.stream(self._of_world(rank), name, args, kwargs, types)
+        return self._exchange.client.stream(self._of_world(rank), name, args, kwargs, types, self._place)
+
+    def to(self, device: object) -> Rpc:
+        """These calls, with results on `device`: torch tensors in what they return and yield are tensors of it.
+
+        `await comm.rpc.to("cuda:0").call(1, "forward", x)` returns a tensor of that device, and so do the methods of
+        `comm.rpc.to("cuda:0").proxy(1, Model)`.
+
+        The device is one of this rank; the callee need not know it. Where the caller goes on, its current stream waits
+        for the copies, and the host does not. A copy that fails aborts the communicator. numpy arrays stay at the host.
+        Functions that are called here get tensors on the CPU, and move them themselves.
+
+        Local. Raises UsageError if calls take no tensors of `device`: a name such as "cuda:0", or a `torch.device`.
+        """
+        on_device = copy.copy(self)
+        stager = registered.current().devices.stager_named(device)
+        on_device._place = partial(stager.take, back=CopiesBack(self._member))
+        return on_device
 
     async def methods(self, rank: int) -> list[Method]:
         """The functions that `rank` has registered, with their parameters, annotations and docstrings."""
@@ -190,7 +220,7 @@ class Rpc:
         await self._exchange.close()
 
     def _peer(self, rank: int) -> Peer:
-        return Peer(self._exchange.client, self._of_world(rank), f"rank {rank}")
+        return Peer(self._exchange.client, self._of_world(rank), f"rank {rank}", self._place)
 
     def _of_world(self, rank: int) -> int:
         """The world rank of a rank of this communicator. The exchange and the carriers use world ranks."""

@@ -17,18 +17,19 @@ import types
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from asyncoll.errors import AsyncollError, DeadlineError, ProtocolError, UsageError
-from asyncoll.rpc import codec, failure, protocol
+from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, ProtocolError, UsageError
+from asyncoll.rpc import codec, failure, fetching, protocol
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.codec import Encoder
-from asyncoll.rpc.failure import CallerError, LateError, Limit
+from asyncoll.rpc.codec import Encoded, Encoder
+from asyncoll.rpc.failure import CallerError, FetchError, LateError, Limit
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
 from asyncoll.rpc.threads import SETTLED, Done, Threads
 from asyncoll.runtime.deadlines import clock, expiry, lift
 from asyncoll.tensors.reductions import Array
+from asyncoll.tensors.staged import Staged
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 # Twice the limit of the client: a peer begins a new call as soon as it has an answer, when the task here may not be
@@ -66,6 +67,12 @@ class _Stream:
             self._total -= self._costs.popleft()
         if len(self._costs) < ITEMS_MAX and self._total <= _AHEAD_BYTES:
             self.room.set()
+
+
+class _Result(NamedTuple):
+    """The result of a plain function, which was encoded in the thread that it ran in."""
+
+    encoded: Encoded
 
 
 class _Call:
@@ -112,6 +119,7 @@ class Server:
         self._counts: dict[tuple[int, int], int] = {}  # calls by peer and depth
         self._answers: dict[tuple[int, int], asyncio.Task[None]] = {}  # by peer and call: answers without a call here
         self._answering: Counter[int] = Counter()  # by peer: the number of those
+        self._fetching: dict[tuple[int, int], Sequence[Staged]] = {}  # by peer and call: tensors in its answer
         self._tasks: set[asyncio.Task[None]] = set()  # of calls
         self._leader: asyncio.Task[None] | None = None
         self._news: asyncio.Future[None] | None = None  # that the leader waits for
@@ -232,6 +240,8 @@ class Server:
 
     def _over(self, call: _Call) -> None:
         """The call is over: free its place."""
+        if self._fetching:
+            fetching.join(self._fetching.pop(call.key, ()))
         level = call.level
         del self._calls[call.key]
         count = self._counts[level] - 1
@@ -324,9 +334,8 @@ class Server:
             call.task = leader
             return self._first_step(call, function, args, kwargs, context)
         elif call.ends_s < math.inf:
-            self._finish(
-                call, self._to_its_end(call, function, partial(self._wait_for_thread, function, args, kwargs)), context
-            )
+            wait = partial(self._wait_for_thread, call, function, args, kwargs)
+            self._finish(call, self._to_its_end(call, function, wait), context)
         else:
             work = partial(self._run_in_thread, call, function, args, kwargs, context)
             self._in_a_thread(work, partial(self._returned, call, function, context))
@@ -368,6 +377,7 @@ class Server:
     ) -> None:
         """A plain function has returned `result`, or raised `error`, in its thread. The call may be over."""
         if self._calls.get(call.key) is not call or call.task is not None:
+            _drop(result)
             return
         if result is SETTLED:
             self._over(call)
@@ -437,10 +447,10 @@ class Server:
 
         Returns SETTLED for a call that is answered, and otherwise the result.
         """
-        result = context.run(_plain, function.fn, args, kwargs)
-        if not self._carrier.sends_in_any_thread or inspect.isawaitable(result):
+        result = context.run(_encoded, call, function, args, kwargs)
+        if not self._carrier.sends_in_any_thread or type(result) is not _Result:
             return result
-        body, arrays = codec.encode(result, function.result) if call.message.kind == CALL else (b"", [])
+        body, arrays, _ = result.encoded
         head, out = protocol.encode(RESULT, call.message.call, body, arrays)
         if out or self._closed or self._calls.get(call.key) is not call:  # it was cancelled, for instance
             return result
@@ -449,15 +459,17 @@ class Server:
         except AsyncollError:  # the loop meets it, too
             return result
 
-    async def _wait_for_thread(self, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    async def _wait_for_thread(self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run a plain function in a thread and wait for it."""
         returned: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
 
         def done(result: Any, error: BaseException | None) -> None:
             if not returned.done():
                 returned.set_result((result, error))
+            else:
+                _drop(result)
 
-        self._in_a_thread(partial(contextvars.copy_context().run, _plain, function.fn, args, kwargs), done)
+        self._in_a_thread(partial(contextvars.copy_context().run, _encoded, call, function, args, kwargs), done)
         return await _outcome(*await returned)
 
     # -- answers ----------------------------------------------------------------------------------
@@ -467,10 +479,30 @@ class Server:
         if call.message.kind != CALL:
             return self._answer(call, RESULT, b"", ())
         try:
-            body, arrays = self._encoder.encode(result, function.result)
+            if type(result) is _Result:
+                body, arrays, staged = result.encoded
+            else:
+                body, arrays, staged = self._encoder.encode(result, function.result)
+                if staged:
+                    fetching.begin(staged)
         except Exception as error:
             return self._failed(call, error)
-        return self._answer(call, RESULT, body, arrays)
+        if not staged:
+            return self._answer(call, RESULT, body, arrays)
+        self._fetching[call.key] = staged
+        return self._answer_once_fetched(call, body, arrays, staged)
+
+    async def _answer_once_fetched(
+        self, call: _Call, body: bytes, arrays: Sequence[Array], staged: Sequence[Staged]
+    ) -> None:
+        """Answer with a result once its tensors have arrived from their devices."""
+        try:
+            await _arrived(staged)
+            rest = self._answer(call, RESULT, body, arrays)
+        except FetchError as error:
+            rest = self._failed(call, error)
+        if rest is not None:
+            await rest
 
     def _failed(self, call: _Call, error: BaseException) -> Coroutine[Any, Any, None] | None:
         """Answer with an error. Returns what is left to do."""
@@ -513,7 +545,9 @@ class Server:
         items = function.fn(*args, **kwargs)
         async with contextlib.aclosing(items) if hasattr(items, "aclose") else contextlib.nullcontext():
             async for item in items:
-                body, arrays = self._encoder.encode(item, name)
+                body, arrays, staged = self._encoder.encode(item, name)
+                if staged:
+                    await _fetched(staged)
                 stream.sent(len(body) + sum(array.nbytes for array in arrays))
                 await self._carrier.send(call.peer, *protocol.encode(ITEM, call.message.call, body, arrays))
                 await stream.room.wait()
@@ -534,6 +568,43 @@ def _plain(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> A
         return fn(*args, **kwargs)
     except StopIteration as error:  # in a coroutine it would count as the end of that
         raise RuntimeError(f"{fn!r} raised StopIteration") from error
+
+
+def _encoded(call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Call a plain function, and encode its result for its caller, in a thread: copies follow the work queued there.
+
+    An awaitable result is returned as it is.
+    """
+    result = _plain(function.fn, args, kwargs)
+    if inspect.isawaitable(result):
+        return result
+    if call.message.kind != CALL:
+        return _Result((b"", [], []))
+    encoded = codec.encode(result, function.result)
+    fetching.begin(encoded[2])
+    return _Result(encoded)
+
+
+def _drop(result: Any) -> None:
+    """No caller waits for the result of a plain function any more."""
+    if type(result) is _Result:
+        fetching.join(result.encoded[2])
+
+
+async def _fetched(staged: Sequence[Staged]) -> None:
+    """Fetch the tensors of a message."""
+    fetching.begin(staged)
+    try:
+        await _arrived(staged)
+    finally:
+        fetching.join(staged)
+
+
+async def _arrived(staged: Sequence[Staged]) -> None:
+    try:
+        await fetching.arrived(staged)
+    except DeviceError as error:
+        raise FetchError(str(error)) from None
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:

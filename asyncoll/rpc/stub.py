@@ -11,6 +11,7 @@ from asyncoll.arguments import text
 from asyncoll.errors import MismatchError, UsageError
 from asyncoll.rpc import hints
 from asyncoll.rpc.client import Client
+from asyncoll.rpc.codec import Place
 from asyncoll.rpc.service import METHODS, Function, Method, Parameter, public_methods
 
 S = TypeVar("S")
@@ -24,6 +25,7 @@ class Peer(NamedTuple):
     client: Client
     number: int  # as the carrier of `client` numbers its peers
     name: str  # in errors
+    place: Place | None = None  # for tensors in results
 
 
 async def methods(peer: Peer) -> list[Method]:
@@ -68,13 +70,15 @@ class _Stub:
 
     async def _call(self, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         await self._match()
-        result = await self._peer.client.call(self._peer.number, function.name, args, kwargs, function.types)
+        peer = self._peer
+        result = await peer.client.call(peer.number, function.name, args, kwargs, function.types, peer.place)
         function.check_result(result)
         return result
 
     async def _stream(self, function: Function, /, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         await self._match()
-        items = self._peer.client.stream(self._peer.number, function.name, args, kwargs, function.types)
+        peer = self._peer
+        items = peer.client.stream(peer.number, function.name, args, kwargs, function.types, peer.place)
         try:
             async for item in items:
                 function.check_result(item)

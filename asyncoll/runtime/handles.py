@@ -377,9 +377,10 @@ class HandleRunner(ProgressThread):
         return handle
 
     def resuming(self, call: Any, resume: Callable[[], None]) -> Any:
-        self.resumes[call] = resume  # no slot of `Handle`, which would add to the cost of every call
-        call.__class__ = _ResumingUnfetched if isinstance(call, _Unfetched) else _Resuming
-        return call
+        handle = self.handle(call)
+        self.resumes[handle] = resume  # no slot of `Handle`, which would add to the cost of every call
+        handle.__class__ = _ResumingUnfetched if isinstance(handle, _Unfetched) else _Resuming
+        return handle
 
     def may_block(self) -> bool:
         return bool(getattr(self.waiting, "now", False))

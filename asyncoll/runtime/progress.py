@@ -107,7 +107,7 @@ class Runner(Protocol):
         """For a task on `home`: a coroutine that runs `work` on the runtime's loop. Cancellation is that of `start`."""
 
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
-        """`call`, which a method here has returned; `resume` is called where its caller goes on with its outcome.
+        """`call`, which is a coroutine; `resume` is called where its caller goes on with its outcome.
 
         It must not raise. It is called once for each thread or task that goes on. If none comes, it is not called.
         """

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 from asyncoll.errors import DeviceError
 
 
 class Returns:
-    """Those of one rank. On the runtime's loop."""
+    """Those of one rank. On the runtime's loop, but for `begun`, which may be called in any thread."""
 
     def __init__(self) -> None:
         self.any = False  # whether there has been one; for other threads, too
         self._under_way = 0
+        self._lock = threading.Lock()  # of that number
         self._error: DeviceError | None = None  # the first
         self._waiting: list[asyncio.Future[None]] = []
 
     def begun(self) -> None:
         self.any = True
-        self._under_way += 1
+        with self._lock:
+            self._under_way += 1
 
     def ended(self, error: DeviceError | None) -> None:
-        self._under_way -= 1
+        with self._lock:
+            self._under_way -= 1
         self._error = self._error or error
         self._tell()
 

@@ -192,7 +192,8 @@ def flatten(model: nn.Module, buffers: bool = False) -> Flat:
     the same parameters. Local: the other ranks need not call it.
 
     In a world (inside `asyncoll.run` or `asyncoll.connect`), the flat tensors are in registered memory, as those of
-    `Communicator.empty` are: peers on this host read gradients where `backward()` has put them.
+    `Communicator.empty` are: peers on this host read gradients where `backward()` has put them. Those of a model on
+    another device than the CPU are on that device, whose memory the host neither reads nor writes here.
 
     Each parameter, gradient and buffer has a torch storage of its own, which is a part of the flat tensor's memory.
     `torch.save` of one layer writes that layer only, and `copy.deepcopy` copies that layer only.
@@ -394,8 +395,11 @@ def _alias(view: Tensor) -> Tensor:
     import torch
     import torch.utils.dlpack
 
+    dlpack: Any = torch.utils.dlpack  # its types do not show all that it has
     as_bytes = view.view(torch.uint8)  # DLPack does not have all dtypes
-    return torch.utils.dlpack.from_dlpack(as_bytes).view(view.dtype)
+    # Not `from_dlpack(as_bytes)`: by that torch exports no tensor of a GPU that is not the current one.
+    alias: Tensor = dlpack.from_dlpack(dlpack.to_dlpack(as_bytes)).view(view.dtype)
+    return alias
 
 
 def _shape(tensor: Tensor) -> str:

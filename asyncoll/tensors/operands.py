@@ -9,6 +9,7 @@ the buckets of a model share one round, which includes a rank for all of them or
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -25,15 +26,16 @@ from asyncoll.tensors.reductions import (
     Array,
     ReduceOp,
     accumulator,
+    build,
     divide,
     dtype_name,
     put,
     scale,
     storage,
-    torch_view,
     widened,
 )
-from asyncoll.tensors.staged import Staged, Stager, stager_of, stagers
+from asyncoll.tensors.registered import stager_of
+from asyncoll.tensors.staged import Staged, Stager, hidden, is_hidden, stagers
 
 if TYPE_CHECKING:
     import torch
@@ -70,11 +72,11 @@ class Operand(NamedTuple):
         else:
             self.source.detach().copy_(build(self.flat, self.dtype, self.shape, as_torch=True))
 
-    def like(self, flat: Array, shape: Sequence[int]) -> Any:
-        """`flat` as a tensor of the caller's kind and of `shape`, and on its device."""
+    def like(self, flat: Array, shape: Sequence[int], dtype: str = "") -> Any:
+        """`flat` as a tensor of the caller's kind and of `shape`, on its device, and of its dtype if none is given."""
         if self.staged is not None:
-            return self.staged.like(flat, self.dtype, tuple(shape))
-        return build(flat, self.dtype, shape, as_torch=self.is_torch)
+            return self.staged.like(flat, dtype or self.dtype, tuple(shape))
+        return build(flat, dtype or self.dtype, shape, as_torch=self.is_torch)
 
 
 def staged_parts(operands: Iterable[Operand]) -> list[Staged]:
@@ -82,9 +84,13 @@ def staged_parts(operands: Iterable[Operand]) -> list[Staged]:
     return [operand.staged for operand in operands if operand.staged is not None]
 
 
-def build(flat: Array, dtype: str, shape: Sequence[int], *, as_torch: bool) -> Any:
-    """A numpy array, or a torch tensor, of `shape` over the memory of `flat`."""
-    return torch_view(flat, dtype).reshape(tuple(shape)) if as_torch else flat.reshape(shape)
+def check_devices(operands: Sequence[Operand]) -> None:
+    """Raise UsageError if the tensors of one call are not all on one device, or all on the host."""
+    if not stagers:
+        return
+    devices = {"the host" if operand.staged is None else operand.staged.device for operand in operands}
+    if len(devices) > 1:
+        raise UsageError(f"one call got tensors on {', '.join(sorted(devices))}: pass tensors of one device")
 
 
 def copy_of(x: Any) -> Any:
@@ -93,8 +99,7 @@ def copy_of(x: Any) -> Any:
         return [copy_of(part) for part in x]
     if isinstance(x, np.ndarray):
         return x.copy()
-    stager = stager_of(x)
-    return x.detach().clone() if stager is None else stager.clone(x)
+    return stager_of(x).clone(x) if not x.is_cpu or is_hidden(x) else x.detach().clone()
 
 
 def is_tensor(x: object) -> bool:
@@ -125,10 +130,12 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
         return _numpy_operand(x.view(np.ndarray), writable)  # a subclass may have no flat view: numpy.matrix has none
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
-        if stagers and (stager := stager_of(x)) is not None:
-            return _staged_operand(x, stager, writable, may_stage, is_read)
+        if hidden and is_hidden(x):
+            return _mirrored(x, writable, may_stage, is_read)
         plain = _plain_torch_operand(x) if type(x) is torch.Tensor and x.layout is torch.strided else None
-        return plain or _torch_operand(x, writable)
+        if plain is not None:
+            return plain
+        return _torch_operand(x, writable) if x.is_cpu else _mirrored(x, writable, may_stage, is_read)
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
 
 
@@ -172,14 +179,50 @@ def _torch_names() -> dict[torch.dtype, str]:
     return {getattr(torch, name): name for name in DTYPES if name != BFLOAT16 and not name.startswith("complex")}
 
 
-def _staged_operand(x: torch.Tensor, stager: Stager, writable: bool, may_stage: bool, is_read: bool) -> Operand:
+class Resident(NamedTuple):
+    """A caller's tensor that is on a device."""
+
+    source: Any
+    stager: Stager
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return math.prod(self.shape)
+
+    def mirrored(self, *, is_read: bool = True) -> Operand:
+        """The tensor as a flat array of the host: see `Operand`."""
+        staged = self.stager.stage(self.source, is_read=is_read)
+        flat = staged.mirror.view(storage(self.dtype))
+        return Operand(self.source, flat, self.dtype, self.shape, copied=True, staged=staged)
+
+    def copied(self) -> Operand:
+        """The same for a copy of the tensor on the device, which keeps its values if the tensor changes."""
+        return self._replace(source=self.stager.clone(self.source)).mirrored()
+
+
+def resident_of(x: object, *, writable: bool = False) -> Resident | None:
+    """`x` if it is a tensor on a device, otherwise None. Raises UsageError as `as_operand` does."""
+    if not is_tensor(x) or isinstance(x, np.ndarray):
+        return None
+    tensor: torch.Tensor = x  # type: ignore[assignment]
+    if tensor.is_cpu and not (hidden and is_hidden(tensor)):
+        return None
+    stager = stager_of(tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        raise UsageError("a tensor of a device whose conjugate or negative is due is not supported: pass x.clone()")
+    dtype = _checked_dtype(tensor, writable)
+    return Resident(tensor.detach(), stager, dtype, tuple(tensor.shape))
+
+
+def _mirrored(x: torch.Tensor, writable: bool, may_stage: bool, is_read: bool) -> Operand:
+    resident = resident_of(x, writable=writable)
+    assert resident is not None, "it is on a device"
     if not may_stage:
         raise UsageError("this call takes no tensors of a device yet: pass x.cpu(), and copy the result back")
-    if x.is_conj() or x.is_neg():
-        raise UsageError("a tensor of a device whose conjugate or negative is due is not supported: pass x.clone()")
-    dtype = _checked_dtype(x, writable)
-    staged = stager.stage(x.detach(), is_read=is_read)
-    return Operand(x, staged.mirror.view(storage(dtype)), dtype, tuple(x.shape), copied=True, staged=staged)
+    return resident.mirrored(is_read=is_read)
 
 
 def _checked_dtype(x: torch.Tensor, writable: bool) -> str:
@@ -196,8 +239,6 @@ def _checked_dtype(x: torch.Tensor, writable: bool) -> str:
 
 
 def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
-    if x.device.type != "cpu":
-        raise UsageError(f"a tensor on {x.device} is not supported yet: pass x.cpu() and copy the result back")
     try:
         return _strided_operand(x, _checked_dtype(x, writable))
     except RuntimeError as error:  # a subclass of its own layout: masked, nested, fake, inside of vmap
@@ -383,4 +424,5 @@ def bundle(x: object, op: ReduceOp, weight: float = 1.0, *, is_read: bool = True
     if not x:
         raise UsageError("an empty list of tensors: pass at least one")
     operands = [as_operand(part, writable=True, may_stage=True, is_read=is_read) for part in x]
+    check_devices(operands)
     return Bundle(operands, op, x, weight)

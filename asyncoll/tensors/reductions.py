@@ -235,6 +235,11 @@ def torch_view(flat: Array, dtype: str) -> torch.Tensor:
     return tensor.view(torch.bfloat16) if dtype == BFLOAT16 else tensor
 
 
+def build(flat: Array, dtype: str, shape: Sequence[int], *, as_torch: bool) -> Any:
+    """A numpy array, or a torch tensor, of `shape` over the memory of `flat`."""
+    return torch_view(flat, dtype).reshape(tuple(shape)) if as_torch else flat.reshape(shape)
+
+
 def torch_maker(dtype: str, shape: tuple[int, ...]) -> Callable[[bytearray | Array], torch.Tensor]:
     """A function that makes the torch tensor of this dtype and shape over memory, which is not empty and fits.
 

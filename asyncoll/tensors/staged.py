@@ -1,17 +1,19 @@
 """Tensors in memory that the host does not read, such as that of a GPU: calls use a mirror of them.
 
-The library does not know the kinds of devices here. Whoever opens a device adds a `Stager` for its tensors.
+The library does not know the kinds of devices here. Each rank opens the devices of its tensors at their first call, by
+the function that its `Devices` have got.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from asyncoll.errors import DeviceError
+from asyncoll.errors import DeviceError, UsageError, describe
 from asyncoll.tensors.reductions import Array
 
-stagers: list[Stager] = []  # of the devices that this process uses
+Work = Callable[..., object]  # operations of torch on tensors of a device; see `Device.queue`
 
 
 class CopiesBack(Protocol):
@@ -24,27 +26,45 @@ class CopiesBack(Protocol):
         """In any thread. Neither blocks nor raises."""
 
 
-class Staged(Protocol):
+class Arriving(Protocol):
+    """What comes from a device before the algorithm of a call runs."""
+
+    def begin(self, back: CopiesBack) -> None:
+        """In the caller's thread: begin to copy the elements. The work that the program has queued comes before.
+
+        `back` is told of the copies of results, and of a `join` that fails. Raises DeviceError if the device has
+        failed.
+        """
+
+    async def arrived(self) -> None:
+        """Return once the host has the elements. On the runtime's loop. Raises DeviceError if the device fails."""
+
+    def join(self) -> None:
+        """In a thread that goes on: the work that it queues from here on comes after all copies. Mirrors are gone."""
+
+
+class Staged(Arriving, Protocol):
     """A tensor of a device, and its mirror."""
 
     mirror: Array  # the elements, as flat bytes, once they have arrived
-    device: Any  # its `transport.staging.Device`
+
+    @property
+    def device(self) -> str:
+        """The name of the device, for errors."""
+
+    @property
+    def opened_device(self) -> Any:
+        """Its `transport.staging.Device`."""
 
     @property
     def mark(self) -> Any:
         """Its `transport.staging.Mark`, once it has begun."""
 
-    def begin(self, back: CopiesBack) -> None:
-        """In the caller's thread: note the work that the program has queued. All copies come after it.
-
-        `back` is told of the copies of results.
-        """
+    def defer(self) -> None:
+        """Before `begin`, which copies nothing then."""
 
     def fetch(self) -> None:
-        """Begin to copy the elements to the mirror. After `begin`, at most once."""
-
-    async def arrived(self) -> None:
-        """Return once the mirror has the elements. Raises DeviceError if the device fails."""
+        """Begin to copy the elements to the mirror. After `defer` and `begin`, at most once."""
 
     def when_arrived(self, nbytes: int, callback: Callable[[], None]) -> None:
         """Call `callback` once, in any thread or at once, when the first `nbytes` have arrived, or never will.
@@ -71,17 +91,26 @@ class Staged(Protocol):
         """What to raise for this error of a copy."""
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
-        """A new tensor of the device, which gets the elements `flat`; they do not change any more."""
+        """A new tensor of the device, which gets the elements `flat`; they do not change any more. After `begin`.
 
-    def join(self) -> None:
-        """In a thread that goes on: the work that it queues from here on comes after all copies. The mirror is gone."""
+        Raises DeviceError if the device has too little memory.
+        """
+
+    def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
+        """Carry out `work(*writes, *reads)` on the device, after all copies to it so far; `join` comes after it."""
 
 
 class Stager(Protocol):
-    """Stages the tensors of one device."""
+    """Stages the tensors of one device for one rank."""
 
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A new contiguous tensor on the device, with undefined content. Raises DeviceError if it cannot be made."""
+
+    def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
+        """Carry out `work(*writes, *reads)` on the device, after the work that the program has queued."""
 
     def clone(self, x: Any) -> Any:
         """A copy of `x` on the device, made after the work that the program has queued."""
@@ -89,10 +118,92 @@ class Stager(Protocol):
     def stage(self, x: Any, *, is_read: bool) -> Staged:
         """`x`, of any strides, with memory for its elements; unless `is_read`, that gets none.
 
-        Raises UsageError if there is too little memory.
+        Raises UsageError if there is too little memory, or the device takes no copies now.
         """
 
+    def take(self, x: Any, back: CopiesBack) -> Any:
+        """A new tensor of the device with the elements of `x`, a contiguous CPU tensor which does not change any more.
 
-def stager_of(x: Any) -> Stager | None:
-    """What stages the torch tensor `x`; None: the host reads its memory, or the device is unknown."""
-    return next((stager for stager in stagers if stager.holds(x)), None)
+        The work that the current thread queues from here on comes after the copy; the host does not wait. `back` is
+        that of `Staged.begin`. Raises DeviceError if the device has too little memory, for instance.
+        """
+
+    async def close(self) -> None:
+        """Return once no copy is under way, and the memory of mirrors can be unmapped."""
+
+
+class HiddenDevice(Protocol):
+    """A device, such as one without hardware, whose tensors torch takes for those of the CPU."""
+
+    @property
+    def name(self) -> str:
+        """As programs give it: "fake:0"."""
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        """A new contiguous tensor on the device."""
+
+    def holds(self, x: Any) -> bool:
+        """Whether the torch tensor `x` is on the device."""
+
+
+hidden: list[HiddenDevice] = []  # that this process uses
+stagers: list[Stager] = []  # that the ranks of this process have opened
+
+
+def is_hidden(x: Any) -> bool:
+    """Whether the torch tensor `x` is on a hidden device."""
+    return any(device.holds(x) for device in hidden)
+
+
+class Devices:
+    """The devices of one rank's tensors."""
+
+    def __init__(self, open_stager: Callable[[Any], Stager]) -> None:
+        """`open_stager(x)` opens the device of the tensor `x`. Raises UsageError if it cannot be used."""
+        self._open = open_stager
+        self._stagers: list[Stager] = []
+        self._lock = threading.Lock()
+
+    def stager_of(self, x: Any) -> Stager:
+        """What stages the torch tensor `x`, which is on a device. Raises UsageError if that cannot be used."""
+        with self._lock:
+            for known in self._stagers:
+                if known.holds(x):
+                    return known
+            stager = self._open(x)
+            self._stagers.append(stager)
+            stagers.append(stager)
+            return stager
+
+    def stager_named(self, device: object) -> Stager:
+        """What stages the tensors of a device that the program names: "cuda:0", "cuda", or a `torch.device`.
+
+        Raises UsageError if that cannot be used.
+        """
+        return self.stager_of(_tensor_of(device))
+
+    async def close(self) -> None:
+        """Before the memory of mirrors is unmapped."""
+        while self._stagers:
+            stager = self._stagers.pop()
+            stagers.remove(stager)
+            await stager.close()
+
+
+def _tensor_of(device: object) -> Any:
+    """A tensor on the device of that name."""
+    for known in hidden:
+        if known.name == str(device):
+            try:
+                return known.empty("uint8", (0,))
+            except Exception as error:
+                raise DeviceError(f"{known.name} has failed: {describe(error)}") from error
+    import torch
+
+    try:
+        place = torch.device(device)  # type: ignore[call-overload]
+        if place.type == "cpu":
+            raise UsageError("cpu is the memory of the host: leave the device out")
+        return torch.empty(0, dtype=torch.uint8, device=place)
+    except (TypeError, RuntimeError, AssertionError) as error:
+        raise UsageError(f"a tensor on {device!s:.60} cannot be made: {describe(error)}") from None

@@ -95,7 +95,7 @@ def _rpc(draw: np.random.Generator) -> None:
 
 def _value(draw: np.random.Generator) -> None:
     value = _VALUES[int(draw.integers(len(_VALUES)))]
-    body, arrays = codec.encode(value)
+    body, arrays, _ = codec.encode(value)
     codec.decode(_damaged(draw, body), [array.copy() for array in arrays], _TYPES)
 
 

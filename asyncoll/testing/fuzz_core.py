@@ -371,7 +371,7 @@ def _pieces(draw: _Random, shared: bool) -> _Target:
         objects.append(SimpleNamespace(perform=_core.native.Pieces(*right).perform, create=_create(right, draw)))  # type: ignore[union-attr]
     step = _Argument(lambda draw: draw.randrange(-1, 40))
     index, wrong = _exactly(lambda draw: draw.randrange(1, 10)), _exactly(lambda draw: draw.number(4, 64))
-    return _Target(image, states, objects, {"perform": [step], "create": [index, wrong]})
+    return _Target(image, states, objects, {"perform": [step, step], "create": [index, wrong]})
 
 
 def _create(right: list[Any], draw: _Random) -> Callable[..., None]:
@@ -380,7 +380,7 @@ def _create(right: list[Any], draw: _Random) -> Callable[..., None]:
         arguments = [*right[:index], wrong, *right[index + 1 :]]
         pieces = _core.native.Pieces(*arguments)  # type: ignore[union-attr]
         for _ in range(3):
-            pieces.perform(draw.randrange(9))
+            pieces.perform(draw.randrange(9), 9)
 
     return create
 

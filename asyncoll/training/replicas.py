@@ -66,7 +66,7 @@ async def share_buffers(comm: asyncoll.Communicator, model: torch.nn.Module, roo
     if not buffers:
         return
     layout = {name: [_dtype(buffer), list(buffer.shape)] for name, buffer in buffers.items()}
-    packed = torch.cat([_bytes(buffer) for buffer in buffers.values()]) if comm.rank == root else _NOTHING
+    packed = torch.cat([_bytes(buffer).cpu() for buffer in buffers.values()]) if comm.rank == root else _NOTHING
     layout, packed = await _from_root(comm, layout, packed, root)
     if comm.rank == root:
         return
@@ -250,7 +250,7 @@ def _decoded_items(
 
 
 def _encoded(value: Any, tensors: list[Tensor]) -> Any:
-    """`value` for JSON. A tensor is appended to `tensors`, and only its dtype and shape are encoded."""
+    """`value` for JSON. A tensor is appended to `tensors`: its dtype, its shape, and whether it is on the CPU stay."""
     if isinstance(value, Tensor):
         tensors.append(value)
         return {"tensor": [_dtype(value), list(value.shape), value.is_cpu]}

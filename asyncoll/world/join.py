@@ -324,7 +324,10 @@ class World:
         finally:
             for rpc in self._core.rpcs:
                 await rpc.close()
-            await self._runner.within(self._let_go())
+            try:
+                await self._runner.within(self._core.memory.devices.close())  # before their memory is unmapped
+            finally:
+                await self._runner.within(self._let_go())
 
     async def _join(self) -> Communicator:
         try:

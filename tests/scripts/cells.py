@@ -5,7 +5,10 @@ import sys
 
 from asyncoll.testing.faults.cells import select
 from asyncoll.testing.faults.matrix import check_cell
+from asyncoll.testing.faults.staged_calls import STAGED
 
 transport, size, *names = sys.argv[1:]
 cells = [select(name, 0, 1, 0, transport, int(size))[0] for name in names]
+if any(cell.operation in STAGED for cell in cells):
+    import torch as torch  # once, and not in each rank, which is forked
 print(json.dumps({cell.name: check_cell(cell).broken for cell in cells}))

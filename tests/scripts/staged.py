@@ -43,7 +43,39 @@ async def awaited(device):
         x, sender = await comm.recv_any(made(device, 0, 300_000))
         assert (device.values(x) == sender + 1).all()
         await sent
-        await comm.barrier()
+        gossip = await comm.gossip(made(device, comm.rank, 300_000))
+        increment(device, await gossip.update(made(device, comm.rank, 300_000)))
+        await gossip.exchange()
+        model = await gossip.close()
+        increment(device, model)
+        assert (device.values(await comm.allreduce(model)) == 2 * total + comm.size).all()
+        found = await comm.sparse_allreduce(x, density=0.5)
+        increment(device, x)
+        assert (device.values(found.values) == total).all()
+        assert sorted(device.values(x)[[0, -1]]) == [1, sender + 2]
+        await called(device, comm)
+
+
+async def called(device, comm):
+    def in_a_thread(x: torch.Tensor) -> torch.Tensor:
+        y = device.tensor(x.clone())
+        increment(device, y)
+        return y
+
+    async def on_the_loop(x: torch.Tensor) -> torch.Tensor:
+        return in_a_thread(x)
+
+    comm.rpc.register(in_a_thread)
+    comm.rpc.register(on_the_loop)
+    await comm.barrier()
+    rpc = comm.rpc.to("fake:0")
+    for count in SIZES:
+        x = made(device, comm.rank, count)
+        for name in ("in_a_thread", "on_the_loop"):
+            x = await rpc.call((comm.rank + 1) % comm.size, name, x)
+            increment(device, x)
+        assert (device.values(x) == comm.rank + 5).all()
+    await comm.barrier()
 
 
 def waited(device):
@@ -72,6 +104,12 @@ def waited(device):
             x = result[0] if isinstance(result, tuple) else result
             increment(device, x)
             assert (device.values(x) == (comm.rank - 1) % comm.size + 2).all()
+        gossip = comm.gossip(made(device, comm.rank, 20_000)).wait(SECONDS)
+        gossip.update(made(device, comm.rank, 20_000))  # nothing waits for it
+        gossip.exchange().wait(SECONDS)
+        model = gossip.close().wait(SECONDS)
+        increment(device, model)
+        assert (device.values(comm.allreduce(model).wait(SECONDS)) == 2 * total + comm.size).all()
         in_rounds = 0.0
         for _ in range(10):
             reduction = comm.solo_allreduce(made(device, comm.rank, 20_000), history=99).wait(SECONDS)

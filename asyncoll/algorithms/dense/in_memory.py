@@ -161,7 +161,7 @@ class SharedCall:
 
     async def _reduce_window(self, what: Operand, address: int) -> None:
         rendezvous = await self._come_directly(address, what.raw.size)
-        await rendezvous.all_arrived()
+        await rendezvous.all_arrived(PATIENCE)  # the others end the window before
         await self._reduce_together(rendezvous, what)
 
     def _can_read_all(self, what: Operand) -> bool:

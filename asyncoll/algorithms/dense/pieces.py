@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
+from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
 from asyncoll.tensors.reductions import Array, Reduce
 from asyncoll.tensors.staged import Staged
@@ -43,10 +44,10 @@ class Operand(NamedTuple):
 class Perform(Protocol):
     """Performs the step of this number, whose condition is met. Returns the number of the next step.
 
-    It may perform the following steps, too, as long as their conditions are met.
+    It may perform the following steps before `stop`, too, as long as their conditions are met.
     """
 
-    def __call__(self, step: int, /) -> int: ...
+    def __call__(self, step: int, stop: int, /) -> int: ...
 
 
 def slot_bytes(total: int, piece: int) -> int:
@@ -64,11 +65,31 @@ async def reduce_in_pieces(staging: StagingArea, rendezvous: Rendezvous, operand
     end = _STEPS * max(1, -(-operand.raw.size // staging.sizes.piece))
     slots = [staging.arena.view(address, nbytes) for address, nbytes, _ in rendezvous.shown()]
     perform = _performer(staging, rendezvous, operand, slots, end)
-    step = 0
-    while step < end:
+    if operand.staged is None:
+        await _perform(rendezvous, perform, 0, end)
+    else:
+        await _perform_as_it_arrives(staging, rendezvous, operand, operand.staged, perform, end)
+
+
+async def _perform(rendezvous: Rendezvous, perform: Perform, step: int, stop: int) -> None:
+    while step < stop:
         await rendezvous.reached(needed(step))
         await checkpoint(rendezvous.control_block)
-        step = perform(step)
+        step = perform(step, stop)
+
+
+async def _perform_as_it_arrives(
+    staging: StagingArea, rendezvous: Rendezvous, operand: Operand, staged: Staged, perform: Perform, end: int
+) -> None:
+    """All steps, for an array of a device: the next piece is copied in once it has arrived. No other rank notices."""
+    total, piece, returned = operand.raw.size, staging.sizes.piece, 0
+    for step in range(0, end, _STEPS):
+        reduced = min((step // _STEPS + 1) * piece, total)
+        await arrived(staged, min(reduced + piece, total))
+        await _perform(rendezvous, perform, step, step + _STEPS)
+        if operand.is_wanted and reduced - returned >= staging.sizes.staged:
+            staged.put(reduced)
+            returned = reduced
 
 
 def needed(step: int) -> int:
@@ -131,7 +152,8 @@ def _python_performer(
 
     steps: tuple[Callable[[int], None], ...] = (copy_in, reduce, copy_out)
 
-    def perform(step: int) -> int:
+    def perform(step: int, stop: int) -> int:
+        del stop
         steps[step % _STEPS](step // _STEPS)
         rendezvous.advance(step + 1)
         return step + 1

@@ -402,11 +402,14 @@ class Rendezvous:
         cells[base + _FINGERPRINT] = self._fingerprint
         cells[base + _FIRST] = self._staging.rank
 
-    async def all_arrived(self) -> None:
-        """Wait until all ranks have arrived. If one of them has withdrawn, the wait ends with the failure alone."""
+    async def all_arrived(self, patience: int = 1) -> None:
+        """Wait until all ranks have arrived. If one of them has withdrawn, the wait ends with the failure alone.
+
+        `patience` is that of `until`.
+        """
         cells, arrived, size = self._cells, self._base + _ARRIVED, self._staging.size
         withdrawn = self._base + _WITHDRAWN
-        await until(self.control_block, lambda: cells[arrived] == size and not cells[withdrawn])
+        await until(self.control_block, lambda: cells[arrived] == size and not cells[withdrawn], patience)
 
     # -- short arrays (`meetings`) --------------------------------------------------------------------
 

@@ -5,22 +5,26 @@ Both use `Collectives.exchange`, which waits for the neighbours only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import numpy as np
 
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.gossip.graphs import Graph
 from asyncoll.errors import UsageError
-from asyncoll.tensors import reductions
-from asyncoll.tensors.operands import Operand
+from asyncoll.tensors import on_device, reductions
+from asyncoll.tensors.operands import Operand, Resident, staged_parts
 from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.tensors.staged import Staged
 
 _WEIGHT_BYTES = 8  # before the tensor in a message of push-sum; a multiple of the alignment of every dtype
 
 
-def check_dtype(operand: Operand, operation: str) -> None:
-    """Raise UsageError unless elements of `operand` can be divided."""
-    if not reductions.is_divisible(operand.dtype):
-        raise UsageError(f"{operation} divides, and parts of {operand.dtype} are not whole: convert to a float")
+def check_dtype(x: Operand | Resident, operation: str) -> None:
+    """Raise UsageError unless elements of `x` can be divided."""
+    if not reductions.is_divisible(x.dtype):
+        raise UsageError(f"{operation} divides, and parts of {x.dtype} are not whole: convert to a float")
 
 
 async def average(collectives: Collectives, x: Array, dtype: str, graph: Graph) -> None:
@@ -42,40 +46,62 @@ class Push:
     Mass is a numerator, which is a tensor, and a weight. A message has the weight first, then the tensor.
     """
 
-    def __init__(self, operand: Operand, weight: Operand) -> None:
+    def __init__(self, x: Operand | Resident, weight: Operand) -> None:
         """`weight` is one number of float64. Both keep their values until `take`."""
-        self._operand = operand
+        self._resident = x if isinstance(x, Resident) else None
+        self.operand = x.copied() if isinstance(x, Resident) else x
         self._weight = weight
         self._message = self._room()
 
     def _room(self) -> Array:
-        return np.empty(_WEIGHT_BYTES + self._operand.flat.nbytes, np.uint8)
+        return np.empty(_WEIGHT_BYTES + self.operand.flat.nbytes, np.uint8)
 
     @property
     def nbytes(self) -> int:
         """The size of the message."""
         return self._message.size
 
+    @property
+    def staged(self) -> Sequence[Staged]:
+        """What has to arrive between `take` and `exchange`."""
+        return staged_parts([self.operand])
+
     def take(self, parts: int) -> None:
-        """Divide the rank's mass into `parts` equal parts: one stays in the operands, a copy of it is the message."""
-        for operand, copy in zip((self._weight, self._operand), self._split(self._message), strict=True):
-            if parts > 1:
-                reductions.divide(operand.flat, operand.dtype, parts)
-                operand.write_back()
-            copy[...] = operand.flat
+        """Divide the rank's mass into `parts` equal parts: one stays in the operands, a copy of it is the message.
+
+        A tensor of a device is divided there, so that its rank may go on with it at once.
+        """
+        if parts > 1:
+            _divide(self._weight, parts)
+            if self._resident is None:
+                _divide(self.operand, parts)
+            else:
+                tensors = self._resident.source, self.operand.source
+                self._resident.stager.queue(partial(on_device.divide, parts=parts), *tensors)
+        weight, tensor = self._split(self._message)
+        weight[...] = self._weight.flat
+        if self._resident is None:
+            tensor[...] = self.operand.flat
 
     async def exchange(self, collectives: Collectives, graph: Graph) -> tuple[Array, float]:
         """Send the message to each destination. Returns the sums of the numerators and weights that came."""
         rank, size = collectives.rank, collectives.size
         sources = graph.sources(size, rank)
+        if self._resident is not None:
+            self._split(self._message)[1][...] = self.operand.flat
         incoming = [self._room() for _ in sources]
         await collectives.exchange(self._message, graph.destinations(size, rank), incoming, sources)
         if not incoming:
-            return np.zeros_like(self._operand.flat), 0.0
+            return np.zeros_like(self.operand.flat), 0.0
         weights, tensors = zip(*map(self._split, incoming), strict=True)
-        reductions.reducer(ReduceOp.SUM, self._operand.dtype)(tensors[0], tensors, 1)
+        reductions.reducer(ReduceOp.SUM, self.operand.dtype)(tensors[0], tensors, 1)
         return tensors[0], float(sum(weight[0] for weight in weights))
 
     def _split(self, message: Array) -> tuple[Array, Array]:
         """The weight and the tensor of a message, as arrays over its memory."""
-        return message[:_WEIGHT_BYTES].view(np.float64), message[_WEIGHT_BYTES:].view(self._operand.flat.dtype)
+        return message[:_WEIGHT_BYTES].view(np.float64), message[_WEIGHT_BYTES:].view(self.operand.flat.dtype)
+
+
+def _divide(operand: Operand, parts: int) -> None:
+    reductions.divide(operand.flat, operand.dtype, parts)
+    operand.write_back()

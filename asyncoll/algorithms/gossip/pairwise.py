@@ -21,18 +21,20 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from asyncoll.algorithms.arrival import Arrival, to_its_end
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.calls import Calls
 from asyncoll.algorithms.gossip.graphs import is_active, partners
 from asyncoll.arguments import digest
-from asyncoll.errors import ProtocolError, UsageError, describe
+from asyncoll.errors import DeviceError, ProtocolError, UsageError, describe
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.port import Port
 from asyncoll.runtime.signature import Signature, Site, site_outside
 from asyncoll.tensors import shapes
 from asyncoll.tensors.operands import Operand, as_operand
-from asyncoll.tensors.reductions import ReduceOp, combiner, reducer
+from asyncoll.tensors.reductions import Array, ReduceOp, combiner, reducer
+from asyncoll.tensors.staged import Staged
 from asyncoll.transport.wire import Buffer
 
 T = TypeVar("T")
@@ -92,12 +94,12 @@ class Gossip:
         graph: str,
         seed: int,
     ) -> None:
-        """`call` is the call that makes the gossip at all ranks. `operand` is copied."""
+        """`call` is the call that makes the gossip at all ranks. `operand` is like the model, which `begin` gives."""
         self._member = member
         self._calls = calls
         self._pending = pending
         self._call = call
-        self._operand = operand._replace(flat=operand.flat[:0])  # its kind, dtype and shape
+        self._operand = operand._replace(flat=operand.flat[:0].copy())  # its kind, dtype and shape
         self._size, self._rank = member.group.size, member.group.rank
         self._partners = partners(graph, self._size, self._rank)
         self._seed = seed
@@ -107,17 +109,23 @@ class Gossip:
         self._closed = False
         self._begun = 0  # calls of `exchange` at this rank, if it is active
         self._asked: Counter[int] = Counter()  # of those, by passive rank
+        self._begun_updates = 0  # of tensors of devices
         # The rest belongs to the runtime's loop.
-        self._model = operand.flat.copy()
-        self._theirs = np.empty_like(self._model)  # the model of the other rank of an average
-        self._late = np.empty_like(self._model)  # updates during an average
+        self._ended_updates = 0
+        self._model = self._theirs = self._late = self._operand.flat
         self._has_late = False
         self._turn = asyncio.Lock()  # held during an average
         self._newest: Counter[int] = Counter()  # the number of the newest request, by active rank
         self._done: Counter[int] = Counter()  # averages that are over at this rank, by partner
         self._expected: Counter[int] | None = None  # at the end: averages by partner
         self._over: asyncio.Future[None] | None = None
-        member.post(lambda: self._port.open(self._requested))
+
+    def begin(self, model: Array) -> None:
+        """Copy the model, and answer the other ranks from here on. In any thread."""
+        self._model = model.copy()
+        self._theirs = np.empty_like(self._model)  # the model of the other rank of an average
+        self._late = np.empty_like(self._model)  # updates during an average
+        self._member.post(lambda: self._port.open(self._requested))
 
     def __repr__(self) -> str:
         return f"<Gossip of rank {self._rank} of {self._size}, {'active' if self.active else 'passive'}>"
@@ -165,13 +173,37 @@ class Gossip:
             model = await gossip.update(np.full(4, float(comm.rank)))  # four times this rank's number
             await gossip.close()
         """
-        operand = as_operand(x, writable=True)
+        operand = as_operand(x, writable=True, may_stage=True)
         own = self._operand
         if operand.dtype != own.dtype or operand.flat.size != self._call.elements:
             has = f"{operand.flat.size} elements of {operand.dtype}"
             raise UsageError(f"the model has {self._call.elements} elements of {own.dtype}, and this update {has}")
         self._check()
+        if operand.staged is not None:
+            return self._update_from_device(operand, operand.staged, x)
         return self._member.runner.start(self._update(operand, x))
+
+    def _update_from_device(self, operand: Operand, staged: Staged, x: T) -> Coroutine[Any, Any, T]:
+        """As `update`, once the tensor has arrived; also if the caller is cancelled before."""
+        arrival, runner = Arrival(self._member, [staged]), self._member.runner
+
+        async def arrived() -> T:
+            try:
+                await to_its_end(arrival.complete())
+                return await self._update(operand, x)
+            except DeviceError as error:
+                self._member.abort(f"an update of {self._call} is lost: {error}")
+                raise
+            finally:
+                self._ended_updates += 1
+                self._settle()
+
+        self._begun_updates += 1
+        try:
+            return runner.resuming(runner.start(arrived()), arrival.join)
+        except BaseException as error:  # of a signal handler: `close` waits for the update
+            self._member.abort(f"an update of {self._call} was interrupted: {describe(error)}")
+            raise
 
     def exchange(self) -> Coroutine[Any, Any, int | None]:
         """At an active rank: average the model with that of a passive rank. At a passive rank it does nothing.
@@ -262,7 +294,8 @@ class Gossip:
             await collectives.alltoall(asked, rows)
             return Counter({rank: int(row[0]) for rank, row in enumerate(rows)})
 
-        return self._finish(self._calls.start(call, body))
+        closing, staged = self._finish(self._calls.start(call, body)), self._operand.staged
+        return closing if staged is None else self._member.runner.resuming(closing, staged.join)
 
     def _check(self) -> None:
         self._member.check_caller()
@@ -341,7 +374,7 @@ class Gossip:
         self._done[partner] += 1
 
     async def _end(self, expected: Counter[int]) -> Any:
-        """Wait for the `expected` averages by partner, then forget the gossip. Returns the model."""
+        """Wait for the `expected` averages by partner and for updates, then forget the gossip. Returns the model."""
         with self._port.watch(f"the averages that are under way of {self._call}") as over:
             self._expected, self._over = expected, over
             self._settle()
@@ -352,8 +385,9 @@ class Gossip:
         return self._operand.like(model, self._operand.shape)
 
     def _settle(self) -> None:
-        """Wake `_end` if all averages are over."""
-        if self._over is not None and not self._over.done() and self._done == self._expected:
+        """Wake `_end` if all averages and updates are over."""
+        are_over = self._done == self._expected and self._ended_updates == self._begun_updates
+        if self._over is not None and not self._over.done() and are_over:
             self._over.set_result(None)
 
 

@@ -18,6 +18,7 @@ from asyncoll.algorithms.sparse.parts import (
     Part,
     Stateless,
     Sum,
+    Wanted,
     check_refusals,
     common,
     deal_parts,
@@ -37,9 +38,11 @@ class _ByTopk(Stateless):
         self._count = count
         self._k = k
 
+    def wanted(self) -> Wanted:
+        return Wanted(self._k)
+
     def choose(self, x: Array) -> Chosen:
-        indices, threshold = selection.top_k(x, self._k)
-        return Chosen(Part(indices, x[indices]), threshold)
+        return self.wanted().choose(x)
 
 
 class TopkA(_ByTopk):
@@ -56,6 +59,9 @@ class Gaussiank(Stateless):
         self._count = count
         self._density = density
         self._feedback = feedback
+
+    def wanted(self) -> None:
+        """The distribution is fitted to all elements."""
 
     def choose(self, x: Array) -> Chosen:
         bad = selection.select(x, np.inf)
@@ -175,6 +181,9 @@ async def _descend(collectives: Collectives, packing: Packing, mine: Part, size:
 
 class Dense(Stateless):
     """An allreduce of all elements: 2n(P-1)/P words. No residual is left."""
+
+    def wanted(self) -> None:
+        """All elements are sent."""
 
     def choose(self, x: Array) -> Chosen:
         bad = selection.select(x, np.inf)

@@ -19,6 +19,7 @@ from asyncoll.algorithms.sparse.parts import (
     Outcome,
     Packing,
     Part,
+    Wanted,
     common,
     deal_parts,
     gather_parts,
@@ -64,13 +65,12 @@ class OkTopk:
     def _thresholds_are_due(self) -> bool:
         return self._round % self._rules.thresholds_every == 0
 
-    def choose(self, x: Array) -> Chosen:
+    def wanted(self) -> Wanted:
         """Algorithm 1, lines 2 to 4 and the selection of line 8."""
-        if self._thresholds_are_due or not self._local:
-            indices, threshold = selection.top_k(x, self._k)
-        else:
-            indices, threshold = selection.select(x, self._local), self._local
-        return Chosen(Part(indices, x[indices]), threshold)
+        return Wanted(self._k, 0.0 if self._thresholds_are_due else self._local)
+
+    def choose(self, x: Array) -> Chosen:
+        return self.wanted().choose(x)
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
         """Algorithm 1, lines 5 to 14."""

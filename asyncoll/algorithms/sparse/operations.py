@@ -7,16 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.sparse.accumulators import Accumulator, accumulator
 from asyncoll.algorithms.sparse.baselines import Dense, Gaussiank, GTopk, TopkA, TopkDSA
 from asyncoll.algorithms.sparse.oktopk import OkTopk, Rules
-from asyncoll.algorithms.sparse.parts import Chosen, Method, Outcome
+from asyncoll.algorithms.sparse.parts import Method
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.errors import UsageError
 from asyncoll.tensors import reductions
-from asyncoll.tensors.operands import Operand, build
+from asyncoll.tensors.operands import Operand, Resident
 
 ALGORITHMS = ("oktopk", "topka", "topkdsa", "gtopk", "gaussiank", "dense")
 _FLOATS = ("float64", "float32", "float16", reductions.BFLOAT16)
@@ -152,8 +151,8 @@ class SparseOperation:
         self._round = state["round"]
         self._method.restore(state["method"])
 
-    def choose(self, operand: Operand) -> Chosen:
-        """Begin the next round: select the elements that this rank gives.
+    def begin(self, x: Operand | Resident) -> Accumulator:
+        """Begin the next round with the accumulator `x`: select the elements that this rank gives.
 
         Raises UsageError if the last round is still under way.
         """
@@ -161,50 +160,29 @@ class SparseOperation:
             raise UsageError(
                 f"a sparse allreduce named {self._name!r} is under way: await it first, or use another name"
             )
-        chosen = self._method.choose(reductions.widened(operand.flat, operand.dtype))
+        begun = accumulator(self._method, x)
         self.is_busy = True
-        return chosen
+        return begun
 
-    async def reduce(
-        self, collectives: Collectives, operand: Operand, chosen: Chosen, *, dense: bool
-    ) -> SparseReduction:
-        """Carry out the round. `operand` becomes the residual."""
+    async def reduce(self, collectives: Collectives, begun: Accumulator, *, dense: bool) -> SparseReduction:
+        """Carry out the round that has begun."""
         try:
+            chosen = begun.chosen()
             outcome = await self._method.reduce(collectives, chosen)
         finally:
             self.is_busy = False
         self._round += 1
-        operand.flat[outcome.included] = 0
-        operand.write_back()
-        return self._report(collectives, operand, chosen, outcome, dense=dense)
-
-    def _report(
-        self, collectives: Collectives, operand: Operand, chosen: Chosen, outcome: Outcome, *, dense: bool
-    ) -> SparseReduction:
-        total, lost = outcome.total, outcome.lost
-
-        def tensor(flat: reductions.Array) -> Any:
-            return build(flat, flat.dtype.name, flat.shape, as_torch=operand.is_torch)
-
-        whole = None
-        if dense:
-            whole = np.zeros(operand.flat.size, total.values.dtype)
-            whole[total.indices] = total.values
+        told, traffic = begun.become_residual(outcome, dense=dense), collectives.traffic
         return SparseReduction(
             round=self._round,
-            indices=tensor(total.indices),
-            values=tensor(total.values),
-            included=tensor(outcome.included),
             selected=chosen.part.size,
             threshold_local=chosen.threshold,
             threshold_global=outcome.threshold,
-            words_sent=collectives.traffic.words_sent,
-            words_received=collectives.traffic.words_received,
-            messages_sent=collectives.traffic.messages_sent,
-            messages_received=collectives.traffic.messages_received,
-            lost_indices=tensor(lost.indices),
-            lost_values=tensor(lost.values),
-            dense=None if whole is None else tensor(whole).reshape(operand.shape),
+            words_sent=traffic.words_sent,
+            words_received=traffic.words_received,
+            messages_sent=traffic.messages_sent,
+            messages_received=traffic.messages_received,
+            **told._asdict(),
         )
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncoll.algorithms.backend import Collectives
-from asyncoll.algorithms.sparse.selection import select
+from asyncoll.algorithms.sparse.selection import select, top_k
 from asyncoll.errors import NonFiniteError
 from asyncoll.tensors.reductions import Array
 
@@ -58,14 +58,26 @@ class Outcome(NamedTuple):
     lost: Part  # partial sums that this rank has dropped, of elements that are in the sum
 
 
+class Wanted(NamedTuple):
+    """A selection that a device can make, too: the `k` largest elements, or all that reach a `threshold` above 0."""
+
+    k: int
+    threshold: float = 0.0
+
+    def choose(self, x: Array) -> Chosen:
+        """Select these elements of `x`."""
+        indices, threshold = (select(x, self.threshold), self.threshold) if self.threshold else top_k(x, self.k)
+        return Chosen(Part(indices, x[indices]), threshold)
+
+
 class Method(Protocol):
     """A sparse allreduce of vectors of one length, with its state from round to round."""
 
-    def choose(self, x: Array) -> Chosen:
-        """Select the elements of `x`, float32 or float64, for the next round.
+    def wanted(self) -> Wanted | None:
+        """What `choose` selects in the next round; None if it has to see all elements."""
 
-        Runs in the caller's thread; sends nothing.
-        """
+    def choose(self, x: Array) -> Chosen:
+        """Select the elements of `x`, float32 or float64, for the next round. Sends nothing."""
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
         """Carry out the round, at every rank.

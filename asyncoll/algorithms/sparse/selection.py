@@ -50,7 +50,7 @@ def _magnitudes(x: Array) -> Array:
     return bits & np.iinfo(bits.dtype).max
 
 
-def _magnitude(threshold: float, dtype: np.dtype[np.floating]) -> int:
+def least_magnitude(threshold: float, dtype: np.dtype[np.floating]) -> int:
     """The least magnitude that `threshold` selects; at least that of the smallest denormal, so no zero is."""
     with np.errstate(over="ignore"):
         rounded = np.array([threshold], dtype)
@@ -76,7 +76,7 @@ def select(x: Array, threshold: float) -> Array:
     `threshold`, at least 0, is rounded to the dtype of `x`. The k-th largest absolute value as the threshold selects k
     elements, or more if others equal it. The authors' code compares with > there, and so selects one too few.
     """
-    bits, least = _bits(x), _magnitude(threshold, x.dtype)
+    bits, least = _bits(x), least_magnitude(threshold, x.dtype)
     magnitudes, hits = np.empty(min(x.size, _BLOCK), bits.dtype), np.empty(min(x.size, _BLOCK), np.bool_)
     mask = np.iinfo(bits.dtype).max
     found = [np.empty(0, np.int64)]

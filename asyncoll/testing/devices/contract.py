@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncoll.tensors.operands import build
-from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, storage
+from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, build, storage
 from asyncoll.transport.staging import HANDLE_BYTES, Device, Mark, Part, RefusedError, Transfer, arrived
 
 _COUNT = 50_000  # elements
@@ -190,8 +189,10 @@ async def _joins_again(program: DeviceProgram) -> None:
 
 async def _follows_streams(program: DeviceProgram) -> None:
     """`mark` and `join` order the copies with the current streams of both, which may differ"""
-    x = _tensor(program, _numbers())
-    for _ in range(3):
+    for turn in range(4):
+        whole = _tensor(program, _numbers().reshape(100, -1))
+        x = whole.t() if turn % 2 else whole
+        elements = program.values(x)
         with program.stream():
             program.add(x, 1)
             mark, into, transfer = _fetched(program, x)
@@ -204,8 +205,7 @@ async def _follows_streams(program: DeviceProgram) -> None:
             mark = program.device.mark(x)
         mark.join()
         program.add(x, 1)
-        assert (program.values(x) == 2 * (_numbers() + 1) + 2).all()
-        x = _tensor(program, _numbers())
+        assert (program.values(x) == 2 * (elements + 1) + 2).all()
 
 
 async def _takes_any_size(program: DeviceProgram) -> None:
@@ -251,6 +251,48 @@ async def _clones(program: DeviceProgram) -> None:
         assert program.device.holds(x)
     assert str(new.dtype) == "torch.bfloat16"
     assert tuple(new.shape) == (3, 2)
+
+
+async def _queues_work(program: DeviceProgram) -> None:
+    """queued work sees what the work before gives its tensors, of any layout, and comes before the work after"""
+    whole, other = _tensor(program, _numbers(600).reshape(20, 30)), _tensor(program, _numbers(300).reshape(20, 15))
+    x = whole.t()[::2]
+    program.add(x, 1)
+    program.device.queue(lambda into, source: into.mul_(2).add_(source.t()), x, reads=[other])
+    program.add(x, 1)
+    expected = 2 * (_numbers(600).reshape(20, 30)[:, ::2].T + 1) + _numbers(300).reshape(20, 15).T + 1
+    assert (program.values(x) == expected).all()
+    assert (program.values(whole)[:, 1::2] == _numbers(600).reshape(20, 30)[:, 1::2]).all()
+
+
+async def _queues_work_of_a_mark(program: DeviceProgram) -> None:
+    """work of a mark comes after it and after what was put, and before the work after `join`, on both streams"""
+    for _ in range(3):
+        x, other, source = _tensor(program, _numbers()), _tensor(program, _numbers()), _numbers() * 3
+        with program.stream():
+            program.add(x, 1)
+            mark = program.device.mark(x)
+        program.device.mark(other).put(source.view(np.uint8), 0)
+        mark.queue(lambda into, source: into.mul_(2).add_(source), x, reads=[other])
+        mark.join()
+        with program.stream():
+            program.add(x, 1)
+        assert (program.values(x) == 2 * (_numbers() + 1) + source + 1).all()
+
+
+async def _makes_tensors_beside(program: DeviceProgram) -> None:
+    """a new tensor is in the order of the stream that was current in `mark`, and of that of its own `join`"""
+    with program.stream():
+        x = _tensor(program, _numbers())
+        mark = program.device.mark(x)
+    new, its_mark = mark.like("int32", (2, 3))
+    put = its_mark.put(_numbers(6).view(np.uint8), 0)
+    with program.stream():
+        its_mark.join()
+        program.add(new, 1)
+    assert (program.values(new) == _numbers(6).reshape(2, 3) + 1).all()
+    assert program.device.holds(new)
+    await arrived(put)
 
 
 async def _copies_many(program: DeviceProgram) -> None:
@@ -328,6 +370,9 @@ _CHECKS: list[Callable[[DeviceProgram], Awaitable[None]]] = [
     _takes_any_size,
     _keeps_bits,
     _clones,
+    _queues_work,
+    _queues_work_of_a_mark,
+    _makes_tensors_beside,
     _copies_many,
     _survives_cancellation,
     _pins,

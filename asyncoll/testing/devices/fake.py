@@ -15,8 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from asyncoll.forks import address_of
-from asyncoll.tensors.operands import build
-from asyncoll.tensors.reductions import Array, dtype_name, storage
+from asyncoll.tensors.reductions import Array, build, dtype_name, storage, torch_view
 from asyncoll.testing.devices.exchange import POISON, FakeExchange
 from asyncoll.testing.devices.order import Accesses, Order, Ticket
 from asyncoll.testing.devices.streams import Operation, Streams, TurnedBy
@@ -112,6 +111,14 @@ class FakeMark:
     def put(self, source: Array, start: int) -> FakeTransfer:
         return self._device.put(source, self, start)
 
+    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+        self._device.queue_after(self, work, *writes, reads=reads)
+
+    def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, FakeMark]:
+        with self._device.stream(self.stream):
+            x = self._device.empty(dtype, shape)
+            return x, self._device.mark(x)
+
     def join(self) -> None:
         self._device.join(self)
 
@@ -142,7 +149,7 @@ class FakeDevice:
         self.hazards: list[str] = []
         self._random = np.random.default_rng([seed, 1])
         self._streams = Streams(seed, turned_by)
-        self._order = Order()
+        self._order = Order((_DEFAULT, _OUT, _IN))
         self._memories: dict[int, _Memory] = {}  # by the address of the decoy
         self._many = 64  # of them: look for those whose tensors are gone
         self._current = threading.local()
@@ -168,13 +175,7 @@ class FakeDevice:
 
     def compute(self, function: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
         """Queue `function` on the current stream. It gets numpy arrays of the tensors `writes`, and then of `reads`."""
-        with self._streams.lock:
-            tensors = (*writes, *reads)
-            arrays = [self._elements(x) for x in tensors]
-            ticket = self._order.queue(self._stream)
-            for index, x in enumerate(tensors):
-                self._use(ticket, self._memory(x), *_extent(x), writes=index < len(writes))
-            self._add(ticket, _once(lambda: self._broken or function(*arrays)))
+        self._compute(function, writes, reads)
 
     def values(self, x: Any) -> Array:
         """The elements of `x` once all queued work is done, as a numpy array. The calling thread does that work."""
@@ -210,6 +211,10 @@ class FakeDevice:
         """`pin` returns False from here on."""
         self._refuses_pins = True
 
+    def finish(self) -> None:
+        """Carry all queued work out, in the calling thread."""
+        self._streams.run()
+
     # -- the `Device` ---------------------------------------------------------------------------------
 
     def holds(self, x: Any) -> bool:
@@ -218,6 +223,9 @@ class FakeDevice:
         except (RuntimeError, NotImplementedError):  # it has no memory: sparse, fake, nested
             return False
 
+    def check(self) -> None:
+        """Every stream takes copies."""
+
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
         return self.tensor(build(np.empty(math.prod(shape), storage(dtype)), dtype, shape, as_torch=True))
 
@@ -225,6 +233,14 @@ class FakeDevice:
         copy = self.empty(dtype_name(x.dtype), tuple(x.shape))
         self.compute(np.copyto, copy, reads=[x])
         return copy
+
+    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+        self.compute(self._in_torch(work, (*writes, *reads)), *writes, reads=reads)
+
+    def queue_after(self, mark: FakeMark, work: Callable[..., object], *writes: Any, reads: Sequence[Any]) -> None:
+        with self._streams.lock, self.stream(_IN):
+            self._wait(_IN, [mark.event, *mark.copies])
+            mark.copies.append(self._compute(self._in_torch(work, (*writes, *reads)), writes, reads))
 
     def mark(self, x: Any) -> FakeMark:
         with self._streams.lock:
@@ -315,6 +331,27 @@ class FakeDevice:
     @property
     def _stream(self) -> str:
         return getattr(self._current, "stream", _DEFAULT)
+
+    def _compute(self, function: Callable[..., object], writes: Sequence[Any], reads: Sequence[Any]) -> Operation:
+        with self._streams.lock:
+            tensors = (*writes, *reads)
+            arrays = [self._elements(x) for x in tensors]
+            ticket = self._order.queue(self._stream)
+            for index, x in enumerate(tensors):
+                self._use(ticket, self._memory(x), *_extent(x), writes=index < len(writes))
+            return self._add(ticket, _once(lambda: self._broken or function(*arrays)))
+
+    def _in_torch(self, work: Callable[..., object], tensors: Sequence[Any]) -> Callable[..., None]:
+        """`work` as a function of numpy arrays of `tensors`."""
+        dtypes = [dtype_name(x.dtype) for x in tensors]
+
+        def carry_out(*arrays: Array) -> None:
+            try:
+                work(*map(torch_view, arrays, dtypes))
+            except Exception as error:  # of content that makes no sense; a real device does no more work after it
+                self._broken = error
+
+        return carry_out
 
     def _add(self, ticket: Ticket, steps: Iterator[None], after: Sequence[Operation] = ()) -> Operation:
         operation = Operation(ticket, steps, after)
@@ -420,7 +457,10 @@ def fake_device(seed: int = 0, turned_by: TurnedBy = "thread", name: str = "fake
     device = FakeDevice(seed, turned_by, name)
     try:
         with staging(device):
-            yield device
+            try:
+                yield device
+            finally:
+                device.finish()
     finally:
         device.close()
     if device.hazards:

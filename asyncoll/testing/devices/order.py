@@ -11,7 +11,7 @@ each other, so what one of them has seen orders nothing that another one queues.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 Clock = dict[str, int]  # by stream: the number of its last operation
@@ -39,16 +39,17 @@ class _Access:
 class Order:
     """The order of the operations of one device."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Iterable[str]) -> None:
+        """`streams` are there from the beginning."""
         self._threads: dict[int, Clock] = {}  # what each thread of the host has seen the end of
-        self._streams: dict[str, Clock] = {}
+        self._streams: dict[str, Clock] = {stream: {} for stream in streams}
         self._passed: Clock = {}
 
     def queue(self, stream: str, *after: Ticket) -> Ticket:
         """Queue an operation on `stream`, which waits for the operations `after` as well."""
         thread = self._threads.get(threading.get_ident(), {})
         before = self._streams.get(stream, {})
-        clock = _latest(self._passed, thread, before, *(ticket.clock for ticket in after))
+        clock = latest(self._passed, thread, before, *(ticket.clock for ticket in after))
         clock[stream] = clock.get(stream, 0) + 1
         self._streams[stream] = clock
         return Ticket(stream, clock[stream], clock)
@@ -56,18 +57,22 @@ class Order:
     def seen(self, ticket: Ticket) -> None:
         """This thread has seen the end of the operation: what it queues from here on comes later."""
         thread = threading.get_ident()
-        self._threads[thread] = _latest(self._threads.get(thread, {}), ticket.clock)
+        self._threads[thread] = latest(self._threads.get(thread, {}), ticket.clock)
+
+    def seen_by_all(self, ticket: Ticket) -> None:
+        """A thread has seen the end of the operation, and tells all others at once."""
+        self._passed = latest(self._passed, ticket.clock)
 
     def seen_all(self) -> None:
         """This thread has seen the end of everything that is queued."""
-        self._threads[threading.get_ident()] = _latest(*self._streams.values())
+        self._threads[threading.get_ident()] = latest(*self._streams.values())
 
     def passed(self) -> Clock:
         """The operations that come before all that are queued from here on, on known streams or by known threads.
 
-        New streams and threads come after them, too: who makes one has seen them, or waits for them.
+        Streams and threads that are not known yet are taken to come after them, too.
         """
-        self._passed = _latest(self._passed, _earliest(self._streams.values()), _earliest(self._threads.values()))
+        self._passed = latest(self._passed, _earliest(self._streams.values()), _earliest(self._threads.values()))
         return self._passed
 
 
@@ -107,12 +112,13 @@ def _is_before(known: _Access, until: int, ticket: Ticket) -> bool:
     return ticket.clock.get(earlier.stream, 0) >= earlier.number or seen >= until - known.first
 
 
-def _latest(*clocks: Clock) -> Clock:
-    latest: Clock = {}
+def latest(*clocks: Clock) -> Clock:
+    """What is in any of `clocks`."""
+    found: Clock = {}
     for clock in clocks:
         for stream, number in clock.items():
-            latest[stream] = max(number, latest.get(stream, 0))
-    return latest
+            found[stream] = max(number, found.get(stream, 0))
+    return found
 
 
 def _earliest(clocks: Collection[Clock]) -> Clock:

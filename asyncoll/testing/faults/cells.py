@@ -26,6 +26,8 @@ from asyncoll.testing.faults.injectors import (
     Slow,
     Stop,
 )
+from asyncoll.testing.faults.staged_calls import STAGED
+from asyncoll.testing.faults.staging_points import STAGING_POINTS
 
 DEATH_S = 0.1  # after a death, every survivor must have raised within this time
 FREEZE_S = 1.0  # after a freeze likewise
@@ -71,7 +73,7 @@ class Cell:
 
     kind: str
     operation: str
-    moment: str  # one of MOMENTS, or an injection point of the compiled core
+    moment: str  # one of MOMENTS or STAGING_POINTS, or an injection point of the compiled core
     transport: str
     size: int
     seed: int
@@ -82,7 +84,7 @@ class Cell:
 
     @property
     def is_at_core_point(self) -> bool:
-        return self.moment not in MOMENTS
+        return self.moment not in (*MOMENTS, *STAGING_POINTS)
 
     def does_without_core(self, rank: int) -> bool:
         """Whether the rank does without the compiled core although there may be one."""
@@ -125,6 +127,7 @@ def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, si
     """
 
     triples: list[tuple[str, str, str]] = list(itertools.product(KINDS, OPERATIONS, MOMENTS))
+    triples += itertools.product(KINDS, STAGED, (*MOMENTS, *STAGING_POINTS))
     if transport != "zmq":
         for kind, point in itertools.product(_AT_CORE_POINTS, core_points()):
             passing = operations_passing(point, size, mixed=transport == MIXED)

@@ -25,6 +25,7 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing.faults.core import CorePoint, core_points
 from asyncoll.testing.faults.injection_points import InjectionPoints
+from asyncoll.testing.faults.staging_points import STAGING_POINTS, StagingPoint
 from asyncoll.transport.messages.simulated import SimulatedTransport
 
 Moment = Literal["before", "inside", "after"]
@@ -231,13 +232,16 @@ def fault(
     then strikes when the process passes this point for the `injection_point`-th time. A lock of shared memory may be
     held there, and an exception cannot be raised: an exception of `Signal`'s handler is lost.
 
+    With `at="begun"` or `at="landed"` it strikes when the copy of a tensor from its device has been queued, or has
+    arrived, for the `injection_point`-th time.
+
     Raises UsageError if `what` strikes whole processes and all ranks share this process: in `run_ranks`, and in
     `simulate` for faults other than `Kill`.
     """
-    if at not in (*MOMENTS, *core_points()) or injection_point < 1:
+    if at not in (*MOMENTS, *STAGING_POINTS, *core_points()) or injection_point < 1:
         raise UsageError(
-            f"a fault strikes {', '.join(MOMENTS)} or at a point of the compiled core, at injection point 1 or later; "
-            f"not {at!r} at {injection_point}"
+            f"a fault strikes {', '.join((*MOMENTS, *STAGING_POINTS))} or at a point of the compiled core, "
+            f"at injection point 1 or later; not {at!r} at {injection_point}"
         )
     shares_process = comm.size > 1 and isinstance(comm._core.member.runner, SharedLoop)
     crashes = isinstance(what, Kill) and isinstance(comm._core.member.endpoint.transport, SimulatedTransport)
@@ -257,7 +261,11 @@ def fault(
         if number == injection_point:
             what.strike(place)
 
-    points = CorePoint(at, passed) if at not in MOMENTS else InjectionPoints(comm, passed)
+    points: InjectionPoints | StagingPoint | CorePoint
+    if at in MOMENTS:
+        points = InjectionPoints(comm, passed)
+    else:
+        points = StagingPoint(at, passed) if at in STAGING_POINTS else CorePoint(at, passed)
     try:
         with points if at != "after" else contextlib.nullcontext():
             yield

@@ -22,6 +22,7 @@ from asyncoll.testing.faults.calls import OPERATIONS, echo
 from asyncoll.testing.faults.cells import KINDS, Cell, Plan
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.injectors import Fault, Place, fault
+from asyncoll.testing.faults.staged_calls import STAGED
 from asyncoll.world.join import connect
 
 _LATE_S = 0.002  # the longest time that a rank is late
@@ -88,7 +89,8 @@ class _Part:
         await self._call(comm)
         with InjectionPoints(comm) as rehearsed:
             await self._call(comm)
-        injection_point = 1 + int(self._plan.depth * rehearsed.count)
+        is_inside = self._cell.moment == "inside"
+        injection_point = 1 + int(self._plan.depth * rehearsed.count) if is_inside else 1
         what = _Reported(self._kind.make(), self)
         if self._cell.is_at_core_point:
             with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=self._plan.passing):
@@ -110,7 +112,8 @@ class _Part:
             await self._call(comm)
 
     async def _call(self, comm: Communicator) -> None:
-        await OPERATIONS[self._cell.operation](comm, self._plan.elements)
+        operation = (OPERATIONS | STAGED)[self._cell.operation]
+        await operation(comm, self._plan.elements)
 
     def _tell_error(self, error: Exception) -> None:
         self.tell("error", type=type(error).__name__, named=getattr(error, "rank", None), text=str(error)[:2000])

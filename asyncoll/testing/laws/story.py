@@ -21,9 +21,9 @@ from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
-from asyncoll.runtime.progress import SharedLoop
 from asyncoll.tensors.reductions import Array
-from asyncoll.testing.devices import FakeDevice, fake_device
+from asyncoll.testing.devices import FakeDevice
+from asyncoll.testing.devices.of_rank import device_of
 from asyncoll.testing.laws.tensors import Layout, Tensors
 from asyncoll.transport.messages.simulated import Network, Pause
 
@@ -208,8 +208,7 @@ async def take_part(comm: Communicator, case: Case) -> Part:
     """Make calls at random moments until one returns the last round. Returns all answers and cancelled calls."""
     if comm.rank not in case.staging:
         return await _Trainer(comm, case).run()
-    on_one_loop = isinstance(comm._core.member.runner, SharedLoop)
-    with fake_device(case.seed + comm.rank, "loop" if on_one_loop else "thread", f"fake:{comm.rank}") as device:
+    with device_of(comm, case.seed) as device:
         return await _Trainer(comm, case, device).run()  # in the end of the block the answers get their values
 
 

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncoll.communicator import Communicator
-from asyncoll.tensors.operands import build
-from asyncoll.tensors.reductions import Array
+from asyncoll.tensors.reductions import Array, build
 from asyncoll.testing.devices import FakeDevice
 
 _DTYPES = ("int64", "float64")  # of the tensors of a contribution

@@ -65,6 +65,19 @@ class Mark(Protocol):
         caller does not write it, and does not unpin it. The device keeps it alive.
         """
 
+    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+        """Carry out `work(*writes, *reads)`, as of `Device.queue`, on a stream of the device.
+
+        It comes after the mark, after its copies, and after all copies to the device that were queued before; `join`
+        comes after it.
+        """
+
+    def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, Mark]:
+        """A new contiguous tensor with undefined content, as if the program had made it where it was in `Device.mark`.
+
+        With a mark of it, so that `put` can give it its values.
+        """
+
     def join(self) -> None:
         """Make the device, not the caller, wait: work that is queued from here on comes after the mark and its copies.
 
@@ -144,11 +157,21 @@ class Device(Protocol):
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on this device."""
 
+    def check(self) -> None:
+        """Raise UsageError if no copy can be part of the work that the program queues on the current stream now."""
+
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new contiguous tensor on this device, with undefined content."""
 
     def clone(self, x: Any) -> Any:
         """A contiguous copy of `x` on this device, made on the current stream."""
+
+    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+        """Queue `work(*writes, *reads)` on the current stream: operations of torch that change the tensors `writes`.
+
+        All tensors are on this device, and have no gradients. `work` is deterministic, and does not wait for the
+        device: it looks at no element, and makes no tensor whose size depends on one.
+        """
 
     def mark(self, x: Any) -> Mark:
         """Note the work that the program has queued on the current stream: copies of `x` come after it.

@@ -1,6 +1,6 @@
 """Memory of a GPU that the processes of a host read from each other: raw blocks of CUDA, by torch and CUDA IPC.
 
-**Nothing here has run on a GPU**, and no device uses it yet. `tests/test_ipc.py` checks what needs none: errors of the
+**Nothing here has run on a GPU.** `tests/test_ipc.py` checks what needs none: errors of the
 driver, handles, and the bits of reductions. Handles are plain bytes. Blocks come from `cudaMalloc`, because torch's
 allocator moves and frees the memory of tensors, and torch's own sharing of tensors is private, and needs file
 descriptors with expandable segments.
@@ -138,7 +138,7 @@ def _uuid(index: int) -> bytes:
 
 
 class CudaExchange:
-    """Implements `transport.staging.Exchange`. Marks have their elements in `content`, as flat bytes."""
+    """Implements `transport.staging.Exchange`. Marks have their elements in `content`, and say if they `is_changed`."""
 
     def __init__(self, gpu: Gpu, runtime: Runtime, nbytes: int) -> None:
         """Raises RefusedError if the GPU has too little memory, or exports none."""
@@ -182,6 +182,7 @@ class CudaExchange:
             for source, into in self._places(mark, parts):
                 into.copy_(source, non_blocking=True)
 
+        mark.is_changed = True
         return self._queue(sum(part.nbytes for part in parts), copy, mark)
 
     def _places(self, mark: Any, parts: Sequence[Part]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,54 +2,68 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from asyncoll.errors import DeviceError, describe
-from asyncoll.tensors import registered
+from asyncoll.errors import DeviceError, UsageError, describe
+from asyncoll.tensors import staged
+from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.reductions import Array, dtype_name
-from asyncoll.tensors.staged import CopiesBack, stagers
+from asyncoll.tensors.staged import CopiesBack, Work
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
+from asyncoll.transport.staging.pool import Pool
 
 _NOTHING = np.empty(0, np.uint8)
+_PATIENCE_S = 5.0  # for copies that are under way when their rank leaves the world
+logger = logging.getLogger("asyncoll")
+_stuck: list[DeviceStager] = []  # whose copies have never ended: their memory must stay mapped
 
 
 class Mirror:
-    """Implements `tensors.staged.Staged`. The block is freed once the call and the device have released it."""
+    """Implements `tensors.staged.Staged`. The block is free once the call and the device have released it."""
 
-    def __init__(self, device: Device, x: Any, *, is_read: bool) -> None:
-        self.device = device
+    def __init__(self, stager: DeviceStager, x: Any, *, is_read: bool) -> None:
+        self.device = stager.device.name
+        self.opened_device = stager.device
+        self._stager = stager
         self._x = x
         self._is_read = is_read
         self._back: CopiesBack | None = None
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
         self._result: Any = None  # of `result`
+        self._is_deferred = False
         self._returned = 0  # the bytes that have been put
-        self.mirror: Array = registered.current().empty(x.numel() * x.itemsize, np.uint8)
+        self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize)
 
     def begin(self, back: CopiesBack) -> None:
         self._back = back
-        self._marks.append(self.device.mark(self._x))
+        with self._stager.failing():
+            self._marks.append(self.opened_device.mark(self._x))
+        if not self._is_deferred:
+            self.fetch()
 
     @property
     def mark(self) -> Mark:
         return self._marks[0]
 
+    def defer(self) -> None:
+        self._is_deferred = True
+
     def fetch(self) -> None:
         if self._is_read:
-            self._fetched = self.mark.fetch(0, self.mirror)
+            self._fetched = self._stager.under_way(self.mark.fetch(0, self.mirror))
 
     async def arrived(self) -> None:
-        if self._fetched is None:
-            return
-        try:
-            await arrived(self._fetched)
-        except Exception as error:
-            raise self.failure(error) from error
+        if self._fetched is not None:
+            with self._stager.failing():
+                await arrived(self._fetched)
 
     def when_arrived(self, nbytes: int, callback: Callable[[], None]) -> None:
         if self._fetched is None:
@@ -60,7 +74,7 @@ class Mirror:
     def check_arrived(self, nbytes: int) -> None:
         fetched = self._fetched
         if fetched is not None and fetched.moved < nbytes and fetched.error is not None:
-            raise self.failure(fetched.error) from fetched.error
+            raise self._stager.failure(fetched.error) from fetched.error
 
     def put(self, nbytes: int | None = None) -> None:
         start, self._returned = self._returned, self.mirror.nbytes if nbytes is None else nbytes
@@ -68,35 +82,50 @@ class Mirror:
             self._put(self.mirror[start : self._returned], self.mark, start)
 
     def result(self, nbytes: int) -> Mark:
-        self._result = self.device.empty(dtype_name(self._x.dtype), (nbytes // self._x.itemsize,))
-        self._marks.append(self.device.mark(self._result))
-        return self._marks[-1]
+        with self._stager.failing():
+            self._result, mark = self.mark.like(dtype_name(self._x.dtype), (nbytes // self._x.itemsize,))
+        self._marks.append(mark)
+        return mark
 
     def has_result(self) -> None:
         self._returned = self.mirror.nbytes
 
     def failure(self, error: BaseException) -> DeviceError:
-        return DeviceError(f"{self.device.name} has failed: {describe(error)}")
+        return self._stager.failure(error)
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
         if self._result is not None:
             return self._result.view(shape)
-        x = self.device.empty(dtype, shape)
-        self._marks.append(self.device.mark(x))
-        self._put(flat.view(np.uint8), self._marks[-1], 0)
+        with self._stager.failing():
+            x, mark = self.mark.like(dtype, shape)
+        self._marks.append(mark)
+        self._put(flat.view(np.uint8), mark, 0)
         return x
 
+    def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
+        with self._stager.failing():
+            self._marks[0].queue(work, *writes, reads=reads)
+
     def join(self) -> None:
+        has_failed = self._fetched is not None and self._fetched.error is not None
         self.mirror, self._fetched = _NOTHING, None
-        for mark in self._marks:
-            mark.join()
+        try:
+            for mark in self._marks:
+                mark.join()
+        except Exception as error:
+            if has_failed:  # the call has raised it
+                return
+            # The caller goes on without its result.
+            assert self._back is not None, "the call has begun"
+            self._back.begun()
+            self._back.ended(self._stager.failure(error))
 
     def _put(self, source: Array, mark: Mark, start: int) -> None:
-        back, transfer = self._back, mark.put(source, start)
+        back, stager, transfer = self._back, self._stager, self._stager.under_way(mark.put(source, start))
         assert back is not None, "the call has begun"
 
         def ended() -> None:
-            back.ended(None if transfer.error is None else self.failure(transfer.error))
+            back.ended(None if transfer.error is None else stager.failure(transfer.error))
 
         back.begun()
         transfer.when_moved(transfer.nbytes, ended)
@@ -105,21 +134,102 @@ class Mirror:
 class DeviceStager:
     """Implements `tensors.staged.Stager`."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self.holds = device.holds
-        self.clone = device.clone
+    def __init__(self, device: Device, pages: Callable[[int], Array], *, owns: bool = False) -> None:
+        """Mirrors are in memory of `pages`. The device closes with this if this `owns` it."""
+        self.device = device
+        self.pool = Pool(device, pages)
+        self._owns = owns
+        self._under_way: set[Transfer] = set()
+
+    def holds(self, x: Any) -> bool:
+        return self.device.holds(x)
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
+        with self.failing():
+            return self.device.empty(dtype, shape)
+
+    def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
+        with self.failing():
+            self.device.queue(work, *writes, reads=reads)
+
+    def clone(self, x: Any) -> Any:
+        with self.failing():
+            return self.device.clone(x)
 
     def stage(self, x: Any, *, is_read: bool) -> Mirror:
-        return Mirror(self._device, x, is_read=is_read)
+        with self.failing():
+            self.device.check()
+        return Mirror(self, x, is_read=is_read)
+
+    def take(self, x: Any, back: CopiesBack) -> Any:
+        operand = as_operand(x)
+        place = self.stage(self.empty(operand.dtype, (0,)), is_read=False)
+        place.begin(back)
+        taken = place.like(operand.flat, operand.dtype, operand.shape)
+        place.join()
+        return taken
+
+    def under_way(self, transfer: Transfer) -> Transfer:
+        """Note that memory of the pool is in use until the end of `transfer`."""
+        self._under_way.add(transfer)
+        transfer.when_moved(transfer.nbytes, partial(self._under_way.discard, transfer))
+        return transfer
+
+    @contextlib.contextmanager
+    def failing(self) -> Iterator[None]:
+        """Raise the errors of the device as DeviceError."""
+        try:
+            yield
+        except (UsageError, DeviceError):
+            raise
+        except Exception as error:
+            raise self.failure(error) from error
+
+    def failure(self, error: BaseException) -> DeviceError:
+        return DeviceError(f"{self.device.name} has failed: {describe(error)}")
+
+    async def close(self) -> None:
+        if self._under_way and (self._owns or self.pool.is_pinned) and not await self._settled():
+            _stuck.append(self)
+            logger.error(
+                "%s has not ended its copies %g s after its rank has left the world: their memory stays pinned until "
+                "this process ends",
+                self.device.name,
+                _PATIENCE_S,
+            )
+            return
+        if self._owns:
+            self.device.close()
+        self.pool.close()
+
+    async def _settled(self) -> bool:
+        """Whether all copies have come to their ends."""
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                for transfer in tuple(self._under_way):
+                    with contextlib.suppress(Exception):
+                        await arrived(transfer)
+        except TimeoutError:
+            return False
+        return True
+
+
+hidden_devices: list[Device] = []  # those of `staged.hidden`
 
 
 @contextlib.contextmanager
 def staging(device: Device) -> Iterator[None]:
-    """Calls of this process take tensors of `device`."""
-    stager = DeviceStager(device)
-    stagers.append(stager)
+    """Calls of this process take tensors of `device`, which torch takes for those of the CPU.
+
+    All copies are over when the block ends.
+    """
+    hidden_devices.append(device)
+    staged.hidden.append(device)
     try:
         yield
     finally:
-        stagers.remove(stager)
+        staged.hidden.remove(device)
+        hidden_devices.remove(device)
+        for stager in staged.stagers:
+            if isinstance(stager, DeviceStager) and stager.device is device:
+                stager.pool.close()

@@ -1,0 +1,38 @@
+"""The tensors of devices in a message: it is sent once they have arrived at the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from asyncoll.errors import DeviceError
+from asyncoll.tensors.staged import Staged
+
+
+def begin(tensors: Sequence[Staged]) -> None:
+    """Begin to fetch the tensors, in the thread that has queued the work that comes before. `join` follows."""
+    for tensor in tensors:
+        tensor.begin(_NOTHING_RETURNS)
+
+
+async def arrived(tensors: Sequence[Staged]) -> None:
+    """Return once the message can be sent. Raises DeviceError if the device fails."""
+    for tensor in tensors:
+        await tensor.arrived()
+
+
+def join(tensors: Sequence[Staged]) -> None:
+    """What the program queues from here on comes after the copies, also after those that have not arrived."""
+    for tensor in tensors:
+        tensor.join()
+
+
+class _NothingReturns:
+    """Implements `tensors.staged.CopiesBack`: a message copies nothing back."""
+
+    def begun(self) -> None:
+        raise AssertionError("a message copies nothing back")
+
+    def ended(self, error: DeviceError | None) -> None: ...
+
+
+_NOTHING_RETURNS = _NothingReturns()

@@ -1,0 +1,132 @@
+"""The pool of pinned memory for mirrors: what it keeps, and when it pins, unpins and frees."""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import pytest
+
+from asyncoll.errors import UsageError
+from asyncoll.forks import address_of
+from asyncoll.tensors.registered import RegisteredMemory
+from asyncoll.transport.memory import arena, inproc
+from asyncoll.transport.staging.pool import Pool
+
+MIB = 1 << 20
+
+
+class Driver:
+    """A device that has only pins, and memory of which there is `room`."""
+
+    def __init__(self):
+        self.pinned = {}  # bytes, by address
+        self.pins = 0
+        self.room = 1 << 40
+        self.refuses = False
+        self.sizes = []
+
+    def pages(self, nbytes):
+        if sum(self.pinned.values()) + nbytes > self.room:
+            raise UsageError("no room")
+        self.sizes.append(nbytes)
+        return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+
+    def pin(self, block):
+        assert block.nbytes % mmap.PAGESIZE == address_of(block) % mmap.PAGESIZE == 0
+        if self.refuses:
+            return False
+        assert self.pinned.setdefault(address_of(block), block.nbytes) == block.nbytes
+        self.pins += 1
+        return True
+
+    def unpin(self, block):
+        block[:1] = 1  # it is still mapped
+        assert self.pinned.pop(address_of(block)) == block.nbytes
+
+
+@pytest.fixture
+def driver():
+    return Driver()
+
+
+@pytest.fixture
+def pool(driver):
+    return Pool(driver, driver.pages)
+
+
+@pytest.mark.parametrize("nbytes", [1, 300, 4096, MIB - 1, MIB, MIB + 1, 5 * MIB, 100 * MIB + 7])
+def test_memory_is_used_again_when_its_last_view_is_gone(pool, driver, nbytes):
+    first = pool.empty(nbytes)
+    assert first.nbytes == nbytes
+    assert driver.sizes[0] <= max(nbytes * 5 / 4, MIB)
+    view, address = first[: nbytes // 2 + 1].view(np.int8), address_of(first)
+    del first
+    other = pool.empty(nbytes)
+    assert address_of(other) != address
+    del view
+    assert address_of(pool.empty(nbytes)) == address
+    assert driver.pins == (1 if nbytes < MIB // 2 else 2)
+
+
+def test_small_arrays_share_what_is_pinned(pool, driver):
+    arrays = [pool.empty(1000) for _ in range(1000)]
+    assert driver.pins == 1
+    for number, array in enumerate(arrays):
+        array[:] = number % 256
+    assert all((array == number % 256).all() for number, array in enumerate(arrays))
+
+
+def test_nothing_needs_no_memory(pool, driver):
+    assert pool.empty(0).nbytes == 0
+    assert not driver.sizes
+
+
+def test_the_pool_keeps_what_was_in_use_at_one_time(pool, driver):
+    arrays = [pool.empty(size * MIB) for size in (4, 5, 6)]
+    while arrays:
+        del arrays[0]
+    pool.empty(7 * MIB)
+    assert list(driver.pinned.values()) == [6 * MIB, 7 * MIB]
+    pool.empty(6 * MIB)
+    assert driver.pins == 4
+
+
+def test_unused_memory_makes_room(pool, driver):
+    driver.room = 10 * MIB
+    del [pool.empty(4 * MIB), pool.empty(4 * MIB)][:]
+    held = pool.empty(8 * MIB)
+    with pytest.raises(UsageError, match="no room"):
+        pool.empty(4 * MIB)
+    del held
+    pool.empty(4 * MIB)
+
+
+def test_memory_that_is_not_pinned_is_not_unpinned(pool, driver):
+    driver.refuses = True
+    assert pool.empty(MIB).nbytes == MIB
+    assert not pool.is_pinned
+    pool.empty(2 * MIB)
+    pool.close()
+
+
+def test_the_end(pool, driver):
+    small, large = pool.empty(10), pool.empty(2 * MIB)
+    pool.close()
+    assert not driver.pinned
+    small[:], large[:] = 1, 2
+    del small, large
+    pool.close()
+
+
+def test_pages_of_every_kind_of_memory():
+    with arena.local_world(1) as arenas:
+        for each in (None, arenas[0], inproc.arenas(1, lambda: 0.0)[0]):
+            memory = RegisteredMemory(each, None)
+            for nbytes in (4096, 40960, 4096):
+                pages = memory.pages(nbytes)
+                assert (address_of(pages) % mmap.PAGESIZE, pages.nbytes) == (0, nbytes)
+                pages[:] = 1
+        for each in (None, arenas[0]):
+            with pytest.raises(UsageError, match="cannot allocate"):
+                RegisteredMemory(each, None).pages(1 << 50)
