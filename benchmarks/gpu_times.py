@@ -89,7 +89,7 @@ async def copies(comm: asyncoll.Communicator) -> Values:
     x = torch.ones(STAGED // 16, device=device)
     theirs = torch.empty(x.numel(), pin_memory=True)
     seconds = await timed(comm, device, lambda: theirs.copy_(x, non_blocking=True))
-    with contextlib.closing(CudaDevice(device)) as staging:
+    with contextlib.closing(CudaDevice(device.index)) as staging:
         ours = comm.empty(x.nbytes, "uint8")
         if not staging.pin(ours):
             raise NotHereError("the driver refuses to pin shared memory")
@@ -197,13 +197,14 @@ async def rpc(comm: asyncoll.Communicator) -> Values:
     """A call of rank 1 that returns its argument, of 4 and of 100 MB on the GPU."""
     device, found = own(comm), Values()
     comm.rpc.register(echo)
+    calls = comm.rpc.to(device)
     await comm.barrier()
     for name, count in (("4 MB", 10**6), ("100 MB", 25 * 10**6)):
         x, seconds = torch.ones(count, device=device), []
         for _ in range(WARMUP + CALLS):
             start = time.perf_counter()
             if comm.rank == 0:
-                (await comm.rpc.call(1, echo, x)).to(device)
+                await calls.call(1, "echo", x)
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - start)
         found[f"{name}: ms"] = await worst(comm, seconds) * 1e3
