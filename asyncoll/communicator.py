@@ -191,7 +191,7 @@ class Communicator:
         is undefined.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout, writable. Dtype and number of elements are the same at
+            x: numpy array or torch tensor of any layout, writable. Dtype and number of elements are the same at
                 every rank. It is used in place if it is contiguous, otherwise copied in and out.
             op: SUM, PROD; AVG, not for integers and bool; MIN and MAX, not for complex numbers; BAND, BOR and BXOR, for
                 integers and bool.
@@ -253,7 +253,7 @@ class Communicator:
         is undefined.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout, writable at every rank. Dtype and number of elements are
+            x: numpy array or torch tensor of any layout, writable at every rank. Dtype and number of elements are
                 the same at every rank.
             root: the rank whose content is copied; the same at every rank.
 
@@ -305,7 +305,7 @@ class Communicator:
         is undefined.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout, writable at the root. Dtype and number of elements are the
+            x: numpy array or torch tensor of any layout, writable at the root. Dtype and number of elements are the
                 same at every rank.
             root: the rank that gets the result; the same at every rank.
             op: the reduction, as for `allreduce`.
@@ -361,7 +361,7 @@ class Communicator:
         pending and later calls raise AbortedError.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout with at least one dimension. Dtype and shape are the same
+            x: numpy array or torch tensor of any layout with at least one dimension. Dtype and shape are the same
                 at every rank. It is only read, but must not change from the call until the coroutine has ended.
             op: the reduction, as for `allreduce`.
 
@@ -414,7 +414,7 @@ class Communicator:
         pending and later calls raise AbortedError.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout. Dtype and shape are the same at every rank. It is only
+            x: numpy array or torch tensor of any layout. Dtype and shape are the same at every rank. It is only
                 read, but must not change from the call until the coroutine has ended.
 
         Returns:
@@ -461,7 +461,7 @@ class Communicator:
         pending and later calls raise AbortedError.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout. The dtype is the same at every rank; the shapes may
+            x: numpy array or torch tensor of any layout. The dtype is the same at every rank; the shapes may
                 differ. It is only read, but must not change from the call until the coroutine has ended.
 
         Returns:
@@ -512,7 +512,7 @@ class Communicator:
         pending and later calls raise AbortedError.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout. Dtype and shape are the same at every rank. It is only
+            x: numpy array or torch tensor of any layout. Dtype and shape are the same at every rank. It is only
                 read, but must not change from the call until the coroutine has ended.
             root: the rank that gets the result; the same at every rank.
 
@@ -566,7 +566,7 @@ class Communicator:
         pending and later calls raise AbortedError.
 
         Args:
-            xs: at the root, a sequence of `size` tensors (numpy arrays or torch CPU tensors) of one dtype, whose shapes
+            xs: at the root, a sequence of `size` tensors (numpy arrays or torch tensors) of one dtype, whose shapes
                 may differ. They must not change from the call until the coroutine has ended. The argument is ignored at
                 the other ranks.
             root: the rank that has the list; the same at every rank.
@@ -625,7 +625,7 @@ class Communicator:
         pending and later calls raise AbortedError.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout, whose number of rows (dimension 0) is a multiple of
+            x: numpy array or torch tensor of any layout, whose number of rows (dimension 0) is a multiple of
                 `size`. Dtype and shape are the same at every rank. It is only read, but must not change from the call
                 until the coroutine has ended.
 
@@ -678,7 +678,7 @@ class Communicator:
         pending and later calls raise AbortedError.
 
         Args:
-            xs: a sequence of `size` tensors (numpy arrays or torch CPU tensors). The dtype is the same for all of them
+            xs: a sequence of `size` tensors (numpy arrays or torch tensors). The dtype is the same for all of them
                 and at every rank. They must not change from the call until the coroutine has ended.
 
         Returns:
@@ -768,7 +768,7 @@ class Communicator:
         later calls of all its ranks raise AbortedError.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout. It is only read, but must not change from the call until
+            x: numpy array or torch tensor of any layout. It is only read, but must not change from the call until
                 the coroutine has ended.
             dest: the receiver, another rank than this one.
             tag: any 64-bit integer.
@@ -826,7 +826,7 @@ class Communicator:
         content is undefined.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout, writable. Dtype and number of elements are those of the
+            x: numpy array or torch tensor of any layout, writable. Dtype and number of elements are those of the
                 tensor that is sent.
             source: the sender, another rank than this one.
             tag: the 64-bit integer that the message was sent with.
@@ -892,7 +892,7 @@ class Communicator:
         Every rank of the communicator may send. So the loss of any rank ends the call, as it ends all others.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout, writable. Dtype and number of elements are those of the
+            x: numpy array or torch tensor of any layout, writable. Dtype and number of elements are those of the
                 tensor that is sent.
             tag: the 64-bit integer that the message was sent with.
 
@@ -982,7 +982,7 @@ class Communicator:
         or a quorum waiting, unless it has called `join`.
 
         Args:
-            x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
+            x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
                 of any dtypes, which share one round.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
@@ -1078,7 +1078,7 @@ class Communicator:
         or a quorum waiting, unless it has called `join`.
 
         Args:
-            x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
+            x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
                 of any dtypes, which share one round.
             candidates: number of ranks drawn for each round, from 1 to `size`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
@@ -1165,7 +1165,7 @@ class Communicator:
         or a quorum waiting, unless it has called `join`.
 
         Args:
-            x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
+            x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
                 of any dtypes, which share one round.
             quorum: number of ranks whose arrival starts a round, from 1 to `size`; None: `size // 2 + 1`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
@@ -1248,7 +1248,7 @@ class Communicator:
         A rank that has left its program keeps no round waiting.
 
         Args:
-            x: this rank's contribution: a numpy array or torch CPU tensor of any layout, writable; or a list of them,
+            x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
                 of any dtypes, which share one round.
             group_size: from 1 to `size`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
@@ -1394,7 +1394,7 @@ class Communicator:
         the result. `x` is then as it was before the call, or the residual if the round was over.
 
         Args:
-            x: the accumulator: a numpy array or torch CPU tensor of floats, of any shape and layout, writable. Dtype
+            x: the accumulator: a numpy array or torch tensor of floats, of any shape and layout, writable. Dtype
                 and shape are the same at every rank and in every call of the name.
             density: k / n, above 0 and at most 1.
             algorithm: "oktopk"; or "topka", "topkdsa", "gtopk", "gaussiank" or "dense", which the paper compares it
@@ -1513,7 +1513,7 @@ class Communicator:
         is undefined.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout, writable, of a float or complex dtype. Dtype and number of
+            x: numpy array or torch tensor of any layout, writable, of a float or complex dtype. Dtype and number of
                 elements are the same at every rank.
             graph: "ring": the ranks before and after this one; one rank if there are only two. "exponential": see
                 `push_sum`. The same at every rank, and so are `iteration` and `peers`.
@@ -1591,7 +1591,7 @@ class Communicator:
         pending and later calls raise AbortedError.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout, writable, of a float or complex dtype. Dtype and number of
+            x: numpy array or torch tensor of any layout, writable, of a float or complex dtype. Dtype and number of
                 elements are the same at every rank. A tensor of a device is divided there.
             weight: numpy array or torch CPU tensor of one element of float64, writable. Begin with 1.
             graph: "exponential": the directed exponential graph: rank r sends to r + j * (peers + 1)^i, modulo the
@@ -1674,7 +1674,7 @@ class Communicator:
         pending and later calls raise AbortedError.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout, of a float or complex dtype: the model. Dtype and number
+            x: numpy array or torch tensor of any layout, of a float or complex dtype: the model. Dtype and number
                 of elements are the same at every rank. It is only read, before this call returns its coroutine.
             graph: "ring": a rank averages with the ranks before and after it. "exponential": with those at distance 1
                 and 1 + 2^i, for i from 1 on. If the number of ranks is odd, no edge goes across the end of the ranks,

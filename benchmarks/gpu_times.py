@@ -13,18 +13,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from asyncoll.transport.staging.cuda import CudaDevice
 from gpu_checks import NotHereError, Tell, own
 from torch import Tensor
 
 import asyncoll
+from asyncoll.tensors import registered
 from asyncoll.transport.staging import arrived
+from asyncoll.transport.staging.cuda import CudaDevice
 
 CALLS, WARMUP = 20, 3
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24, "100 MB": 10**8}
 AGAINST_GLOO = {"64 KiB": 1.2, "1 MiB": 2.0, "16 MiB": 4.0, "100 MB": 4.0}
 LATE_S = 0.2
-STAGED = 10**9  # bytes
+STAGED, PAGES = 10**9, 2**28  # bytes
 MATRIX = 4096
 Values = dict[str, float]
 
@@ -86,11 +87,11 @@ async def timed(comm: asyncoll.Communicator, device: torch.device, call: Callabl
 async def copies(comm: asyncoll.Communicator) -> Values:
     """Copies from the GPU to pinned memory of the world, against memory that CUDA has allocated."""
     device = own(comm)
-    x = torch.ones(STAGED // 16, device=device)
+    x = torch.ones(PAGES // 4, device=device)
     theirs = torch.empty(x.numel(), pin_memory=True)
     seconds = await timed(comm, device, lambda: theirs.copy_(x, non_blocking=True))
-    with contextlib.closing(CudaDevice(device)) as staging:
-        ours = comm.empty(x.nbytes, "uint8")
+    with contextlib.closing(CudaDevice(device.index)) as staging:
+        ours = registered.current().pages(PAGES)
         if not staging.pin(ours):
             raise NotHereError("the driver refuses to pin shared memory")
         own_seconds = await timed(comm, device, lambda: arrived(staging.mark(x).fetch(0, ours)))
@@ -197,13 +198,14 @@ async def rpc(comm: asyncoll.Communicator) -> Values:
     """A call of rank 1 that returns its argument, of 4 and of 100 MB on the GPU."""
     device, found = own(comm), Values()
     comm.rpc.register(echo)
+    calls = comm.rpc.to(device)
     await comm.barrier()
     for name, count in (("4 MB", 10**6), ("100 MB", 25 * 10**6)):
         x, seconds = torch.ones(count, device=device), []
         for _ in range(WARMUP + CALLS):
             start = time.perf_counter()
             if comm.rank == 0:
-                (await comm.rpc.call(1, echo, x)).to(device)
+                await calls.call(1, "echo", x)
                 torch.cuda.synchronize(device)
             seconds.append(time.perf_counter() - start)
         found[f"{name}: ms"] = await worst(comm, seconds) * 1e3

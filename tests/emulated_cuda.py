@@ -311,7 +311,7 @@ class Gpu(FakeDevice):
     def unpin(self, block):
         with self._streams.lock:
             start, stop = address_of(block), address_of(block) + block.nbytes
-            for stream, number, first, last, _ in self._copies_of_host:
+            for stream, number, first, last, _ in [] if self._broken else self._copies_of_host:  # or no copy goes on
                 if self._seen.get(stream, 0) < number and max(start, first) < min(stop, last):
                     self.note("memory was unpinned while it was copied")
             super().unpin(block)

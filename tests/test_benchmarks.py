@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -13,9 +14,11 @@ from typing import Any
 
 import click
 import pytest
+import torch
 from conftest import PATIENCE_S
 
 from asyncoll.bench.skewed import MODES, expected
+from asyncoll.testing import run_ranks
 from asyncoll.transport.messages.simulated import Network
 from trainers.settings import flags
 
@@ -23,6 +26,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCRIPTS = (
     "dc_s3gd_overlap",
     "ddp",
+    "gpu",
     "group_propagation",
     "long_run",
     "message_cost",
@@ -202,3 +206,53 @@ def test_hyperplane_compares_with_both_and_the_paper() -> None:
     solo = dict(zip(lines[0], lines[3], strict=True))
     assert (solo["over synchronous"], solo[f"over {hyperplane.DDP}"], solo["paper"]) == ("1.60", "2.00", "1.50")
     assert (solo["loss/synchronous"], solo["allows"]) == ("1.00", "1.67")
+
+
+# -- gpu.py --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["order", "lifetime", "mixed", "rounds", "cancelled"])
+def test_checks_of_a_gpu_hold_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a check that fails on a GPU has found something."""
+    checks = load("gpu_checks")
+    monkeypatch.setattr(checks, "own", lambda comm: torch.device("cpu"))
+    monkeypatch.setattr(checks, "COUNT", 1003)
+    for function in ("_sleep", "synchronize", "Stream"):
+        monkeypatch.setattr(torch.cuda, function, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    run_ranks(3, next(check.body for check in checks.CHECKS if check.name == name))
+
+
+@pytest.mark.parametrize(
+    ("told", "lost", "code", "found"),
+    [
+        ({0: "pass", 1: "pass"}, (), 0, "pass"),
+        ({0: "pass", 1: "not here: needs two GPUs"}, (), 0, "not here: needs two GPUs"),
+        ({0: "pass"}, (1,), 137, "pass"),
+        ({0: "pass"}, (), 1, "FAIL: no answer of ranks [1]: AssertionError: no"),
+        ({0: "pass", 1: "pass"}, (), 1, "FAIL: exit status 1"),
+    ],
+)
+def test_the_verdict_on_a_check_of_a_gpu(
+    told: dict[int, str], lost: tuple[int, ...], code: int, found: str, tmp_path: Path
+) -> None:
+    for rank, values in told.items():
+        (tmp_path / str(rank)).write_text(json.dumps(values))
+    check = load("gpu_checks").Check("name", "what", None, lost=lost)
+    assert load("gpu").verdict(check, 2, code, "Traceback\nAssertionError: no\n", tmp_path)[0] == found
+
+
+def test_a_measurement_of_a_gpu_names_its_targets() -> None:
+    measurement = load("gpu_times").Measurement("name", "what", None, (("share", "least", 0.7), ("ms", "most", 2.0)))
+    assert measurement.judge({"share": 0.75, "ms": 1.0, "GB/s": 50.0}) == (
+        "pass: share 0.75 (at least 0.7), ms 1 (at most 2), GB/s 50"
+    )
+    assert measurement.judge({"share": 0.65, "ms": 1.0}).startswith("FAIL")
+
+
+def test_nothing_is_checked_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--all"])
+    with pytest.raises(SystemExit, match="2"):
+        load("gpu").main()
+    assert "sees no GPU: nothing was checked" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from asyncoll.tensors.reductions import DTYPES, is_divisible
 from asyncoll.tensors.staged import stagers
 from asyncoll.testing import Hazard, fake_device, run_ranks, simulate
 from asyncoll.transport.staging import mirrors
+from asyncoll.world import join
 
 WINDOWS = "short=64,staged=1024"  # a tensor of 1,000 float32 has several
 SCRIPT = Path(__file__).parent / "scripts" / "staged.py"
@@ -505,14 +506,14 @@ def test_a_world_ends_after_the_copies_that_are_under_way():
     with fake_device(0, "program") as device:
 
         async def turn():
-            while stagers:  # until the rank closes its devices
+            for _ in range(20):  # the rank is leaving meanwhile
                 await asyncio.sleep(0)
+                assert stagers
             while device.turn():
-                pass
+                await asyncio.sleep(0)
 
         async def main(comm):
             await leaves_with_a_copy_under_way(comm, device)
-            assert stagers
             return asyncio.ensure_future(turn())
 
         assert run_ranks(1, main, "inproc")[0].done()
@@ -520,8 +521,10 @@ def test_a_world_ends_after_the_copies_that_are_under_way():
 
 def test_memory_stays_pinned_when_its_copies_do_not_end(monkeypatch, caplog):
     monkeypatch.setattr(mirrors, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(join, "_RETURN_S", 0.0)
     with pytest.raises(Hazard, match="1 blocks were never unpinned"), fake_device(0, "program") as device:
-        run_ranks(1, lambda comm: leaves_with_a_copy_under_way(comm, device), "shm")
+        with pytest.raises(DeviceError, match="has not taken all results 0 s after the last call of this rank"):
+            run_ranks(1, lambda comm: leaves_with_a_copy_under_way(comm, device), "shm")
     assert "fake:0 has not ended its copies" in caplog.text
 
 

@@ -116,7 +116,7 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
     With `may_stage`, `x` may be a tensor of a device: the caller waits for `Operand.staged` then. Unless `is_read`, the
     call needs no elements of it.
 
-    Raises UsageError for anything but a numpy array or a torch CPU tensor of one of `DTYPES`, and, if the result goes
+    Raises UsageError for anything but a numpy array or a torch tensor of one of `DTYPES`, and, if the result goes
     back into `x` (`writable`), for read-only memory or a tensor whose elements overlap. A subclass of either is seen as
     its elements alone. A masked array is refused, because its mask would be lost.
     """

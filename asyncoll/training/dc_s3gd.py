@@ -59,7 +59,8 @@ class DCS3GD(Trainer):
             raise asyncoll.UsageError(f"lambda0 is a share of the gradient, at least 0, not {lambda0}")
         super().__init__(comm, model, optimizer, **options)
         self._lambda0 = lambda0
-        self._mean = comm.empty(weights(self._flat).numel(), self._flat.gradients.dtype)
+        w = weights(self._flat)
+        self._mean = comm.empty(w.numel(), w.dtype, device=w.device)
         self._distance = torch.empty_like(self._flat.gradients)  # reused, because the first use of memory is slow
         self._averaged: UnderWay[Tensor] | None = None
 

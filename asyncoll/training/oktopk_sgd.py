@@ -97,7 +97,7 @@ class OkTopkSGD(Trainer):
                 "name: use another name"
             )
         gradients = self._flat.gradients
-        self._residual = comm.empty(gradients.numel(), gradients.dtype).zero_()  # ε = 0
+        self._residual = comm.empty(gradients.numel(), gradients.dtype, device=gradients.device).zero_()  # ε = 0
 
     async def _update(self, weight: float | None) -> asyncoll.Reduction:
         self._refuse_weight(weight, "a residual holds gradients of several rounds")

@@ -21,7 +21,7 @@ from asyncoll.algorithms.core import ChooseBackend, Core
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.arguments import digest
 from asyncoll.communicator import Communicator
-from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, UsageError, describe, text_of
+from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, PeerLostError, UsageError, describe, text_of
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import WORLD
@@ -39,6 +39,7 @@ from asyncoll.world.rendezvous import PeerLinks, meet
 
 _member = threading.Lock()  # held while this process is in a world
 T = TypeVar("T")
+_RETURN_S = 60.0  # for copies of results to devices, which may have seconds of work before them
 _CLAIM = "ASYNCOLL_RANK_OF"  # set in the environment of a rank: its process id, and which rank of which world it is
 
 
@@ -313,9 +314,13 @@ class World:
     async def _return(self) -> None:
         """On the runtime's loop: wait for the copies of results to devices. A failure of the world ends the wait."""
         failures, returns = self._endpoint.failures, self._endpoint.returns
+        over, is_late = returns.over(), False
         with contextlib.suppress(AsyncollError):  # `_leave` deals with it
             with failures.watch(self._group.communicator, "results to reach a device") as failed:
-                await asyncio.wait([returns.over(), failed], return_when=asyncio.FIRST_COMPLETED)
+                ends = [over, failed]
+                is_late = not (await asyncio.wait(ends, timeout=_RETURN_S, return_when=asyncio.FIRST_COMPLETED))[0]
+        if is_late:
+            raise DeviceError(f"a device has not taken all results {_RETURN_S:g} s after the last call of this rank")
         returns.check()
 
     async def _end(self, error: BaseException | None) -> None:

@@ -154,7 +154,7 @@ class Gossip:
         raised; its content is undefined.
 
         Args:
-            x: numpy array or torch CPU tensor of any layout, writable, with the dtype and the number of elements of the
+            x: numpy array or torch tensor of any layout, writable, with the dtype and the number of elements of the
                 model.
 
         Returns:
