@@ -212,9 +212,6 @@ class Gpu(FakeDevice):
         if self._broken is not None:
             raise RuntimeError(f"CUDA error: {self._broken}")
 
-    def note(self, hazard):
-        self._note(hazard)
-
     def record(self, stream):
         self.check()
         come = threading.Event()
