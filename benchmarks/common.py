@@ -71,7 +71,12 @@ class Record:
         print(f"\n{title}\n{aligned(lines)}", flush=True)
 
     def write(self, raw: object) -> None:
-        """Write all raw numbers, and the tables."""
+        """Write all raw numbers, and the tables, and tell where."""
+        self.keep(raw)
+        print(f"\n# all numbers: {self._path('.json')}")
+
+    def keep(self, raw: object) -> None:
+        """Write all raw numbers so far, and the tables."""
         options = {key: str(value) for key, value in vars(self.arguments).items()}
         document = {
             "benchmark": self.name,
@@ -82,9 +87,7 @@ class Record:
             "tables": self._tables,
             "raw": raw,
         }
-        path = self._path(".json")
-        path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
-        print(f"\n# all numbers: {path}")
+        self._path(".json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
     @contextmanager
     def figure(self, panels: int = 1) -> Iterator[Sequence[Any]]:

@@ -99,6 +99,9 @@ class Staged(Arriving, Protocol):
     def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
         """Carry out `work(*writes, *reads)` on the device, after all copies to it so far; `join` comes after it."""
 
+    def made(self, work: Work, dtype: str, shape: tuple[int, ...], reads: Sequence[Any]) -> Any:
+        """A new tensor of the device, to which `queue` has `work` write. Raises DeviceError as `like`."""
+
 
 class Stager(Protocol):
     """Stages the tensors of one device for one rank."""

@@ -149,7 +149,7 @@ class OnDevice:
         return Chosen(part, float(threshold[0][0]) if threshold else self._wanted.threshold)
 
     def become_residual(self, outcome: Outcome, *, dense: bool) -> Told:
-        x, stager = self._x, self._x.stager
+        x = self._x
 
         def tensor(flat: Array) -> Any:
             return self._first.like(flat, flat.dtype.name, flat.shape)
@@ -157,8 +157,8 @@ class OnDevice:
         told = Told.of(outcome, tensor)
         self._first.queue(on_device.clear, x.source, reads=[told.included])
         if dense:
-            told = told._replace(dense=stager.empty(self._value.name, x.shape))
-            self._first.queue(on_device.scatter, told.dense, reads=[told.indices, told.values])
+            reads = [told.indices, told.values]
+            told = told._replace(dense=self._first.made(on_device.scatter, self._value.name, x.shape, reads))
         return told
 
     async def _all_arrived(self) -> None:

@@ -6,10 +6,11 @@ cannot show is what a driver does: real copies, locks, the reuse of memory.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,7 +62,7 @@ class CudaMark:
         self._device.queue_after((self.ready, *self._ends.values()), self, work, writes, reads)
 
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, CudaMark]:
-        with torch.cuda.stream(self._stream):  # else its memory would be reused in the order of another stream
+        with _on(self._stream):  # else its memory would be reused in the order of another stream
             x = self._device.empty(dtype, shape)
             return x, CudaMark(self._device, x)
 
@@ -75,7 +76,7 @@ class CudaMark:
         if not (self._is_packed and self.is_changed):
             return
         if self._unpacked is None:
-            with torch.inference_mode(), torch.cuda.stream(current):
+            with torch.inference_mode(), _on(current):
                 packed = self.content.view(self._x.dtype).view(self._x.shape)
                 self._x.copy_(packed, non_blocking=True)
             self._unpacked = _recorded(current)
@@ -101,7 +102,7 @@ class CudaDevice:
             raise DeviceError(f"{self.name} cannot be used: {describe(error)}") from error
         self._pins = Pins()
         self.refusal = ""  # why the driver has last refused to pin memory
-        self._watcher = Watcher(self.name)
+        self._watcher = Watcher(self.name, torch.cuda.device(self.place))
 
     def holds(self, x: Any) -> bool:
         return bool(x.device == self.place)
@@ -168,7 +169,7 @@ class CudaDevice:
         """`mark.queue(work, *writes, reads=reads)`, after `before` and the earlier copies to the device."""
         for event in before:
             self._in.wait_event(event)
-        with torch.cuda.stream(self._in):
+        with _on(self._in):
             _carry_out(work, writes, reads)
         end = _recorded(self._in, is_awaited=True)
         mark.copied(self._in, end)
@@ -220,7 +221,7 @@ class CudaDevice:
         try:
             stream.wait_event(mark.ready)
             for first, last, is_pinned in self._pins.pieces(address_of(host), host.nbytes, _CHUNK):
-                with torch.inference_mode(), torch.cuda.stream(stream):
+                with torch.inference_mode(), _on(stream):
                     landed = copy(first, last, is_pinned)
                 end = _recorded(stream, is_awaited=True)
                 mark.copied(stream, end)
@@ -235,7 +236,7 @@ class CudaDevice:
         try:
             if mark is not None:
                 stream.wait_event(mark.ready)
-            with torch.inference_mode(), torch.cuda.stream(stream):
+            with torch.inference_mode(), _on(stream):
                 work()
             end = _recorded(stream, is_awaited=True)
             if mark is not None:
@@ -296,6 +297,17 @@ def open_device(index: int) -> CudaDevice:
     return CudaDevice(index)
 
 
+@contextlib.contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Make `stream` the current one.
+
+    The device first: at the end torch goes back to the device of before, and would make a context there, on which a rank
+    may have nothing else, if only the stream had been changed.
+    """
+    with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+        yield
+
+
 def _recorded(stream: torch.cuda.Stream, *, is_awaited: bool = False) -> torch.cuda.Event:
     """An event after the work that `stream` has now. A host to which it matters (`is_awaited`) sleeps until then."""
     event = torch.cuda.Event(blocking=is_awaited)
@@ -305,7 +317,7 @@ def _recorded(stream: torch.cuda.Stream, *, is_awaited: bool = False) -> torch.c
 
 def _pinned(nbytes: int) -> torch.Tensor:
     """Pinned memory of torch's, which torch does not reuse before the copies of it are over."""
-    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _carry_out(work: Callable[..., object], writes: Sequence[torch.Tensor], reads: Sequence[torch.Tensor]) -> None:

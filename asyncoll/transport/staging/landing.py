@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 
@@ -61,8 +62,9 @@ class Watcher:
     What the functions of an event refer to is kept alive until the host has seen the event.
     """
 
-    def __init__(self, name: str) -> None:
-        """`name` is that of the device."""
+    def __init__(self, name: str, inside: AbstractContextManager[object]) -> None:
+        """`name` is that of the device. The thread is in `inside`, which makes the device its current one."""
+        self._inside = inside
         self._watched: queue.SimpleQueue[_Watched | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._watch, name=f"asyncoll-{name}", daemon=True)
         self._thread.start()
@@ -77,10 +79,11 @@ class Watcher:
         self._thread.join()
 
     def _watch(self) -> None:
-        while (watched := self._watched.get()) is not None:
-            try:
-                watched.event.synchronize()
-                watched.landed()
-            except BaseException as error:
-                watched.failed(error)
-            del watched  # and what it keeps alive, before this thread waits for the next one
+        with self._inside:
+            while (watched := self._watched.get()) is not None:
+                try:
+                    watched.event.synchronize()
+                    watched.landed()
+                except BaseException as error:
+                    watched.failed(error)
+                del watched  # and what it keeps alive, before this thread waits for the next one

@@ -106,6 +106,13 @@ class Mirror:
         with self._stager.failing():
             self._marks[0].queue(work, *writes, reads=reads)
 
+    def made(self, work: Work, dtype: str, shape: tuple[int, ...], reads: Sequence[Any]) -> Any:
+        with self._stager.failing():
+            x, mark = self._marks[0].like(dtype, shape)
+            mark.queue(work, x, reads=reads)
+        self._marks.append(mark)
+        return x
+
     def join(self) -> None:
         has_failed = self._fetched is not None and self._fetched.error is not None
         self.mirror, self._fetched = _NOTHING, None
