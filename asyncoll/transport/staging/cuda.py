@@ -301,8 +301,8 @@ def open_device(index: int) -> CudaDevice:
 def _on(stream: torch.cuda.Stream) -> Iterator[None]:
     """Make `stream` the current one.
 
-    The device first: at the end torch goes back to the device of before, and would make a context there, on which a rank
-    may have nothing else, if only the stream had been changed.
+    The device first: at the end torch goes back to the device of before. It would make a context there, where a rank may
+    have nothing else, if only the stream had been changed.
     """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
