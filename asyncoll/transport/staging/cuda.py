@@ -301,8 +301,7 @@ def open_device(index: int) -> CudaDevice:
 def _on(stream: torch.cuda.Stream) -> Iterator[None]:
     """Make `stream` the current one.
 
-    The device first: at the end torch goes back to the device of before. It would make a context there, where a rank may
-    have nothing else, if only the stream had been changed.
+    The device first: else torch would go back to the device of before, and make a context there, which takes memory.
     """
     with torch.cuda.device(stream.device), torch.cuda.stream(stream):
         yield
