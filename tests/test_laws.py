@@ -389,7 +389,7 @@ def temporary(monkeypatch, tmp_path):
 def test_a_forged_record_of_a_process_is_noticed(monkeypatch, temporary):
     def run_and_forge(arguments):
         run_job(arguments)
-        record = Path(arguments[-2]) / "rank-1.json"
+        record = Path(arguments[-3]) / "rank-1.json"
         calls, cancelled = json.loads(record.read_text())
         calls[0]["reduction"]["included"] ^= True
         record.write_text(json.dumps([calls, cancelled]))
