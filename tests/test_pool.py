@@ -92,6 +92,14 @@ def test_the_pool_keeps_what_was_in_use_at_one_time(pool, driver):
     assert driver.pins == 4
 
 
+def test_sizes_that_alternate_are_pinned_once(pool, driver):
+    for _ in range(5):
+        for nbytes in (10 * MIB, 20 * MIB, 40 * MIB, 30 * MIB, 3 * MIB):
+            assert pool.empty(nbytes).nbytes == nbytes
+    assert driver.pins == 3
+    assert [*driver.pinned.values()] == [40 * MIB]
+
+
 def test_unused_memory_makes_room(pool, driver):
     driver.room = 10 * MIB
     del [pool.empty(4 * MIB), pool.empty(4 * MIB)][:]

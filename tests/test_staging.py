@@ -381,6 +381,29 @@ def test_a_call_that_is_over_keeps_no_memory(name):
             gc.enable()
 
 
+def test_a_call_of_which_a_tensor_cannot_begin(monkeypatch):
+    """What the program queues comes after the copies of the tensors before it, as the device notices."""
+    with fake_device(0, "program") as device:
+        device.refuse_pins()
+        mark = device.mark
+
+        def mark_once(x):
+            monkeypatch.setattr(device, "mark", fail)
+            return mark(x)
+
+        def fail(x):
+            raise OSError("no such bus")
+
+        async def main(comm):
+            xs = [device.tensor(torch.ones(1000)) for _ in range(2)]
+            monkeypatch.setattr(device, "mark", mark_once)
+            with pytest.raises(DeviceError, match="fake:0 has failed: OSError: no such bus"):
+                comm.solo_allreduce(xs)
+            increment(device, xs[0])
+
+        run_ranks(1, main, "inproc")
+
+
 # -- rounds ---------------------------------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from asyncoll.algorithms.backend import Body, Collectives
 from asyncoll.runtime.copies_back import CopiesBack
 from asyncoll.runtime.member import Member
-from asyncoll.tensors.staged import Arriving
+from asyncoll.tensors.staged import Arriving, begin_all
 
 T = TypeVar("T")
 
@@ -18,13 +18,11 @@ class Arrival:
     """The tensors of one call that are staged. A failure ends the call as any other does, inside of its context."""
 
     def __init__(self, member: Member, tensors: Sequence[Arriving]) -> None:
-        """In the caller's thread, before the call starts. The copies begin."""
+        """In the caller's thread, before the call starts. The copies begin. Raises DeviceError if one cannot."""
         self._member = member
         self._tensors = tensors
         self._error: BaseException | None = None
-        back = CopiesBack(member)
-        for tensor in tensors:
-            tensor.begin(back)
+        begin_all(tensors, CopiesBack(member))
 
     async def then(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which begins once the tensors have arrived, or have failed, or this is cancelled."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from asyncoll.errors import DeviceError
-from asyncoll.tensors.staged import Staged
+from asyncoll.tensors.staged import Staged, begin_all
 
 
 def begin(tensors: Sequence[Staged]) -> None:
-    """Begin to fetch the tensors, in the thread that has queued the work that comes before. `join` follows."""
-    for tensor in tensors:
-        tensor.begin(_NOTHING_RETURNS)
+    """Begin to fetch the tensors, in the thread that has queued the work that comes before. `join` follows.
+
+    Raises DeviceError if one cannot begin.
+    """
+    begin_all(tensors, _NOTHING_RETURNS)
 
 
 async def arrived(tensors: Sequence[Staged]) -> None:

@@ -135,6 +135,17 @@ class Stager(Protocol):
         """Return once no copy is under way, and the memory of mirrors can be unmapped."""
 
 
+def begin_all(tensors: Sequence[Arriving], back: CopiesBack) -> None:
+    """Begin all of them. If one raises, the work of this thread comes after the copies of those before it."""
+    for index, tensor in enumerate(tensors):
+        try:
+            tensor.begin(back)
+        except BaseException:
+            for begun in tensors[:index]:
+                begun.join()
+            raise
+
+
 class HiddenDevice(Protocol):
     """A device, such as one without hardware, whose tensors torch takes for those of the CPU."""
 

@@ -21,8 +21,9 @@ _SMALLEST = 256  # bytes of a piece
 class Pool:
     """Blocks of a few sizes, for one device and one rank. They are pinned, unless the device refuses it.
 
-    Those that are not in use wait for the next array of their size. Large ones are unpinned and freed when they would
-    exceed what was in use at one time; the slabs of small ones stay until the pool closes.
+    Those that are not in use wait for the next array. A large one takes the smallest of them that has room for it, so
+    that calls of different sizes do not pin memory in turn. Large ones are unpinned and freed when they would exceed
+    what was in use at one time; the slabs of small ones stay until the pool closes.
     """
 
     def __init__(self, device: Device, pages: Callable[[int], Array]) -> None:
@@ -83,6 +84,7 @@ class Pool:
         return self._pieces[nbytes].pop()
 
     def _block(self, nbytes: int) -> Array:
+        nbytes = min((size for size in self._blocks if size >= nbytes), default=nbytes)
         used_bytes = self._used_bytes + nbytes
         self._most_bytes = max(self._most_bytes, used_bytes)
         if nbytes in self._blocks:
