@@ -370,7 +370,10 @@ def test_an_update_from_a_device_is_added_if_its_caller_is_cancelled():
                 await asyncio.sleep(0)
             with pytest.raises(asyncio.CancelledError):
                 await update
-            assert (await closing == 5).all()
+            model = await closing
+            while device.turn():
+                await asyncio.sleep(0)
+            assert (model == 5).all()
 
         run_ranks(1, main)
 

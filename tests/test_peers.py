@@ -39,7 +39,7 @@ def can_read(areas: list[StagingArea]) -> list[bool]:
 
 
 def peer_cell(staging: StagingArea, rank: int, cell: int) -> int:
-    return len(staging.control_block.cells) + PEER_CELLS * (rank - staging.size) + cell
+    return staging.device_cells + PEER_CELLS * (rank - staging.size) + cell
 
 
 @settings(max_examples=15, deadline=None)

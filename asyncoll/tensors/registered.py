@@ -166,6 +166,8 @@ def stager_of(x: Any) -> Stager:
 
 
 def _refuse(x: Any, _pages: Callable[[int], reductions.Array]) -> Stager:
+    if x.device.type not in ("cpu", "cuda"):
+        raise UsageError(f"a tensor on {x.device} is not supported: pass x.cpu(), and copy the result back")
     raise UsageError(
         f"a tensor on {x.device}, and this thread does not know the world: run what it does by the `run` of a context "
         "that `contextvars.copy_context()` has made in a task of the world, or pass x.cpu()"
