@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import weakref
@@ -287,11 +288,12 @@ def test_a_copy_to_the_device_fails_after_the_last_call(is_split, transport):
     async def calls(comm):
         part = await comm.split(0) if is_split else comm
         x = torch.ones(1000)
-        await part.allreduce(device.tensor(x) if comm.rank == 1 else x)
+        with contextlib.suppress(AbortedError) if comm.rank != 1 else contextlib.nullcontext():
+            await part.allreduce(device.tensor(x) if comm.rank == 1 else x)
 
     with fake_device() as device:
         device.fail_copy(1, OSError("no such bus"))
-        with pytest.raises((DeviceError, AbortedError), match="fake:0 has failed: OSError: no such bus"):
+        with pytest.raises(DeviceError, match="fake:0 has failed: OSError: no such bus"):
             run_ranks(3, calls, transport)
 
 
