@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-C := $(wildcard asyncoll/_core/*.[ch])
+C := $(wildcard asyncoll/_core/*.[ch] tests/stand_in/*.cpp)
 
 # The fast tests of `make check`: unit tests, and the laws in a few worlds. `make test` runs everything.
 FAST := $(addprefix tests/test_,architecture.py arena.py pending.py backend.py docstrings.py engine.py flat.py \
@@ -18,7 +18,7 @@ SHARING := tests/test_arena.py tests/test_shared_memory.py tests/test_wait_avoid
 # The tests start hundreds of interpreters, and each compiles the package again where Python writes no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-python torch-tests check sanitize core format style lint docs clean
+.PHONY: demo test test-python gpu-stand-in torch-tests check sanitize core format style lint docs clean
 
 demo: core
 	$(BIN)/python -m trainers demo
@@ -35,6 +35,12 @@ test: style core
 
 test-python: core
 	ASYNCOLL_CORE=python $(BIN)/python -m pytest -q -n 2 --dist worksteal $(SHARING)
+
+# The acceptance of GPU staging, with a stand-in for CUDA instead of a GPU. It needs a compiler of C++.
+CHECKS := --all
+GPU_RANKS := 2,3
+gpu-stand-in: core
+	$(BIN)/python tests/stand_in python benchmarks/gpu.py $(CHECKS) --ranks $(GPU_RANKS) --out build/stand_in
 
 # PyTorch's own distributed tests and ours, with Gloo and with asyncoll. See torch_tests/README.md.
 torch-tests: $(VENV)/.frameworks core

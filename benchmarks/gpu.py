@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from common import RANK, Record, numbers, parser
-from gpu_checks import CHECKS, Check, NotHereError
+from gpu_checks import CHECKS, SANITIZER, Check, NotHereError, sanitize_threads
 from gpu_times import TIMES, Measurement
 
 LIMIT_S = 300  # of one check with one number of ranks
@@ -53,7 +53,8 @@ def main() -> None:
     options.add_argument("--list", action="store_true", help="name them, and run none")
     options.add_argument("--ranks", type=numbers, default=[2, 4, 8])
     known = {each.name: each for each in [*CHECKS, *TIMES]}
-    given = options.parse_known_args()[0]
+    record = Record(options, "gpu")
+    given = record.arguments
     if given.list:
         print("\n".join(f"{name:<12} {each.what}" for name, each in known.items()))
         return
@@ -65,7 +66,7 @@ def main() -> None:
         print(f"torch {torch.__version__} sees no GPU: nothing was checked", file=sys.stderr)
         sys.exit(2)
     chosen = list(known.values()) if given.all else [known[name] for name in given.names]
-    sys.exit(carry_out(Record(options, "gpu"), chosen, given.ranks))
+    sys.exit(carry_out(record, chosen, given.ranks))
 
 
 def carry_out(record: Record, chosen: list[Check | Measurement], ranks: list[int]) -> int:
@@ -141,6 +142,8 @@ def rank(name: str, folder: str) -> None:
     """Run the check or measurement `name`. The file of this rank in `folder` gets its values once it has passed."""
     each = next(each for each in [*CHECKS, *TIMES] if each.name == name)
     answer = Path(folder) / os.environ["RANK"]
+    if SANITIZER in os.environ:
+        sanitize_threads()
 
     def tell(values: object) -> None:
         answer.write_text(json.dumps(values))

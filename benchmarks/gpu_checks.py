@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import signal
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import asyncoll
 from asyncoll.errors import AsyncollError
@@ -29,6 +33,7 @@ Tell = Callable[[object], object]
 
 COUNT = 1_000_003  # elements of the larger tensors: odd, and of several windows
 SMALL = 4096
+SANITIZER = "TORCH_CUDA_SANITIZER"  # the variable that turns on torch's sanitizer of streams
 SLEEP_CYCLES = 200_000_000  # of the GPU's clock: about 0.1 s
 DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int16, torch.int32,
@@ -101,6 +106,16 @@ def own(comm: asyncoll.Communicator) -> torch.device:
     return torch.device("cuda", comm.local_rank % torch.cuda.device_count())
 
 
+def is_stand_in() -> bool:
+    """Whether there is no GPU, and tests/stand_in takes its place."""
+    return torch.cuda.is_available() and torch.cuda.get_device_name() == "stand-in"
+
+
+def needs_hardware() -> None:
+    if is_stand_in():
+        raise NotHereError("a stand-in for a GPU cannot show it")
+
+
 def values(dtype: torch.dtype, seed: int, count: int = SMALL) -> Tensor:
     """Elements on the host. Sums of floats are not exact, so that another order of additions shows."""
     generator = torch.Generator().manual_seed(seed)
@@ -137,10 +152,26 @@ async def dense(comm: asyncoll.Communicator, make: Callable[[int], Tensor]) -> l
     ]
     if make(0).dim():
         results.append(await comm.reduce_scatter(make(rank)))
-    sent = comm.send(make(rank), dest=(rank + 1) % size)
-    results.append(await comm.recv(make(0), source=(rank - 1) % size))
-    await sent
+    if size > 1:
+        sent = comm.send(make(rank), dest=(rank + 1) % size)
+        results.append(await comm.recv(make(0), source=(rank - 1) % size))
+        await sent
     return [result for result in results if result is not None]
+
+
+ROUTES = {  # of an allreduce of a long tensor: the sizes that choose it
+    "direct": "",
+    "windows": f"device={2**40}",
+    "whole": f"device={2**40},staged={2**40}",
+}
+
+
+async def by_route(comm: asyncoll.Communicator, route: str) -> asyncoll.Communicator:
+    """A communicator of all ranks whose long tensors take that route."""
+    with mock.patch.dict(os.environ, ASYNCOLL_SIZES=ROUTES[route]):
+        made = await comm.split(0)
+    assert made is not None
+    return made
 
 
 # -- values ---------------------------------------------------------------------------------------
@@ -162,6 +193,29 @@ async def bits(comm: asyncoll.Communicator) -> None:
         await comm.allreduce(x, asyncoll.AVG)
         await comm.allreduce(y, asyncoll.AVG)
         assert same(x, y), f"another average of {dtype}"
+
+
+@check("long dense calls pass through memory of the GPU, with the bits of the host")
+async def direct(comm: asyncoll.Communicator) -> None:
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("asyncoll").addHandler(handler)
+    x = values(torch.float32, comm.rank, COUNT // comm.size * comm.size)
+    y = x.to(own(comm))
+    for call in (
+        comm.allreduce,
+        comm.broadcast,
+        comm.allgather,
+        comm.reduce_scatter,
+    ):
+        expected, found = await call(x.clone()), await call(y.clone())
+        assert same(expected, found), f"other bits of {call.__name__}"
+    for text in said:  # at the one rank that says why all of them go through the host
+        if "through memory of the host" in text:
+            assert torch.cuda.device_count() > 1, text
+            raise NotHereError(text)
+    await comm.barrier()
 
 
 async def whole_order(comm: asyncoll.Communicator) -> None:
@@ -190,12 +244,36 @@ async def whole_order(comm: asyncoll.Communicator) -> None:
 
 @check("work that is queued before and after a call is in order, on all streams and in all tasks")
 async def order(comm: asyncoll.Communicator) -> None:
-    await whole_order(comm)
+    for route in ROUTES:
+        await whole_order(await by_route(comm, route))
 
 
-@check("the same under torch's sanitizer of streams", ranks=(2,), variables={"TORCH_CUDA_SANITIZER": "1"})
+@check("the same under torch's sanitizer of streams", ranks=(2,), variables={SANITIZER: "1"})
 async def sanitizer(comm: asyncoll.Communicator) -> None:
-    await whole_order(comm)
+    for route in ROUTES:
+        await whole_order(await by_route(comm, route))
+
+
+def sanitize_threads() -> None:
+    """Before any thread starts: torch's sanitizer sees what they do, too. It looks at the main thread only."""
+    from torch.cuda._sanitizer import CUDASanitizerDispatchMode, cuda_sanitizer
+
+    known, run, lock = cuda_sanitizer.dispatch, threading.Thread.run, threading.RLock()
+
+    class OfThread(CUDASanitizerDispatchMode):
+        def __init__(self) -> None:
+            TorchDispatchMode.__init__(self)
+            self.event_handler = known.event_handler
+
+        def __torch_dispatch__(self, *given: Any, **named: Any) -> Any:
+            with lock:
+                return super().__torch_dispatch__(*given, **named)
+
+    def sanitized(thread: threading.Thread) -> None:
+        with OfThread():
+            run(thread)
+
+    threading.Thread.run = sanitized  # type: ignore[method-assign]
 
 
 @check("a tensor may be dropped, and its memory filled anew, while its call is under way")
@@ -281,20 +359,24 @@ def whole(result: Tensor) -> float:
 
 @check("a contribution is used although its rank is stopped", ranks=(3,))
 async def stopped(comm: asyncoll.Communicator) -> None:
-    device, pid = own(comm), torch.tensor(os.getpid())
-    await comm.solo_allreduce(torch.zeros(SMALL, device=device), name="stopped")  # all know the operation
-    await comm.broadcast(pid, root=1)
-    await comm.barrier()
+    device, size = own(comm), comm.size
+    call = partial(comm.quorum_allreduce, name="stopped", quorum=size)
+    await call(torch.zeros(SMALL, device=device))  # all know the operation
+    pid = torch.tensor(os.getpid())
+    under_way = None
+    if comm.rank != 0:
+        under_way = call(torch.full((SMALL,), float(comm.rank), device=device))
+        await asyncio.sleep(0.2)  # its copy has arrived at the host
     if comm.rank == 1:
-        for _ in range(20):
-            await comm.solo_allreduce(torch.ones(SMALL, device=device), name="stopped")
+        await comm.send(pid, dest=0)
     elif comm.rank == 0:
+        await comm.recv(pid, source=1)
         os.kill(int(pid), signal.SIGSTOP)
-        try:
-            for _ in range(20):
-                reduction = await comm.solo_allreduce(torch.ones(SMALL, device=device), name="stopped")
-                assert reduction.included, "a stopped rank kept a round waiting"
-        finally:
+    try:
+        reduction = await (under_way or call(torch.zeros(SMALL, device=device)))
+        assert whole(reduction.result) == size * (size - 1) / 2, "the contribution of a stopped rank was not used"
+    finally:
+        if comm.rank == 0:
             os.kill(int(pid), signal.SIGCONT)
     await comm.barrier()
 
@@ -435,6 +517,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 
 @check("a ResNet-50 of 25.6 M parameters trains with eager-SGD", ranks=(4,))
 async def resnet(comm: asyncoll.Communicator) -> None:
+    needs_hardware()
     settings = Settings.of("eager_sgd", workload="imagenet", full=True, device="cuda", rounds=20, batch=16)
     report = await experiment(comm, "eager_sgd", settings)
     assert report is None or math.isfinite(report.final_score)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_checks import NotHereError, Tell, own
+import torch.distributed.rpc as rpc_by_torch
+from gpu_checks import NotHereError, Tell, by_route, is_stand_in, needs_hardware, own
 from torch import Tensor
 
 import asyncoll
@@ -24,6 +25,7 @@ from asyncoll.transport.staging.cuda import CudaDevice
 CALLS, WARMUP = 20, 3
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24, "100 MB": 10**8}
 AGAINST_GLOO = {"64 KiB": 1.2, "1 MiB": 2.0, "16 MiB": 4.0, "100 MB": 4.0}
+ARGUMENTS = {"4 MB": 10**6, "100 MB": 25 * 10**6}  # elements
 LATE_S = 0.2
 STAGED, PAGES = 10**9, 2**28  # bytes
 MATRIX = 4096
@@ -49,6 +51,8 @@ class Measurement:
 
     def judge(self, values: Any) -> str:
         """The figures with their targets, and whether all are met."""
+        if is_stand_in():
+            return "not here: it has run, and a stand-in for a GPU shows no speed"
         parts, is_met = [], True
         for name, bound, limit in self.targets:
             value = values[name]
@@ -104,6 +108,7 @@ async def copies(comm: asyncoll.Communicator) -> Values:
 
 async def allreduce(comm: asyncoll.Communicator) -> Values:
     """Allreduce of float32 on the GPU, against Gloo with the same tensors. The two take turns."""
+    needs_hardware()
     device = own(comm)
     dist.init_process_group("gloo")
     found: Values = {}
@@ -130,13 +135,30 @@ async def link(comm: asyncoll.Communicator) -> Values:
         host.copy_(x, non_blocking=True)
         x.copy_(host, non_blocking=True)
 
+    comm = await by_route(comm, "windows")
     bound = await timed(comm, device, there_and_back)  # all ranks at once, as in the call
     seconds = await timed(comm, device, lambda: comm.allreduce(x, asyncoll.MAX))
     return {"share of the link": bound / seconds, "ms": seconds * 1e3}
 
 
+async def routes(comm: asyncoll.Communicator) -> Values:
+    """Allreduce of long tensors through the host, whole and in windows, and through memory of the GPU."""
+    device, seconds = own(comm), {}
+    taken = {route: await by_route(comm, route) for route in ("whole", "windows", "direct")}
+    for name in ("16 MiB", "100 MB"):
+        x = torch.ones(SIZES[name] // 4, device=device)
+        for route, each in taken.items():
+            seconds[route, name] = await timed(each, device, partial(each.allreduce, x, asyncoll.MAX))
+    found: Values = {f"{name}, {route}: ms": value * 1e3 for (route, name), value in seconds.items()}
+    for name in ("16 MiB", "100 MB"):
+        found[f"{name}: whole / windows"] = seconds["whole", name] / seconds["windows", name]
+        found[f"{name}: windows / direct"] = seconds["windows", name] / seconds["direct", name]
+    return found
+
+
 async def matmul(comm: asyncoll.Communicator) -> Values:
     """How much longer a matrix multiplication takes while calls are staged."""
+    needs_hardware()
     device = own(comm)
     a = torch.ones(MATRIX, MATRIX, device=device)
     x = torch.ones(SIZES["16 MiB"] // 4, device=device)
@@ -200,7 +222,7 @@ async def rpc(comm: asyncoll.Communicator) -> Values:
     comm.rpc.register(echo)
     calls = comm.rpc.to(device)
     await comm.barrier()
-    for name, count in (("4 MB", 10**6), ("100 MB", 25 * 10**6)):
+    for name, count in ARGUMENTS.items():
         x, seconds = torch.ones(count, device=device), []
         for _ in range(WARMUP + CALLS):
             start = time.perf_counter()
@@ -210,6 +232,29 @@ async def rpc(comm: asyncoll.Communicator) -> Values:
             seconds.append(time.perf_counter() - start)
         found[f"{name}: ms"] = await worst(comm, seconds) * 1e3
     return found
+
+
+async def torch_rpc(comm: asyncoll.Communicator) -> Values:
+    """The same with torch RPC, whose agents pass tensors from GPU to GPU."""
+    needs_hardware()
+    device, found, peer = own(comm), Values(), str(1 - comm.rank)
+    options = rpc_by_torch.TensorPipeRpcBackendOptions(device_maps={peer: {device: device}}, devices=[device])
+    rpc_by_torch.init_rpc(str(comm.rank), rank=comm.rank, world_size=comm.size, rpc_backend_options=options)
+    for name, count in ARGUMENTS.items():
+        x, seconds = torch.ones(count, device=device), []
+        for _ in range(WARMUP + CALLS):
+            start = time.perf_counter()
+            if comm.rank == 0:
+                rpc_by_torch.rpc_sync("1", same, (x,))
+                torch.cuda.synchronize(device)
+            seconds.append(time.perf_counter() - start)
+        found[f"{name}: ms"] = await worst(comm, seconds) * 1e3
+    rpc_by_torch.shutdown()
+    return found
+
+
+def same(x: Tensor) -> Tensor:
+    return x
 
 
 async def echo(x: Tensor) -> Tensor:
@@ -233,10 +278,21 @@ TIMES = [
     Measurement(
         "link", "the share of the link that a long allreduce uses", link, (("share of the link", "least", 0.7),)
     ),
+    Measurement(
+        "routes",
+        "a long allreduce through the host, whole and in windows, and through memory of the GPU",
+        routes,
+        tuple(
+            (f"{name}: {pair}", "least", limit)
+            for name in ("16 MiB", "100 MB")
+            for pair, limit in (("whole / windows", 1.5), ("windows / direct", 5.0))
+        ),
+    ),
     Measurement("matmul", "a matrix multiplication beside staged calls", matmul, (("slow-down", "most", 1.05),)),
     Measurement("lag", "the program's loop while 1 GB is staged", lag, (("p99 ms", "most", 1.0),), ranks=(2,)),
     Measurement(
         "solo", "a solo round with a late rank, against the host's and the copies", solo, (("ratio", "most", 1.1),)
     ),
     Measurement("rpc", "calls of functions with tensors of the GPU", rpc, (), ranks=(2,)),
+    Measurement("torch-rpc", "the same with torch RPC", torch_rpc, (), ranks=(2,)),
 ]
