@@ -206,8 +206,8 @@ _REPLACED = {
     "is_available": lambda: True,
     "is_current_stream_capturing": lambda: threading.get_ident() in _capturing,
     "is_initialized": lambda: True,
-    "manual_seed": torch.manual_seed,
-    "manual_seed_all": torch.manual_seed,
+    "manual_seed": lambda seed: None,  # the generator is that of the host
+    "manual_seed_all": lambda seed: None,
     "mem_get_info": lambda device=None: (MEMORY, MEMORY),
     "memory_allocated": lambda device=None: 0,
     "set_device": lambda device: _native.set_device(_index(device)),
