@@ -515,11 +515,11 @@ def is_finite(x: Tensor) -> bool:
 async def is_true(flag: Tensor) -> bool:
     """The value of `flag`, which has one element. The loop goes on while a GPU still computes it."""
     if not flag.is_cpu:
-        await asyncoll.offload(_computed(flag.device))
+        await asyncoll.offload(computed(flag.device))
     return bool(flag)
 
 
-def _computed(device: torch.device) -> Callable[[], None]:
+def computed(device: torch.device) -> Callable[[], None]:
     """A function that returns once the work of now is done that the current stream of `device` has."""
     end = torch.cuda.Event(blocking=True)
     end.record(torch.cuda.current_stream(device))
