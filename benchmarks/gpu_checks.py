@@ -436,7 +436,10 @@ async def demo(comm: asyncoll.Communicator) -> None:
     for rule, (algorithm, *flags) in RUNS.items():
         options = dict(batched(flags))
         settings = Settings.of(algorithm, device="cuda", compute_s=COMPUTE_S, imbalance=LATE, **options)
-        report = await experiment(comm, algorithm, settings)
+        part = await comm.split(0)  # the same ranks: a second training on `comm` would need another name
+        assert part is not None
+        async with part:
+            report = await experiment(part, algorithm, settings)
         if report is not None:
             assert report.final_score > 0.96, f"{rule}: {report.final_score:.1%}"
             speeds[rule] = report.steps_per_s
