@@ -8,7 +8,8 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,6 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import asyncoll
 from asyncoll.errors import AsyncollError
 from asyncoll.training import OverlappedSGD
+from trainers.algorithms import ALGORITHMS
+from trainers.demo import COMPUTE_S, LATE, RUNS
 from trainers.experiment import experiment
 from trainers.settings import Settings
 
@@ -494,25 +497,41 @@ async def capture(comm: asyncoll.Communicator) -> None:
 # -- training -------------------------------------------------------------------------------------
 
 
-@check("the trainers learn with models on the GPU", ranks=(4,))
+@check("all trainers learn with models on the GPU", ranks=(4,))
 async def trainers(comm: asyncoll.Communicator) -> None:
-    for algorithm, options in TRAINED.items():
-        settings = Settings.of(algorithm, device="cuda", rounds=120, **options)
+    for algorithm in ALGORITHMS:
+        settings = Settings.of(algorithm, device="cuda", rounds=120, **OPTIONS.get(algorithm, {}))
         report = await experiment(comm, algorithm, settings)
         assert report is None or report.final_score > 0.9, f"{algorithm}: {report.final_score:.1%}"
 
 
-TRAINED: dict[str, dict[str, Any]] = {
-    "allreduce_sgd": {},
-    "overlapped_sgd": {},
+OPTIONS: dict[str, dict[str, Any]] = {
     "eager_sgd": {"partial": "majority"},
     "wagma_sgd": {"group_size": 2},
-    "dc_s3gd": {},
     "oktopk_sgd": {"density": 0.05, "clip_norm": 1.0},
-    "local_sgd": {},
-    "sgp": {},
-    "dpsgd": {},
 }
+
+
+@check("the demo: eager-SGD is faster than synchronous SGD where one rank of four is late", ranks=(4,))
+async def demo(comm: asyncoll.Communicator) -> None:
+    speeds = {}
+    for rule, (algorithm, *flags) in RUNS.items():
+        options = dict(batched(flags))
+        settings = Settings.of(algorithm, device="cuda", compute_s=COMPUTE_S, imbalance=LATE, **options)
+        part = await comm.split(0)  # the same ranks: a second training on `comm` would need another name
+        assert part is not None
+        async with part:
+            report = await experiment(part, algorithm, settings)
+        if report is not None:
+            assert report.final_score > 0.96, f"{rule}: {report.final_score:.1%}"
+            speeds[rule] = report.steps_per_s
+    assert not speeds or min(speeds["solo"], speeds["majority"]) > speeds["synchronous"], f"rounds a second: {speeds}"
+
+
+def batched(flags: list[str]) -> Iterator[tuple[str, str]]:
+    """The names and values of flags of the command line."""
+    for flag, value in zip(flags[::2], flags[1::2], strict=True):
+        yield flag.removeprefix("--"), value
 
 
 @check("a ResNet-50 of 25.6 M parameters trains with eager-SGD", ranks=(4,))
@@ -523,23 +542,50 @@ async def resnet(comm: asyncoll.Communicator) -> None:
     assert report is None or math.isfinite(report.final_score)
 
 
-@check("copies and backward() overlap in a trace of the GPU", ranks=(2,))
+@check("the exchange of gradients and backward() overlap in a trace of the GPU", ranks=(2,))
 async def overlap(comm: asyncoll.Communicator) -> None:
+    needs_hardware()
+    share = await hidden_share(comm)
+    assert share > 0, "the exchange begins when backward() is over"
+
+
+async def hidden_share(comm: asyncoll.Communicator) -> float:
+    """The share of the work of the calls on the GPU that goes on beside kernels of the program, in a step of it."""
     device = own(comm)
     model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(6))).to(device)
     trainer = OverlappedSGD(comm, model, torch.optim.SGD(model.parameters(), lr=1e-3))
     await trainer.start()
     x = torch.ones(2048, 4096, device=device)
-    for _ in range(2):
-        model(x).mean().backward()
-        await trainer.step()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:
-        model(x).mean().backward()
-        await trainer.step()
-        torch.cuda.synchronize(device)
-    on_device = [event for event in trace.events() if event.device_type == DeviceType.CUDA]
-    copies = [event.time_range for event in on_device if "Memcpy DtoH" in event.name]
-    kernels = [event.time_range for event in on_device if "Mem" not in event.name]
-    assert copies, "the trace has no copies to the host"
-    hidden = sum(min(copy.end, kernel.end) > max(copy.start, kernel.start) for copy in copies for kernel in kernels)
-    assert hidden, "no copy to the host overlaps with a kernel"
+    for _ in range(3):
+        with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as trace:  # the last one counts
+            model(x).mean().backward()
+            await trainer.step()
+            torch.cuda.synchronize(device)
+    await trainer.finish()
+    return hidden(spans_by_stream(trace.events()))
+
+
+Span = tuple[float, float]  # start and end, in us
+
+
+def spans_by_stream(events: Iterable[Any]) -> dict[int, list[Span]]:
+    """When each stream of a profile had work."""
+    streams: dict[int, list[Span]] = defaultdict(list)
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            streams[event.device_resource_id].append((event.time_range.start, event.time_range.end))
+    return streams
+
+
+def hidden(streams: Mapping[int, list[Span]]) -> float:
+    """The share of the work of all streams but the busiest, which is the program's, that goes on beside its work."""
+    assert streams, "the trace has no work of the GPU"
+    program = max(streams, key=lambda stream: sum(end - start for start, end in streams[stream]))
+    others = [span for stream, spans in streams.items() if stream != program for span in spans]
+    assert others, "the trace has no work of the calls"
+    both = sum(
+        max(0.0, min(end, busy_end) - max(start, busy_start))
+        for start, end in others
+        for busy_start, busy_end in streams[program]  # one after the other
+    )
+    return both / sum(end - start for start, end in others)

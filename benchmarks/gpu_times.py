@@ -14,13 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.rpc as rpc_by_torch
-from gpu_checks import NotHereError, Tell, by_route, is_stand_in, needs_hardware, own
+from gpu_checks import NotHereError, Tell, by_route, hidden_share, is_stand_in, needs_hardware, own
 from torch import Tensor
 
 import asyncoll
 from asyncoll.tensors import registered
 from asyncoll.transport.staging import arrived
 from asyncoll.transport.staging.cuda import CudaDevice
+from trainers.experiment import experiment
+from trainers.settings import Settings
 
 CALLS, WARMUP = 20, 3
 SIZES = {"64 KiB": 2**16, "1 MiB": 2**20, "16 MiB": 2**24, "100 MB": 10**8}
@@ -257,6 +259,19 @@ def same(x: Tensor) -> Tensor:
     return x
 
 
+async def training(comm: asyncoll.Communicator) -> Values:
+    """Steps of a ResNet-50 with `OverlappedSGD`, against `AllreduceSGD`; and how much of an exchange is hidden."""
+    needs_hardware()
+    found: Values = {}
+    for algorithm in ("allreduce_sgd", "overlapped_sgd"):
+        settings = Settings.of(algorithm, workload="imagenet", full=True, device="cuda", rounds=20, batch=16)
+        report = await experiment(comm, algorithm, settings)
+        found[algorithm] = report.wall_s / report.rounds if report else 0.0
+    hidden = await hidden_share(comm)
+    ratio = found["overlapped_sgd"] / found["allreduce_sgd"] if comm.rank == 0 else 0.0
+    return {"ratio": ratio, "hidden share": hidden, "ms": found["overlapped_sgd"] * 1e3}
+
+
 async def echo(x: Tensor) -> Tensor:
     return x
 
@@ -292,6 +307,9 @@ TIMES = [
     Measurement("lag", "the program's loop while 1 GB is staged", lag, (("p99 ms", "most", 1.0),), ranks=(2,)),
     Measurement(
         "solo", "a solo round with a late rank, against the host's and the copies", solo, (("ratio", "most", 1.1),)
+    ),
+    Measurement(
+        "training", "steps with an overlapped exchange, against those without", training, (("ratio", "most", 1.0),)
     ),
     Measurement("rpc", "calls of functions with tensors of the GPU", rpc, (), ranks=(2,)),
     Measurement("torch-rpc", "the same with torch RPC", torch_rpc, (), ranks=(2,)),

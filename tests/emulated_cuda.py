@@ -88,6 +88,11 @@ class Stream:
     def wait_event(self, event):
         event.wait(self)
 
+    def wait_stream(self, other):
+        event = Event()
+        event.record(other)
+        event.wait(self)
+
     def __eq__(self, other):
         return self.name == other.name
 

@@ -250,6 +250,14 @@ def test_a_measurement_of_a_gpu_names_its_targets() -> None:
     assert measurement.judge({"share": 0.65, "ms": 1.0}).startswith("FAIL")
 
 
+def test_the_hidden_share_is_of_the_work_beside_the_busiest_stream() -> None:
+    hidden = load("gpu_checks").hidden
+    kernels = [(0.0, 10.0), (12.0, 20.0)]
+    assert hidden({7: kernels, 8: [(8.0, 13.0)], 9: [(19.0, 24.0)]}) == pytest.approx(0.4)
+    with pytest.raises(AssertionError, match="no work of the calls"):
+        hidden({7: kernels})
+
+
 def test_nothing_is_checked_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--all"])

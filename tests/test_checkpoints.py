@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -345,6 +346,18 @@ def test_a_file_that_cannot_be_read_is_an_error_that_names_it(tmp_path: Path) ->
 
     with pytest.raises(asyncoll.UsageError, match=r"round-3-rank-1-of-2\.pt cannot be read"):
         run_ranks(2, main)
+
+
+def test_tensors_of_a_gpu_are_read_where_it_is_not(tmp_path: Path) -> None:
+    async def main(comm: asyncoll.Communicator) -> list[Any]:
+        checkpoints = Checkpoints(comm, tmp_path)
+        with mock.patch("torch.serialization.location_tag", return_value="cuda:7"):
+            checkpoints.save(1, x=torch.arange(3))
+        saved = await checkpoints.newest()
+        assert saved is not None
+        return [saved["x"].device.type, saved["x"].tolist()]
+
+    assert run_ranks(1, main) == [["cpu", [0, 1, 2]]]
 
 
 def test_each_rank_may_go_on_from_its_own_newest_round(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from asyncoll.cli import main
 from asyncoll.doctor import examine
 from asyncoll.errors import AbortedError, DeviceError, UsageError
 from asyncoll.testing import check_device, run_ranks
+from asyncoll.training.trainer import computed
 from asyncoll.transport.staging.cuda import CudaDevice
 from asyncoll.transport.staging.landing import Landing
 
@@ -59,6 +60,19 @@ def opened(seed=0):
 @pytest.mark.parametrize("loop", LOOPS.values(), ids=LOOPS)
 def test_the_contract(loop):
     check_device(opened, loop)
+
+
+def test_a_thread_waits_for_the_work_of_a_stream():
+    with emulated_cuda(turned_by="program") as gpu:
+        x = gpu.tensor(torch.zeros(3))
+        with gpu.stream("side"):
+            gpu.compute(lambda array: array.__iadd__(1), x)
+            waiting = threading.Thread(target=computed(torch.device("cuda", 0)))
+        waiting.start()
+        turns = 0
+        while waiting.is_alive():
+            turns += gpu.turn()
+        assert turns >= 2  # the work, and the event after it
 
 
 # -- what only a device with real memory has ----------------------------------------------------------

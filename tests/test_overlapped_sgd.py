@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import looped
+from emulated_cuda import emulated_cuda
+from torch.utils import backend_registration
 from training_loops import Algorithm, loss, network, on_batches, parameters, plain, trained
 
 import asyncoll
 from asyncoll.testing import run_ranks
+from asyncoll.testing.devices.fake import Hazard
 from asyncoll.training import AllreduceSGD, OverlappedSGD
+from asyncoll.training.device_hooks import GradientStreams, compute_as_before, compute_here
 from asyncoll.training.overlapped_sgd import Bucket, cut
 
 SIZES = [1, 2, 3, 4, 5]
@@ -347,6 +353,59 @@ def test_backward_on_another_thread_is_a_usage_error() -> None:
 
     with pytest.raises(asyncoll.UsageError, match="on the thread of the loop"):
         run_ranks(2, main)
+
+
+# -- a GPU ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"), reason="older torch")
+def test_gradients_of_a_device_are_averaged_while_backward_goes_on(forked: Callable[..., tuple[int, str, str]]) -> None:
+    """Outside of the training torch runs the hooks in a thread of its own, as it does for a GPU."""
+    script = Path(__file__).parent / "scripts" / "device_threads.py"
+    code, out, err = forked(dict(os.environ), script)
+    assert code == 0, err
+    assert out.splitlines() == [
+        *["[False, True, True, True, False] [True, True, True] True"] * 2,
+        "[True, False, False, True]",
+    ]
+
+
+def gradients_of_two_streams(join: bool) -> list[float]:
+    """Two parts of a bucket are computed on two streams, and it is read on the second."""
+    with emulated_cuda() as gpu:
+        gradients = gpu.tensor(torch.zeros(4))
+        streams = GradientStreams(torch.device("cuda", 0))
+        for name, part in (("one", gradients[:2]), ("other", gradients[2:])):
+            with gpu.stream(name):
+                gpu.compute(lambda array: array.__iadd__(1), part)
+                streams.note()
+        total = gpu.tensor(torch.zeros(4))
+        with gpu.stream("other"):
+            if join:
+                streams.join()
+            gpu.compute(lambda into, source: np.copyto(into, source), total, reads=[gradients])
+            return gpu.values(total).tolist()
+
+
+def test_a_bucket_comes_after_gradients_of_all_streams() -> None:
+    with pytest.raises(Hazard):
+        gradients_of_two_streams(join=False)
+    assert gradients_of_two_streams(join=True) == [1.0] * 4
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_the_mode_of_autograd_comes_back_with_the_last_trainer(before: bool) -> None:
+    with torch.autograd.grad_mode.set_multithreading_enabled(before):
+        compute_here()
+        compute_here()
+        compute_as_before()
+        assert not torch._C._is_multithreading_enabled()
+        compute_as_before()
+        assert torch._C._is_multithreading_enabled() is before
+        compute_here()
+        assert not torch._C._is_multithreading_enabled()
+        compute_as_before()
+        assert torch._C._is_multithreading_enabled() is before
 
 
 @looped(

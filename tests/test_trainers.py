@@ -424,6 +424,19 @@ def test_one_process_alone_trains_and_reports(tmp_path: Path) -> None:
     assert read["settings"]["accumulate"] == 2
 
 
+def test_a_trace_has_backward_and_the_step_of_each_round(tmp_path: Path) -> None:
+    settings = Settings.of("overlapped_sgd", rounds=9, trace=tmp_path / "new")
+    run_experiment(1, "overlapped_sgd", settings)  # a process has one profiler
+    events = json.loads((tmp_path / "new" / "rank-0.json").read_text())["traceEvents"]
+    names = [event["name"] for event in events if event.get("cat") == "user_annotation"]
+    assert [names.count(name) for name in ("forward", "backward", "step")] == [4, 4, 4]
+
+
+def test_a_run_that_is_too_short_for_a_trace_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(asyncoll.UsageError, match="records steps 4 to 7, and --rounds is 6: use more"):
+        run_experiment(1, "allreduce_sgd", Settings.of("allreduce_sgd", rounds=6, trace=tmp_path))
+
+
 @pytest.mark.slow
 def test_a_run_is_plotted(tmp_path: Path, forked: Callable[..., tuple[int, str, str]]) -> None:
     """In a process of its own, because matplotlib keeps its fonts open."""

@@ -81,11 +81,12 @@ def _folder(default: str) -> Decorator:
 @main.command("demo")
 @_RANKS
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of all draws.")
+@click.option("--device", default="cpu", show_default=True, help="Where to train, as for the algorithms.")
 @_folder("runs/demo")
-def _demo(ranks: int, seed: int, folder: Path) -> None:
+def _demo(ranks: int, seed: int, device: str, folder: Path) -> None:
     """Compare synchronous SGD with eager-SGD, solo and majority. Takes two minutes."""
     _need_matplotlib()
-    demo(ranks, seed, folder)
+    demo(ranks, seed, device, folder)
 
 
 @main.command("compare")

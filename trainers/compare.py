@@ -25,7 +25,7 @@ from trainers.runs import Run, RunFailedError, launch
 from trainers.settings import flags
 
 TABLE_WIDTH = 160  # at most: a table is as wide as its content
-OF_ONE_RUN = {"seed", "report", "plot", "checkpoints", "checkpoint_every"}
+OF_ONE_RUN = {"seed", "report", "plot", "trace", "checkpoints", "checkpoint_every"}
 _OF_ALL = {"workload", "full", "data", "rounds", "target", "compute_s", "imbalance", *OF_ONE_RUN}  # runs
 _NOT_IN_A_NAME = re.compile(r"[^\w.=-]+")
 

@@ -29,7 +29,7 @@ RUNS: dict[Rule, list[str]] = {
 }
 
 
-def demo(ranks: int, seed: int, folder: Path) -> None:
+def demo(ranks: int, seed: int, device: str, folder: Path) -> None:
     """Run the three trainings, print their measurements with the values of the time model, and plot.
 
     Raises ClickException if a run fails.
@@ -39,7 +39,7 @@ def demo(ranks: int, seed: int, folder: Path) -> None:
         f"{ranks} ranks, each step computes {1000 * COMPUTE_S:g} ms, "
         f"one random rank of each round {1000 * LATE.late_s:g} ms more; files go to {folder}"
     )
-    runs = {rule: _launch(rule, ranks, seed, folder, console) for rule in RUNS}
+    runs = {rule: _launch(rule, ranks, seed, device, folder, console) for rule in RUNS}
     first = runs["synchronous"].report
     target = first["settings"]["target"]
     curves: dict[str, list[list[Point]]] = {rule: [run.curve] for rule, run in runs.items()}
@@ -48,8 +48,8 @@ def demo(ranks: int, seed: int, folder: Path) -> None:
     console.print(_verdict(runs, target))
 
 
-def _launch(rule: Rule, ranks: int, seed: int, folder: Path, console: Console) -> Run:
-    machine = ["--compute", f"{COMPUTE_S}s", "--imbalance", str(LATE), "--seed", str(seed)]
+def _launch(rule: Rule, ranks: int, seed: int, device: str, folder: Path, console: Console) -> Run:
+    machine = ["--compute", f"{COMPUTE_S}s", "--imbalance", str(LATE), "--seed", str(seed), "--device", device]
     try:
         with console.status(f"training: {rule}"):
             run = launch(ranks, [*RUNS[rule], *machine], folder / f"{rule}.json")

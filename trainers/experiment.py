@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.profiler import record_function
 
 import asyncoll
 from asyncoll.training import Trainer
@@ -18,6 +19,7 @@ from trainers.imbalance import Balanced, Real
 from trainers.report import Record, Report, collect
 from trainers.saving import Saving
 from trainers.settings import Settings
+from trainers.tracing import check_rounds, tracing
 from trainers.workloads import WORKLOADS, Workload
 
 _SCORING_SHARE = 0.05  # of rank 0's time, so that large models do not make it the slowest rank
@@ -43,10 +45,11 @@ async def experiment(comm: asyncoll.Communicator, algorithm: str, settings: Sett
     await trainer.start()
     await comm.barrier()
     record = Record(comm, trainer)
-    with _progress(comm) as progress:
+    with _progress(comm) as progress, tracing(comm, settings.trace) as trace:
         task = progress.add_task(algorithm, total=settings.rounds, completed=trainer.round)
         while trainer.round < settings.rounds:
             await machine.step(trainer, record)
+            trace.end_step()
             saving.save()
             _score(workload, record)
             progress.update(task, completed=trainer.round)
@@ -125,7 +128,8 @@ class Machine:
             else:
                 self._compute(late_for)
             called_s = time.perf_counter()
-            reduction = await trainer.step(weight=self._workload.weight if self._is_weighted else None)
+            with record_function("step"):
+                reduction = await trainer.step(weight=self._workload.weight if self._is_weighted else None)
             record.step(reduction, time.perf_counter() - called_s)
 
     def _compute(self, late_for: int | None) -> None:
@@ -136,7 +140,8 @@ class Machine:
         """
         settings, comm = self._settings, self._comm
         started_s = time.perf_counter()
-        loss = self._workload.loss()
+        with record_function("forward"):
+            loss = self._workload.loss()
         self._wait_for_device()
         real_s = time.perf_counter() - started_s + self._backward_s
         step_s = max(settings.compute_s, real_s)
@@ -145,7 +150,8 @@ class Machine:
             step_s += settings.imbalance.delay_s(settings.seed, late_for, comm.rank, comm.size, whole_s)
         time.sleep(step_s - real_s)
         started_s = time.perf_counter()
-        loss.backward()
+        with record_function("backward"):
+            loss.backward()
         self._wait_for_device()
         self._backward_s = time.perf_counter() - started_s
 
@@ -166,6 +172,8 @@ def _score(workload: Workload, record: Record) -> None:
 def _check(comm: asyncoll.Communicator, settings: Settings) -> None:
     if isinstance(settings.imbalance, Real) and settings.compute_s:
         raise asyncoll.UsageError("--imbalance real takes the machine as it is: leave out --compute")
+    if settings.trace is not None:
+        check_rounds(settings.rounds)
     settings.imbalance.delay_s(settings.seed, 1, comm.rank, comm.size)  # raises if it needs more ranks
 
 

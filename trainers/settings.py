@@ -57,6 +57,9 @@ _DELAYS = _flag(_IMBALANCE, f"How steps differ in length: {', '.join(IMBALANCES)
 _CHECKPOINTS = _flag(
     click.Path(file_okay=False, path_type=Path), "Folder for checkpoints; a run goes on from the newest one there."
 )
+_TRACE = _flag(
+    click.Path(file_okay=False, path_type=Path), "Folder for a trace of a few steps of each rank, by torch.profiler."
+)
 _TARGET = _flag(click.FloatRange(0.0, 1.0), "Measure the time to this score.")
 
 
@@ -84,6 +87,7 @@ class Settings:
     seed: int = field(default=0, metadata=_flag(NATURAL, "Seed of all draws; the same at every rank."))
     report: Path | None = field(default=None, metadata=_flag(_FILE, "Write the report to this JSON file."))
     plot: Path | None = field(default=None, metadata=_flag(_FILE, "Plot score over time to this PNG file."))
+    trace: Path | None = field(default=None, metadata=_TRACE)
     checkpoints: Path | None = field(default=None, metadata=_CHECKPOINTS)
     checkpoint_every: int = field(default=20, metadata=_flag(POSITIVE, "Rounds between two checkpoints."))
     options: dict[str, Any] = field(default_factory=dict)

@@ -24,7 +24,8 @@ class Checkpoints:
         checkpoints.save(sgd.round, model=model.state_dict(), optimizer=optimizer.state_dict(), sgd=sgd.state_dict())
 
     Every rank saves the same rounds. The ranks may use one folder, or each a folder of its own host. Files hold tensors
-    and plain values only; they are read without unpickling other objects.
+    and plain values only; they are read without unpickling other objects. Tensors are read to the CPU, because the GPU
+    that they were saved on may be another one now; `load_state_dict` takes them to the device of the model.
     """
 
     def __init__(self, comm: asyncoll.Communicator, folder: Path | str, *, keep: int = 3) -> None:
@@ -92,7 +93,7 @@ class Checkpoints:
     def _load(self, round_: int) -> dict[str, Any]:
         path = self._path(round_)
         try:
-            state: dict[str, Any] = torch.load(path, weights_only=True)
+            state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # torch raises many types, whose texts do not name the file
             raise asyncoll.UsageError(
                 f"{path} cannot be read ({error}): if it is damaged, delete the files of its round at all ranks, and "

@@ -113,7 +113,9 @@ def compensate(g: Tensor, distance: Tensor, lambda0: float) -> None:
 
 
 def _norm(x: Tensor) -> float:
-    """|x|. In single precision, which is faster, unless the squares underflow or overflow in it."""
+    """|x|. On the host in single precision, which is faster, unless the squares underflow or overflow in it."""
+    if not x.is_cpu:  # one kernel, and one wait for the GPU
+        return float(torch.linalg.vector_norm(x, dtype=torch.float64))
     single = torch.promote_types(x.dtype, torch.float32)
     norm = math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=single)) for piece in x.split(_PIECE)))
     return norm if 1e-12 < norm < math.inf else float(torch.linalg.vector_norm(x, dtype=torch.float64))

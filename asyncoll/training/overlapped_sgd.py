@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
-from asyncoll.training.trainer import Options, Trainer, is_finite
+from asyncoll.training.device_hooks import GradientStreams, compute_as_before, compute_here
+from asyncoll.training.trainer import Options, Trainer, finite, is_true
 from asyncoll.training.under_way import UnderWay
 
 BUCKET_BYTES = 4 << 20  # a call costs about as much as sending 1 MiB by message; torch's DDP has 25 MiB, for GPUs
@@ -41,12 +42,16 @@ class OverlappedSGD(Trainer):
     before it. Buckets that lack a gradient when `step()` is called, because `backward()` did not use a parameter, start
     then, with zeros for it.
 
-    `backward()` runs on the thread of the loop, once for each `step()`; UsageError otherwise. With `accumulate`,
+    `backward()` is called on the thread of the loop, once for each `step()`; UsageError otherwise. With `accumulate`,
     buckets start in the last `backward()`. Gradients are sent before `step()` is called: a `weight` is refused, NaN
     reaches all ranks, and a `scaler` has one scale at all ranks, as in DistributedDataParallel. Without a scaler every
     rank then raises NonFiniteError, with the parameters of the round before; its `ranks` are those whose own gradient
     was not finite, and none if only the sum has overflowed. A step that fails in another way or is cancelled aborts the
     communicator, because the buckets of the other ranks would wait for ever.
+
+    torch computes the gradients of a GPU in a thread of its own, which can make no calls. So for a model on a GPU,
+    `start()` calls `torch.autograd.set_multithreading_enabled(False)` for the thread of the loop, which then computes
+    them itself; `finish()` undoes that. A bucket is copied as soon as the GPU has computed it, whatever else is queued.
 
     See `Trainer` for the other arguments. Memory: the gradients, as one flat tensor.
     """
@@ -70,6 +75,8 @@ class OverlappedSGD(Trainer):
         buckets = (index for index, bucket in enumerate(self._buckets) for _ in range(bucket.parameters))
         self._bucket_of = dict(zip(reversed(self._parameters), buckets, strict=True))
         self._thread = threading.get_ident()  # of the loop: calls can only be made there
+        self._streams = None if gradients.is_cpu else GradientStreams(gradients.device)
+        self._computes_here = False
         hook = _weak(self._arrived)
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._parameters]
         self._open()
@@ -79,7 +86,7 @@ class OverlappedSGD(Trainer):
         self._lacking = set(self._parameters)  # parameters whose gradient has not arrived in this step
         self._missing = [bucket.parameters for bucket in self._buckets]  # the numbers of these, by bucket
         self._started: list[UnderWay[Tensor]] = []  # the calls of the first buckets, in order
-        self._is_own_finite = True  # the parts of this rank in these buckets
+        self._are_finite: list[Tensor] = []  # whether the parts of this rank in these buckets are, each one element
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         """The hook of autograd: the gradient of `parameter` is complete."""
@@ -92,6 +99,8 @@ class OverlappedSGD(Trainer):
                 "backward() ran twice before one step(), and may have added to gradients that are on their way: add "
                 "the losses up and call it once, or set accumulate"
             )
+        if self._streams is not None:
+            self._streams.note()
         self._flat.collect_gradient(parameter)
         self._lacking.remove(parameter)
         self._missing[self._bucket_of[parameter]] -= 1
@@ -100,10 +109,12 @@ class OverlappedSGD(Trainer):
 
     def _start_next(self) -> None:
         gradients, bucket = self._slices[len(self._started)], self._buckets[len(self._started)]
+        if self._streams is not None:
+            self._streams.join()
         if self._sum is not None:
             # In the type of the sum, and before it is sent, as `AllreduceSGD` does: another order rounds otherwise.
             gradients.copy_(self._sum[bucket.start : bucket.stop].add_(gradients).div_(self._accumulate))
-        self._is_own_finite = self._is_own_finite and is_finite(gradients)  # the call overwrites it
+        self._are_finite.append(finite(gradients))  # the call overwrites them
         self._started.append(UnderWay(self.comm.allreduce(gradients, op=asyncoll.AVG)))
 
     async def _prepare(self, weight: float | None) -> None:
@@ -125,9 +136,9 @@ class OverlappedSGD(Trainer):
 
         Collective, at the same ranks: the average has the same bits everywhere.
         """
-        if is_finite(self._flat.gradients):
+        if await is_true(finite(self._flat.gradients)):
             return
-        flags = await self.comm.allgather(torch.tensor([self._is_own_finite]))
+        flags = await self.comm.allgather(torch.stack(self._are_finite).all().view(1).cpu())
         ranks = tuple((~flags.flatten()).nonzero().flatten().tolist())
         whose = (
             f"in the gradient of rank {', '.join(map(str, ranks))}" if ranks else "only after the ranks were added up"
@@ -155,9 +166,17 @@ class OverlappedSGD(Trainer):
         if errors:
             raise errors[0]
 
+    async def _resume(self) -> None:
+        if self._streams is not None:
+            compute_here()
+            self._computes_here = True
+
     async def _finish(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        if self._computes_here:
+            compute_as_before()
+            self._computes_here = False
         if self._started:  # by a backward() without a step: its gradient is dropped, as every rank drops it
             await self._average_buckets()
             self._open()

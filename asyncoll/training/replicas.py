@@ -66,13 +66,16 @@ async def share_buffers(comm: asyncoll.Communicator, model: torch.nn.Module, roo
     if not buffers:
         return
     layout = {name: [_dtype(buffer), list(buffer.shape)] for name, buffer in buffers.items()}
-    packed = torch.cat([_bytes(buffer).cpu() for buffer in buffers.values()]) if comm.rank == root else _NOTHING
+    place = next((buffer.device for buffer in buffers.values() if not buffer.is_cpu), torch.device("cpu"))
+    packed = _NOTHING
+    if comm.rank == root:  # there first: each copy from a GPU waits for it
+        packed = torch.cat([_bytes(buffer).to(place) for buffer in buffers.values()]).cpu()
     layout, packed = await _from_root(comm, layout, packed, root)
     if comm.rank == root:
         return
     theirs = {f"buffer {name}": dtype for name, (dtype, _) in layout.items()}
     _compare({f"buffer {name}": _dtype(buffer) for name, buffer in buffers.items()}, theirs, comm.rank, root)
-    start = 0
+    packed, start = packed.to(place), 0
     for name, (_, shape) in layout.items():
         stop = start + torch.Size(shape).numel() * buffers[name].itemsize
         value = (
@@ -311,7 +314,7 @@ def _assign(buffer: Tensor, value: Tensor) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8).cpu()
+    return tensor.detach().resolve_conj().contiguous().view(-1).view(torch.uint8)
 
 
 def _dtype(tensor: Tensor) -> str:

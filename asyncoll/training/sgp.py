@@ -127,4 +127,5 @@ class SGP(Trainer):
         if self._overlap is not ("x before" in own):
             raise asyncoll.UsageError("the checkpoint was saved with another setting of overlap: use the same")
         if self._overlap:
-            self._before = Mass(own["x before"].clone(), torch.tensor([own["q before"]], dtype=torch.float64))
+            x = own["x before"].to(self._own.x.device, copy=True)  # it may have been saved on another device
+            self._before = Mass(x, torch.tensor([own["q before"]], dtype=torch.float64))
