@@ -172,8 +172,8 @@ def _mirrored(x: Tensor, dtype: np.dtype[Any], *, is_read: bool) -> Block:
             "x.resolve_conj().resolve_neg()"
         )
     staged = stager.stage(x.detach(), is_read=is_read)
-    packed = torch.from_numpy(staged.mirror).view(x.dtype).view(x.shape)
-    return Block(x, packed, staged.mirror.view(dtype), dtype_name(x.dtype), staged)
+    packed = torch.from_numpy(staged.mirror).view(x.dtype) if staged.mirror.size else torch.empty(0, dtype=x.dtype)
+    return Block(x, packed.view(x.shape), staged.mirror.view(dtype), dtype_name(x.dtype), staged)
 
 
 def _packed(x: Tensor) -> Tensor:
