@@ -15,10 +15,8 @@ WINDOWS = "short=8192,staged=65536"  # the longest tensors go in windows
 @pytest.mark.parametrize(
     ("size", "cases", "more"),
     [
-        (2, ["some"], {}),
-        (3, ["streams", "mixed", "refused", "failed"], {"ASYNCOLL_SIZES": WINDOWS}),
-        (2, ["emulated"], {}),
-        (3, ["mixed", "emulated"], {"ASYNCOLL_TRANSPORT": "zmq"}),
+        (3, ["streams", "mixed", "refused", "failed", "emulated"], {"ASYNCOLL_SIZES": WINDOWS}),
+        (2, ["mixed", "some"], {"ASYNCOLL_TRANSPORT": "zmq"}),
     ],
 )
 def test_calls(forked_world, size, cases, more):

@@ -1,7 +1,7 @@
 """A rank of a process group of torch whose tensors are on devices without hardware: runs the cases of its arguments.
 
 `values` are the checks of torch_group.py: the tensors of each call are moved to a device, and back when it is over.
-`some` are a seventh of them.
+`some` are one of 19 of them.
 """
 
 import sys
@@ -27,10 +27,11 @@ from asyncoll.torch.group import ProcessGroup
 
 SECONDS = timedelta(seconds=60)
 CALLS = (
-    "allreduce allreduce_coalesced reduce reduce_scatter reduce_scatter_single reduce_scatter_single_coalesced broadcast "
-    "allgather all_gather_single allgather_coalesced all_gather_single_coalesced gather scatter alltoall "
-    "all_to_all_single send recv recv_anysource"
-).split()
+    *("allreduce", "allreduce_coalesced", "reduce", "broadcast", "gather", "scatter", "alltoall", "all_to_all_single"),
+    *("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("allgather", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced"),
+    *("send", "recv", "recv_anysource"),
+)
 LEFT_OUT = ("conjugated", "sparse")  # are refused
 SIZES = (0, 1, 1000, 30_000)
 
@@ -52,10 +53,8 @@ def moved(device, x, storages):
     if storage.data_ptr() not in storages:
         whole = torch.empty(0, dtype=torch.uint8).set_(storage.clone())
         storages[storage.data_ptr()] = device.tensor(whole).untyped_storage()
-    there = torch.empty(0, dtype=x.dtype).set_(
-        storages[storage.data_ptr()], x.storage_offset(), tuple(x.shape), x.stride()
-    )
-    return there
+    whole = storages[storage.data_ptr()]
+    return torch.empty(0, dtype=x.dtype).set_(whole, x.storage_offset(), tuple(x.shape), x.stride())
 
 
 class Returning:
@@ -123,7 +122,7 @@ class Moving:
 
 def some():
     """As `values`, in the time of a test."""
-    values(step=7)
+    values(step=19)
 
 
 def values(step=1):
@@ -245,7 +244,7 @@ def failed():
             elif dist.get_rank() == 1:
                 device.check = mock.Mock(side_effect=OSError("no such bus"))
             kind = asyncoll.DeviceError if dist.get_rank() == 1 else asyncoll.AbortedError
-            error = caught(kind, lambda: pg.allreduce([y]).wait())
+            error = caught(kind, lambda pg=pg, y=y: pg.allreduce([y]).wait())
             assert "fake:0 has failed: OSError: no such bus" in str(error)
             assert isinstance(error, dist.DistBackendError)
         dist.barrier()
@@ -320,10 +319,8 @@ def emulated():
     """Calls of tensors of "cuda:0", and futures, whose callbacks come after the results on their streams."""
     me, size = dist.get_rank(), dist.get_world_size()
     total = size * (size + 1) / 2
-    has_torch_function = mock.patch.object(
-        c10d, "has_torch_function", lambda _: False
-    )  # a subclass would be left to it
-    with emulated_cuda(me) as gpu, mock.patch.object(torch.futures, "Future", Future), has_torch_function:
+    no_subclass = mock.patch.object(c10d, "has_torch_function", return_value=False)  # torch would leave the call to it
+    with emulated_cuda(me) as gpu, mock.patch.object(torch.futures, "Future", Future), no_subclass:
         Future.gpu = gpu
         in_order(gpu)
         for count in SIZES[1:]:
