@@ -47,7 +47,7 @@ class Calls:
 
     def allreduce(self, block: Block, op: ReduceOp) -> Handle[Any]:
         """Reduce `block` over all ranks, in place."""
-        x, flat, staged = block.packed, block.flat, block.staged
+        x, flat = block.packed, block.flat
         with self._in_order():
             if self._short is not None and not block.copied:
                 short = self._short.allreduce_view(x, op, flat, block.dtype)
@@ -59,7 +59,7 @@ class Calls:
                 await collectives.allreduce(flat, op, block.dtype)
                 block.write_back()
 
-            operand = Operand(x, flat, block.dtype, flat.shape, copied=False, staged=staged)
+            operand = Operand(x, flat, block.dtype, flat.shape, copied=False, staged=block.staged)
             return self._handle(self._calls.start_shortly(call, body, operand, op, block.write_back))
 
     def allreduce_together(self, blocks: Sequence[Block], op: ReduceOp) -> Handle[Any]:

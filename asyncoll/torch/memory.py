@@ -153,8 +153,9 @@ def overlap(x: Array, y: Array) -> bool:
 
 def _is_plain(x: Tensor) -> bool:
     """Whether the elements of `x` are in memory as they are in a contiguous tensor."""
-    is_packed = x.is_cpu and x.layout is torch.strided and x.is_contiguous() and not (x.is_conj() or x.is_neg())
-    return is_packed and not (hidden and is_hidden(x))
+    if not x.is_cpu or (hidden and is_hidden(x)):
+        return False
+    return x.layout is torch.strided and x.is_contiguous() and not (x.is_conj() or x.is_neg())
 
 
 def is_on_device(x: Tensor) -> bool:
