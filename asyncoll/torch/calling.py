@@ -25,6 +25,7 @@ from asyncoll.torch.arguments import Arguments, check_timeout, only
 from asyncoll.torch.calls import Calls
 from asyncoll.torch.devices import add_backend, own
 from asyncoll.torch.errors import of_torch
+from asyncoll.torch.name import DEVICES
 from asyncoll.torch.options import read
 from asyncoll.torch.uncompiled import uncompiled
 from asyncoll.torch.work import Work
@@ -161,9 +162,12 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             self._comm.abort(reason)
 
     def _own(self) -> list[str]:
-        """The devices whose tensors this group takes itself. Kept, because torch forgets what it knows of a group."""
+        """The devices whose tensors this group takes itself. Kept, because torch forgets what it knows of a group.
+
+        All before torch knows them: init_process_group asks for the backend of its `device_id` then.
+        """
         self._own_devices = self._own_devices or own(self)
-        return self._own_devices or ["cpu"]
+        return self._own_devices or DEVICES
 
     def _elsewhere(self, device: torch.device) -> Any:
         """The group that carries out the calls with tensors of `device`; None: this one.
