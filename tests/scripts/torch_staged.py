@@ -33,7 +33,7 @@ CALLS = (
     *("send", "recv", "recv_anysource"),
 )
 LEFT_OUT = ("conjugated", "sparse")  # are refused
-SIZES = (0, 1, 1000, 30_000)
+SIZES = (0, 1000, 30_000)
 
 
 def ranks():
@@ -166,7 +166,7 @@ def ended(form, work):
 def in_order(device):
     """Work before and after calls, on all streams, and a second wait."""
     me, size = dist.get_rank(), dist.get_world_size()
-    for turn, form in enumerate(["waited", "polled", "success"] * 2):
+    for turn, form in enumerate(["waited", "polled", "success"]):
         for count in SIZES[1:]:
             x, pulled = made(device, me, count), made(device, me, count)
             with device.stream("side"):
