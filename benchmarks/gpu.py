@@ -9,8 +9,8 @@ or "not here" with what is missing. A measurement prints its figures with their 
 status is 1 if anything has failed, and 2 without a GPU: then nothing is checked. All results go to the folder `--out`,
 with the machine and the command.
 
-The checks are in `gpu_checks.py`, the measurements in `gpu_times.py`. A check runs in new processes under
-`asyncoll launch`, with a limit of time, because a fault of a driver may hang.
+The checks are in `gpu_checks.py` and `gpu_torch.py`, the measurements in `gpu_times.py`. A check runs in new processes
+under `asyncoll launch`, with a limit of time, because a fault of a driver may hang.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ import torch
 from common import RANK, Record, numbers, parser
 from gpu_checks import CHECKS, SANITIZER, Check, NotHereError, sanitize_threads
 from gpu_times import TIMES, Measurement
+from gpu_torch import GROUP_CHECKS, GroupCheck
 
+Acceptance = Check | GroupCheck | Measurement
 LIMIT_S = 300  # of one check with one number of ranks
 NOT_HERE = "not here: "
 
@@ -52,7 +54,7 @@ def main() -> None:
     options.add_argument("--all", action="store_true", help="run all of them")
     options.add_argument("--list", action="store_true", help="name them, and run none")
     options.add_argument("--ranks", type=numbers, default=[2, 4, 8])
-    known = {each.name: each for each in [*CHECKS, *TIMES]}
+    known = {each.name: each for each in [*CHECKS, *GROUP_CHECKS, *TIMES]}
     record = Record(options, "gpu")
     given = record.arguments
     if given.list:
@@ -69,7 +71,7 @@ def main() -> None:
     sys.exit(carry_out(record, chosen, given.ranks))
 
 
-def carry_out(record: Record, chosen: list[Check | Measurement], ranks: list[int]) -> int:
+def carry_out(record: Record, chosen: list[Acceptance], ranks: list[int]) -> int:
     """Run the checks and measurements, and print and keep what they show. Returns the exit status."""
     record.table("GPUs", [["device", "name", "memory (GiB)"], *gpus()])
     outcomes, raw = [], {}
@@ -93,7 +95,7 @@ def gpus() -> list[list[str]]:
     return [[f"cuda:{index}", each.name, f"{each.total_memory / 2**30:.0f}"] for index, each in enumerate(properties)]
 
 
-def run(each: Check | Measurement, size: int) -> tuple[Outcome, Any]:
+def run(each: Acceptance, size: int) -> tuple[Outcome, Any]:
     """Run it in `size` new processes. Returns the outcome, and rank 0's values."""
     before = leftovers()
     with tempfile.TemporaryDirectory(prefix="asyncoll-gpu-") as folder:
@@ -103,7 +105,7 @@ def run(each: Check | Measurement, size: int) -> tuple[Outcome, Any]:
     return Outcome(each.name, size, found), values
 
 
-def started(each: Check | Measurement, size: int, folder: str) -> tuple[int, str]:
+def started(each: Acceptance, size: int, folder: str) -> tuple[int, str]:
     """The exit status of the processes, and what they have printed to stderr."""
     command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", str(size), __file__, RANK, each.name, folder]
     try:
@@ -115,7 +117,7 @@ def started(each: Check | Measurement, size: int, folder: str) -> tuple[int, str
     return ended.returncode, ended.stderr
 
 
-def verdict(each: Check | Measurement, size: int, code: int, printed: str, folder: Path) -> tuple[str, Any]:
+def verdict(each: Acceptance, size: int, code: int, printed: str, folder: Path) -> tuple[str, Any]:
     answers = {rank: folder / str(rank) for rank in range(size)}
     told = {rank: json.loads(path.read_text()) for rank, path in answers.items() if path.exists()}
     if missing := [values for values in told.values() if isinstance(values, str) and values.startswith(NOT_HERE)]:
@@ -140,7 +142,7 @@ def leftovers() -> set[str]:
 
 def rank(name: str, folder: str) -> None:
     """Run the check or measurement `name`. The file of this rank in `folder` gets its values once it has passed."""
-    each = next(each for each in [*CHECKS, *TIMES] if each.name == name)
+    each = next(each for each in [*CHECKS, *GROUP_CHECKS, *TIMES] if each.name == name)
     answer = Path(folder) / os.environ["RANK"]
     if SANITIZER in os.environ:
         sanitize_threads()

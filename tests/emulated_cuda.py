@@ -55,6 +55,8 @@ class Tensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 viewed = func(*(each.inner if isinstance(each, cls) else each for each in args), **kwargs)
             return cls(viewed, args[0].memory)
+        if name == "data_ptr":
+            return args[0].inner.data_ptr()
         if name == "copy_":
             return cls.gpu.copy(*args, **kwargs)
         if name in ("contiguous", "clone"):
@@ -366,6 +368,7 @@ def emulated_cuda(seed=0, turned_by="thread", count=2):
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "device_count": lambda: count,
+        "get_device_capability": lambda device=None: (9, 0),
         "current_stream": lambda device=None: Stream(device, name=gpu._stream),
         "stream": stream,
         "Stream": Stream,

@@ -15,6 +15,7 @@ from typing import Any
 import click
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import PATIENCE_S
 
 from asyncoll.bench.skewed import MODES, expected
@@ -221,6 +222,17 @@ def test_checks_of_a_gpu_hold_on_the_host(name: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch.cuda, function, lambda *_: None)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     run_ranks(3, next(check.body for check in checks.CHECKS if check.name == name))
+
+
+def test_the_check_of_process_groups_on_a_gpu_holds_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("asyncoll", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        checks, host = load("gpu_torch"), torch.device("cpu")
+        monkeypatch.setattr(checks, "STEPS", 3)
+        checks.bits(host)
+        checks.ddp(host)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

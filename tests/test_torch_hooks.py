@@ -16,7 +16,7 @@ from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.handles import HandleRunner
 from asyncoll.torch.hooks import refusals
 from asyncoll.torch.hooks.buckets import Layout
-from asyncoll.torch.hooks.completion import complete
+from asyncoll.torch.hooks.completion import complete, complete_on
 
 SCRIPT = Path(__file__).parent / "scripts" / "torch_hooks.py"
 TRAINING = ("allreduce", "eager", "eager_loses", "sabotage", "sparse", "delayed", "checkpoints")
@@ -63,6 +63,25 @@ def test_collectives_of_several_calls_obey_the_deadline_of_the_group(comm):
 
     with deadline(60.0):
         assert 0 < complete(comm, left_s()) <= 60.0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_collectives_of_several_calls_are_in_the_order_of_the_device(comm, device, monkeypatch):
+    """The runtime's thread carries them out, and its current stream is another one."""
+    done = []
+    monkeypatch.setattr(torch.cuda, "synchronize", done.append)
+
+    async def calls():
+        done.append("calls")
+
+    complete_on(torch.device(device), comm, calls())
+    waits = [torch.device(device)] if device != "cpu" else []
+    assert done == [*waits, "calls", *waits]
+
+
+def test_parameters_on_several_devices_are_refused():
+    with pytest.raises(UsageError, match="on cpu, meta, and one operation has one device"):
+        Layout([torch.nn.Parameter(torch.zeros(2, device=device)) for device in ("cpu", "meta")])
 
 
 def test_an_interrupt_ends_the_wait_for_several_calls_at_once(comm):

@@ -51,6 +51,15 @@ def test_an_aborted_group_says_so_in_all_later_calls():
                 reduce(group)
 
 
+@pytest.mark.parametrize("backend", ["asyncoll", "cpu:asyncoll,cuda:nccl"])
+def test_a_group_is_made_for_a_device(backend):
+    """torch asks the group for the backend of the device before it has noted which one was named for it."""
+    with world():
+        part = dist.new_group([0], backend=backend, device_id=torch.device("cuda", 0))
+        reduce(part)
+        assert (part._own() == ["cpu", "cuda"]) == (backend == "asyncoll")
+
+
 def test_a_refused_call_has_the_name_of_the_call():
     x, row = torch.ones(2), [torch.ones(3)]
     with world() as whole:

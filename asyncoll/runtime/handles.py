@@ -197,6 +197,9 @@ class Handle(Awaitable[T]):
     def claim(self) -> None:
         """The result counts as fetched, also if the handle is destroyed before."""
 
+    def resume(self) -> None:
+        """The call is over, and this thread goes on without its outcome: what `wait` does for tensors of devices."""
+
     # -- how it ends ------------------------------------------------------------------------------
 
     def _end(self, result: T) -> None:
@@ -277,8 +280,11 @@ class _Resuming(Handle[T]):
 
     __slots__ = ()
 
-    def _outcome(self) -> T:
+    def resume(self) -> None:
         self._runner.resumes[self]()
+
+    def _outcome(self) -> T:
+        self.resume()
         return super()._outcome()
 
 

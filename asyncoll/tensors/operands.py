@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -79,12 +79,20 @@ class Operand(NamedTuple):
         return build(flat, dtype or self.dtype, shape, as_torch=self.is_torch)
 
 
-def staged_parts(operands: Iterable[Operand]) -> list[Staged]:
+class Placed(Protocol):
+    """A tensor of a call, on the host or on a device."""
+
+    @property
+    def staged(self) -> Staged | None:
+        """None on the host."""
+
+
+def staged_parts(operands: Iterable[Placed]) -> list[Staged]:
     """Those of the operands that are on devices."""
     return [operand.staged for operand in operands if operand.staged is not None]
 
 
-def check_devices(operands: Sequence[Operand]) -> None:
+def check_devices(operands: Sequence[Placed]) -> None:
     """Raise UsageError if the tensors of one call are not all on one device, or all on the host."""
     if not stagers:
         return

@@ -9,13 +9,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from asyncoll.torch.name import NAME
+from asyncoll.torch.name import DEVICES, NAME
 
 _OLDEST = (2, 7)  # before it, C++ code loses the Python part of the works that it gets, and waits for them forever
 
 
 def register() -> None:
-    """Register the backend with torch.distributed, for CPU tensors. Without effect if it is registered already.
+    """Register the backend with torch.distributed, for tensors of the CPU and of CUDA. Without effect the second time.
 
     Raises nothing, because `import torch` would fail with it: init_process_group refuses a torch that is too old.
     """
@@ -24,7 +24,7 @@ def register() -> None:
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
         return
     try:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
     except Exception as error:
         text = f"torch has not taken the backend {NAME}, so that init_process_group will not know it: {error!r}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)

@@ -17,14 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncoll.blocking import BlockingCommunicator
-from asyncoll.errors import AsyncollError, UsageError
+from asyncoll.errors import AsyncollError, DeviceError, UsageError
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.runtime.handles import Handle
 from asyncoll.torch import recording
 from asyncoll.torch.arguments import Arguments, check_timeout, only
 from asyncoll.torch.calls import Calls
-from asyncoll.torch.devices import add_backend
+from asyncoll.torch.devices import add_backend, own
 from asyncoll.torch.errors import of_torch
+from asyncoll.torch.name import DEVICES
 from asyncoll.torch.options import read
 from asyncoll.torch.uncompiled import uncompiled
 from asyncoll.torch.work import Work
@@ -58,8 +59,8 @@ def collective(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..
             inputs = _tensors(arguments[1]) if len(arguments) > 1 else outputs
             try:
                 tensors = outputs or inputs
-                if tensors and not tensors[0].is_cpu:
-                    return getattr(self._elsewhere(tensors[0].device), name)(*given, **named)
+                if tensors and not tensors[0].is_cpu and (other := self._elsewhere(tensors[0].device)):
+                    return getattr(other, name)(*given, **named)
                 return self._work(title, lambda: begin(self, *arguments, opts), opts, outputs, inputs)
             except UsageError as error:
                 self._refuse(_NAMES.get(title, title), opts, error)
@@ -84,8 +85,8 @@ def message(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..., 
         def call(self: CallingGroup, tensors: Any, *given: Any, **named: Any) -> Any:
             try:
                 x = only(tensors)
-                if not x.is_cpu:
-                    return getattr(self._elsewhere(x.device), name)(tensors, *given, **named)
+                if not x.is_cpu and (other := self._elsewhere(x.device)):
+                    return getattr(other, name)(tensors, *given, **named)
                 return self._work(title, lambda: begin(self, x, *given, **named), None, [x], [x])
             except UsageError as error:
                 raise of_torch(error) from None
@@ -116,8 +117,9 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         self._store = store
         self.set_timeout(timeout)
         self._together: list[Work] | None = None  # the calls since `_start_coalescing`
-        self._device_names = ["cpu"]
-        self._others: Any = None  # the group of the other devices
+        self._own_devices: list[str] = []  # once torch knows them
+        self._other_devices: list[str] = []
+        self._others: Any = None  # their group
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the time after which a call that is not over raises DeadlineError. Raises UsageError for 0 and below."""
@@ -135,6 +137,8 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         except BaseException as error:
             recording.end(record)
             self._together = None  # a block of coalesced calls ends with the first error
+            if isinstance(error, DeviceError):
+                self._abort(str(error))  # the other ranks wait for this call
             raise of_torch(error) from None
         finally:
             waiting.now = False
@@ -152,12 +156,28 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         with contextlib.suppress(AsyncollError), deadline(self._limit_s(opts)):  # the group may have ended
             self._calls.refuse(name, str(error))
 
-    def _elsewhere(self, device: torch.device) -> Any:
-        """The group that carries out the calls with tensors of `device`. Raises UsageError if no backend was named.
+    def _abort(self, reason: str) -> None:
+        """End the group at all ranks, unless it has ended."""
+        with contextlib.suppress(AsyncollError):
+            self._comm.abort(reason)
 
-        It is a group of its own, because C++ finds the methods of this class below those of its base class.
+    def _own(self) -> list[str]:
+        """The devices whose tensors this group takes itself. Kept, because torch forgets what it knows of a group.
+
+        All before torch knows them: init_process_group asks for the backend of its `device_id` then.
         """
-        if device.type not in self._device_names:
+        self._own_devices = self._own_devices or own(self)
+        return self._own_devices or DEVICES
+
+    def _elsewhere(self, device: torch.device) -> Any:
+        """The group that carries out the calls with tensors of `device`; None: this one.
+
+        It is a group of its own, because C++ finds the methods of this class below those of its base class. Raises
+        UsageError if no backend was named for the device.
+        """
+        if device.type in self._own():
+            return None
+        if device.type not in self._other_devices:
             if self._others is None:
                 self._others = _Base(self._calls.rank, self._calls.size)
             ranks = self._comm._core.member.group.ranks
@@ -165,5 +185,5 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
                 add_backend(self, self._others, device.type, self._store, ranks, self._timeout)
             except UsageError as error:
                 raise of_torch(error) from None
-            self._device_names.append(device.type)
+            self._other_devices.append(device.type)
         return self._others

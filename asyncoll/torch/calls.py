@@ -19,8 +19,9 @@ from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import MismatchError, describe
 from asyncoll.runtime.handles import Handle
 from asyncoll.runtime.signature import Signature, Site
-from asyncoll.tensors.operands import Operand
+from asyncoll.tensors.operands import Operand, check_devices, staged_parts
 from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.tensors.staged import Staged, stagers
 from asyncoll.torch.memory import Block, Row, overlap, row_of
 from asyncoll.torch.places import LIBRARIES, site_of_user
 
@@ -58,7 +59,7 @@ class Calls:
                 await collectives.allreduce(flat, op, block.dtype)
                 block.write_back()
 
-            operand = Operand(x, flat, block.dtype, flat.shape, copied=False)
+            operand = Operand(x, flat, block.dtype, flat.shape, copied=False, staged=block.staged)
             return self._handle(self._calls.start_shortly(call, body, operand, op, block.write_back))
 
     def allreduce_together(self, blocks: Sequence[Block], op: ReduceOp) -> Handle[Any]:
@@ -92,7 +93,7 @@ class Calls:
 
         with self._in_order():
             call = self._number("reduce", block.dtype, block.flat.size, f"{op.name}, root {root}")
-            return self._handle(self._calls.start(call, body, block.flat.nbytes))
+            return self._start_alone(call, body, block)
 
     def reduce_scatter(self, calls: Sequence[tuple[Row, Block]], op: ReduceOp) -> Handle[Any]:
         """For each of `calls`, inputs by rank and an output: reduce the inputs for this rank of all ranks into it.
@@ -109,7 +110,8 @@ class Calls:
                     output.flat[...] = shard
                 output.write_back()
 
-        return self._start("reduce_scatter", [inputs for inputs, _ in calls], body, f"{op.name}, ")
+        others = [output for _, output in calls]
+        return self._start("reduce_scatter", [inputs for inputs, _ in calls], body, f"{op.name}, ", others)
 
     # -- copies -----------------------------------------------------------------------------------
 
@@ -123,7 +125,7 @@ class Calls:
 
         with self._in_order():
             call = self._number("broadcast", block.dtype, block.packed.numel(), f"root {root}")
-            return self._handle(self._calls.start(call, body, block.flat.nbytes))
+            return self._start_alone(call, body, block)
 
     def allgather(self, calls: Sequence[tuple[Block, Row]]) -> Handle[Any]:
         """For each of `calls`, this rank's input and the outputs by rank: copy the inputs of all ranks there."""
@@ -136,7 +138,7 @@ class Calls:
                 await collectives.allgather(outputs.arrays)
                 outputs.write_back()
 
-        return self._start("allgather", [outputs for _, outputs in calls], body)
+        return self._start("allgather", [outputs for _, outputs in calls], body, others=[given for given, _ in calls])
 
     def gather(self, given: Block, outputs: Row, root: int) -> Handle[Any]:
         """Copy the inputs of all ranks into the root's `outputs`; those of other ranks are empty."""
@@ -148,9 +150,10 @@ class Calls:
             await collectives.gather(given.flat, outputs.arrays, root)
             outputs.write_back()
 
+        staged = _staged([given, *outputs.blocks])
         with self._in_order():
             call = self._number("gather", given.dtype, -1, f"root {root}")
-            return self._handle(self._calls.start(call, body, given.flat.nbytes))
+            return self._handle(self._calls.start(call, body, given.flat.nbytes, staged=staged))
 
     def scatter(self, inputs: Row, output: Block, root: int) -> Handle[Any]:
         """Copy the root's inputs into the outputs of all ranks; the inputs of other ranks are empty."""
@@ -163,9 +166,10 @@ class Calls:
             await collectives.scatter(outgoing, output.flat, root)
             output.write_back()
 
+        staged = _staged([output, *inputs.blocks])
         with self._in_order():
             call = self._number("scatter", output.dtype, -1, f"root {root}")
-            return self._handle(self._calls.start(call, body, output.flat.nbytes))
+            return self._handle(self._calls.start(call, body, output.flat.nbytes, staged=staged))
 
     def alltoall(self, inputs: Row, outputs: Row) -> Handle[Any]:
         """Copy each input to the rank with its index, into the output with the index of this rank."""
@@ -180,9 +184,10 @@ class Calls:
             await collectives.alltoall(outgoing, outputs.arrays)
             outputs.write_back()
 
+        staged = _staged([*inputs.blocks, *outputs.blocks])
         with self._in_order():
             call = self._number("alltoall", inputs.dtype, -1, "")
-            return self._handle(self._calls.start(call, body, inputs.nbytes))
+            return self._handle(self._calls.start(call, body, inputs.nbytes, staged=staged))
 
     def barrier(self) -> Handle[Any]:
         """End once all ranks have come."""
@@ -211,10 +216,12 @@ class Calls:
         with self._in_order():
             self._handle(self._calls.start(self._calls.number(operation, "", -1, "refused", site), body))
 
-    def run(self, name: str, dtype: str, detail: str, body: Body[Any], nbytes: int) -> Handle[Any]:
-        """A call of any `body`."""
+    def run(
+        self, name: str, dtype: str, detail: str, body: Body[Any], nbytes: int, staged: Sequence[Staged] = ()
+    ) -> Handle[Any]:
+        """A call of any `body`, which runs once `staged` have arrived."""
         with self._in_order():
-            return self._handle(self._calls.start(self._number(name, dtype, -1, detail), body, nbytes))
+            return self._handle(self._calls.start(self._number(name, dtype, -1, detail), body, nbytes, staged=staged))
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -226,9 +233,9 @@ class Calls:
 
         def start() -> Any:
             call = self._message(block, self._calls.number_send(dest, tag), detail)
-            if self._calls.send_directly(call, dest, tag, block.flat):
+            if block.staged is None and self._calls.send_directly(call, dest, tag, block.flat):
                 return self._core.member.runner.done(None)
-            return self._calls.start_send(call, dest, tag, body)
+            return self._calls.start_send(call, dest, tag, body, _staged([block]))
 
         detail = f"from rank {self.rank} to rank {dest}, tag {tag}"
         return self._pass(detail, start)
@@ -241,8 +248,11 @@ class Calls:
             block.write_back()
             return source
 
+        def start() -> Any:
+            return self._calls.start_receive(self._message(block, 0, detail), source, tag, body, _staged([block]))
+
         detail = f"from rank {source} to rank {self.rank}, tag {tag}"
-        return self._pass(detail, lambda: self._calls.start_receive(self._message(block, 0, detail), source, tag, body))
+        return self._pass(detail, start)
 
     def recv_any(self, block: Block, tag: int) -> Handle[int]:
         """Receive `block` from any other rank. The result is the sender."""
@@ -258,7 +268,8 @@ class Calls:
         site = site_of_user()
         with self._in_order():
             self._core.member.check_caller()
-            handle = self._handle(self._calls.start_receive_from_any(call, tag, block.flat, result))
+            started = self._calls.start_receive_from_any(call, tag, block.flat, result, _staged([block]))
+            handle = self._handle(started)
         handle.claim()
         return handle
 
@@ -293,9 +304,17 @@ class Calls:
         """The number of the last collective call."""
         return self._calls.last
 
-    def _start(self, name: str, rows: Sequence[Row], body: Body[Any], detail: str = "") -> Handle[Any]:
-        """A call whose ranks know all sizes: they compare them."""
-        return self.run(name, rows[0].dtype, detail + _described(rows), body, sum(row.nbytes for row in rows))
+    def _start(
+        self, name: str, rows: Sequence[Row], body: Body[Any], detail: str = "", others: Sequence[Block] = ()
+    ) -> Handle[Any]:
+        """A call whose ranks know all sizes: they compare those of `rows`. It uses the blocks `others`, too."""
+        staged = _staged([*others, *(block for row in rows for block in row.blocks)]) if stagers else ()
+        return self.run(name, rows[0].dtype, detail + _described(rows), body, sum(row.nbytes for row in rows), staged)
+
+    def _start_alone(self, call: Signature, body: Body[Any], block: Block) -> Handle[Any]:
+        """Start a call of one block: a collective of `Backend.overlapped`."""
+        staged, overlapping = _staged([block]), block.staged
+        return self._handle(self._calls.start(call, body, block.flat.nbytes, staged=staged, overlapping=overlapping))
 
     def _number(self, name: str, dtype: str, elements: int, detail: str) -> Signature:
         core = self._core
@@ -315,6 +334,14 @@ class Calls:
                 )
                 self._core.member.mismatch(text)
                 raise MismatchError(text)
+
+
+def _staged(blocks: Sequence[Block]) -> Sequence[Staged]:
+    """Those of the tensors of a call that are on devices. Raises UsageError if they are not all on one device."""
+    if not stagers:
+        return ()
+    check_devices(blocks)
+    return staged_parts(blocks)
 
 
 def _words(count: int) -> list[Array]:

@@ -1,4 +1,4 @@
-"""The other backends of a group of several devices, as in init_process_group("cpu:asyncoll,cuda:nccl").
+"""The devices of a group, and the other backends of one as in init_process_group("cpu:asyncoll,cuda:nccl").
 
 torch makes no backend for the devices after the first one whose process group is written in Python. So the group makes
 them here, when it first gets a tensor of such a device. The calls of the tensor go there.
@@ -15,9 +15,18 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d
 
 from asyncoll.errors import UsageError
-from asyncoll.torch.name import NAME
+from asyncoll.torch.name import DEVICES, NAME
 
 _c10d: Any = dist.distributed_c10d  # its types do not show all that it has
+
+
+def own(group: Any) -> list[str]:
+    """The devices whose tensors `group` takes itself: the CPU, and CUDA unless the user has named another backend.
+
+    Empty before init_process_group, or new_group, has returned: torch does not know yet what the user has named.
+    """
+    named = _named(group)
+    return [device for device in DEVICES if named and (device == "cpu" or named.get(device) == NAME)]
 
 
 def add_backend(group: Any, others: Any, device: str, store: Any, ranks: Sequence[int], timeout: timedelta) -> None:
@@ -30,8 +39,8 @@ def add_backend(group: Any, others: Any, device: str, store: Any, ranks: Sequenc
     name = _named(group).get(device)
     if name is None or name == NAME:
         raise UsageError(
-            f"the backend {NAME} takes tensors of the CPU, and this one is on {device}: name a backend for it, "
-            f'as in init_process_group("cpu:{NAME},{device}:nccl"), or pass x.cpu()'
+            f"the backend {NAME} takes tensors of {' and '.join(own(group))} here, and this one is on {device}: name a "
+            f'backend for it, as in init_process_group("cpu:{NAME},cuda:{NAME}"), or pass x.cpu()'
         )
     type_ = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
     store = _c10d.PrefixStore(f"{device}/", store)
@@ -43,7 +52,7 @@ def add_backend(group: Any, others: Any, device: str, store: Any, ranks: Sequenc
 def _named(group: Any) -> dict[str, str]:
     """The name of the backend of each device."""
     config: str = _c10d._world.pg_backend_config.get(group, "")
-    pairs = (entry.partition(":") for entry in config.split(","))
+    pairs = (entry.partition(":") for entry in config.split(",") if entry)
     return {device: name for device, _, name in pairs}
 
 

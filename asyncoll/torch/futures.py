@@ -1,13 +1,27 @@
-"""Threads that complete the futures of calls: callbacks run there, and may wait for further calls."""
+"""The futures of calls, and the threads that complete them: callbacks run there, and may wait for further calls."""
 
 from __future__ import annotations
 
 import os
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
 
 _IDLE_S = 10.0  # a thread without work ends after so long
+
+
+def future_of(tensors: Iterable[Tensor]) -> torch.futures.Future[Any]:
+    """A future whose value, or that of a future that follows it, has `tensors`.
+
+    With tensors of CUDA, torch notes where the current streams of the thread that completes it are. The streams of who
+    waits for it, and those of callbacks, which torch chooses, wait for these points.
+    """
+    devices = {x.device for x in tensors if not x.is_cpu}
+    return torch.futures.Future(devices=list(devices)) if devices else torch.futures.Future()
 
 
 class Threads:

@@ -41,7 +41,9 @@ def make_group(options: Any) -> ProcessGroup:
 
 
 class ProcessGroup(Collectives):
-    """A process group of CPU tensors; those of other devices go to the backends that the user has named for them.
+    """A process group of tensors of the CPU and of CUDA.
+
+    The tensors of a device for which the user has named another backend go there.
 
     Every call has begun when its method returns, and its `Work` tells its end. The methods are those that torch calls;
     their docstrings say where they do more, or less, than those of torch's own groups. Tensors may be of any layout in
@@ -88,8 +90,8 @@ class ProcessGroup(Collectives):
     # -- several calls as one ---------------------------------------------------------------------
 
     def _start_coalescing(self, device: torch.device) -> None:
-        if device.type != "cpu":
-            self._elsewhere(device)._start_coalescing(device)
+        if other := self._elsewhere(device):
+            other._start_coalescing(device)
             return
         if self._together is not None:
             raise of_torch(UsageError("a block of coalesced calls is open already: end it first"))
@@ -98,8 +100,8 @@ class ProcessGroup(Collectives):
     @uncompiled
     def _end_coalescing(self, device: torch.device) -> Any:
         """The work of all calls since `_start_coalescing`. They have begun already, in their order."""
-        if device.type != "cpu":
-            return self._elsewhere(device)._end_coalescing(device)
+        if other := self._elsewhere(device):
+            return other._end_coalescing(device)
         if self._together is None:
             raise of_torch(UsageError("no block of coalesced calls is open"))
         works, self._together = self._together, None
@@ -143,6 +145,7 @@ class ProcessGroup(Collectives):
         store = c10d.PrefixStore(f"{name}/", self._store)
         group = ProcessGroup(store, membership.subgroup(name, chosen), timeout or self._timeout)
         group.setGroupName(name)
+        group._own_devices = self._own()
         return group
 
     _set_default_timeout = Collectives.set_timeout
@@ -180,16 +183,18 @@ class ProcessGroup(Collectives):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(device) for device in self._device_names]
+        return [torch.device(device) for device in (*self._own(), *self._other_devices)]
 
     def _get_backend(self, device: torch.device) -> Any:
-        """What carries out calls with tensors of `device`: this group, for the CPU."""
-        if device.type == "cpu":
-            return self
-        return self._elsewhere(device)._get_backend(device)
+        """What carries out calls with tensors of `device`: this group, unless another backend was named for it."""
+        other = self._elsewhere(device)
+        return self if other is None else other._get_backend(device)
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
-        """Whether `allocate_tensor` has memory for tensors of `device`. FSDP2 asks for it."""
+        """Whether `allocate_tensor` has memory for tensors of `device`: of the CPU alone. FSDP2 asks for it.
+
+        Memory that ranks share on a device belongs to calls, and not to tensors.
+        """
         return device.type == "cpu"
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

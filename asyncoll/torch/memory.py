@@ -1,4 +1,4 @@
-"""The memory of torch tensors as flat numpy arrays.
+"""The memory of torch tensors as flat numpy arrays. Those of tensors on devices are mirrors of them.
 
 `Tensor.numpy` makes the storage of a tensor unresizable for ever, and FSDP resizes the storages of its parameters. So
 the arrays here are made from the address of a tensor. They keep its storage alive: a program may give the tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import DTYPES, Array, dtype_name, storage
+from asyncoll.tensors.registered import stager_of
+from asyncoll.tensors.staged import Staged, hidden, is_hidden
 
 # The dtypes that can be reduced: their names in the library, and the numpy dtypes of their elements.
 _REDUCIBLE = {getattr(torch, name): (name, storage(name)) for name in DTYPES}
@@ -25,12 +27,16 @@ _BYTE = np.dtype(np.uint8)
 
 
 class Block(NamedTuple):
-    """A tensor, and its elements as a flat array: those of the tensor itself, or of a packed copy."""
+    """A tensor, and its elements as a flat array: those of the tensor itself, or of a packed copy.
+
+    The copy of a tensor on a device is on the host. It has the elements once `staged` has arrived.
+    """
 
     tensor: Tensor  # of the caller
     packed: Tensor  # contiguous; the same elements
     flat: Array  # the memory of `packed`
     dtype: str  # without "torch."
+    staged: Staged | None = None  # of a tensor on a device
 
     @property
     def copied(self) -> bool:
@@ -38,7 +44,9 @@ class Block(NamedTuple):
 
     def write_back(self) -> None:
         """Copy the elements of `flat` into the caller's tensor, unless they are there."""
-        if self.packed is not self.tensor:
+        if self.staged is not None:
+            self.staged.put()
+        elif self.packed is not self.tensor:
             # A tensor of inference mode may be written in that mode only, and this may run in any thread.
             with torch.inference_mode(self.tensor.is_inference()), torch.no_grad():
                 self.tensor.detach().copy_(self.packed)
@@ -73,7 +81,11 @@ def outputs_of(tensors: Sequence[Tensor]) -> Row:
     blocks = [writable(x) for x in tensors]
     end = 0
     # Of a tensor that is not contiguous, only the place of the first element is compared: others may be in its gaps.
-    places = ((x.tensor.data_ptr(), x.tensor.itemsize if x.copied else x.flat.nbytes) for x in blocks if x.flat.nbytes)
+    places = (
+        (x.tensor.data_ptr(), x.flat.nbytes if x.tensor.is_contiguous() else x.tensor.itemsize)
+        for x in blocks
+        if x.flat.nbytes
+    )
     for start, nbytes in sorted(places):
         if start < end:
             raise UsageError("two of the outputs have memory in common: pass a tensor of its own for each rank")
@@ -95,15 +107,23 @@ def reducible(x: Tensor, *, fresh: bool = False) -> Block:
     kind = _REDUCIBLE.get(x.dtype)
     if kind is None:
         raise UsageError(f"{x.dtype} cannot be reduced: use one of {', '.join(DTYPES)}, or convert the tensor")
-    packed = _packed(x)
-    if fresh and packed is x:
-        packed = x.detach().clone(memory_format=torch.contiguous_format)
+    if _is_plain(x):
+        packed = x.detach().clone(memory_format=torch.contiguous_format) if fresh else x
+    elif is_on_device(x):
+        return _mirrored(x, kind[1], is_read=True)
+    else:
+        packed = _packed(x)
     return Block(x, packed, _array(packed, kind[1]), kind[0])
 
 
 def copyable(x: Tensor) -> Block:
     """`x` as bytes, of any dtype. Raises UsageError for tensors without plain memory."""
-    packed = _packed(x)
+    if _is_plain(x):
+        packed = x
+    elif is_on_device(x):
+        return _mirrored(x, _BYTE, is_read=True)
+    else:
+        packed = _packed(x)
     return Block(x, packed, _array(packed, _BYTE), dtype_name(x.dtype))
 
 
@@ -113,6 +133,8 @@ def writable(x: Tensor) -> Block:
         return Block(x, x, _array(x, _BYTE), dtype_name(x.dtype))
     _check_dense(x)
     check_writable(x)
+    if is_on_device(x):
+        return _mirrored(x, _BYTE, is_read=False)
     packed = torch.empty(x.shape, dtype=x.dtype)
     return Block(x, packed, _array(packed, _BYTE), dtype_name(x.dtype))
 
@@ -131,20 +153,40 @@ def overlap(x: Array, y: Array) -> bool:
 
 def _is_plain(x: Tensor) -> bool:
     """Whether the elements of `x` are in memory as they are in a contiguous tensor."""
-    return x.is_cpu and x.layout is torch.strided and x.is_contiguous() and not (x.is_conj() or x.is_neg())
+    if not x.is_cpu or (hidden and is_hidden(x)):
+        return False
+    return x.layout is torch.strided and x.is_contiguous() and not (x.is_conj() or x.is_neg())
+
+
+def is_on_device(x: Tensor) -> bool:
+    """Whether the host does not read the memory of `x`."""
+    return not x.is_cpu or (bool(hidden) and is_hidden(x))
+
+
+def _mirrored(x: Tensor, dtype: np.dtype[Any], *, is_read: bool) -> Block:
+    """The tensor `x` of a device. Its elements are copied if it `is_read`."""
+    stager = stager_of(x)
+    _check_dense(x)
+    if x.is_conj() or x.is_neg():
+        raise UsageError(
+            "a tensor of a device whose conjugate or negative is due is not supported: pass "
+            "x.resolve_conj().resolve_neg()"
+        )
+    staged = stager.stage(x.detach(), is_read=is_read)
+    packed = torch.from_numpy(staged.mirror).view(x.dtype) if staged.mirror.size else torch.empty(0, dtype=x.dtype)
+    return Block(x, packed.view(x.shape), staged.mirror.view(dtype), dtype_name(x.dtype), staged)
 
 
 def _packed(x: Tensor) -> Tensor:
-    if _is_plain(x):
-        return x
+    """A copy of the elements of `x`, which is not plain, as a contiguous tensor."""
     _check_dense(x)
     plain = x.detach().resolve_conj().resolve_neg().contiguous()
     return plain.clone() if plain.data_ptr() == x.data_ptr() else plain
 
 
 def _check_dense(x: Tensor) -> None:
-    if not x.is_cpu or x.layout is not torch.strided:
-        raise UsageError(f"a {x.layout} tensor on {x.device} is not supported here: pass a dense tensor of the CPU")
+    if x.layout is not torch.strided:
+        raise UsageError(f"a {x.layout} tensor is not supported here: pass a dense tensor")
 
 
 def _array(x: Tensor, dtype: np.dtype[Any]) -> Array:

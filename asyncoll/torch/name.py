@@ -4,3 +4,4 @@
 """
 
 NAME = "asyncoll"
+DEVICES = ["cpu", "cuda"]  # whose tensors it takes

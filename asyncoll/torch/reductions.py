@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import ReduceOp, check_reduction
-from asyncoll.torch.memory import Block, reducible
+from asyncoll.tensors.registered import stager_of
+from asyncoll.torch.memory import Block, is_on_device, reducible
 
 _KINDS: Any = dist.ReduceOp.RedOpType  # the types of torch do not show its members
 _OPS = {
@@ -42,6 +44,8 @@ def contribution(x: Tensor, op: ReduceOp, factor: Any, *, fresh: bool = False) -
 
     Raises UsageError if `op` is not defined for their dtype.
     """
+    if factor is not None and is_on_device(x):
+        x, factor = _scaled_on_device(x, factor, fresh=fresh), None
     block = reducible(x, fresh=fresh and factor is not None)
     check_reduction(op, block.dtype)
     if factor is not None:
@@ -54,4 +58,19 @@ def scale(x: Tensor, factor: Any) -> Tensor:
     try:
         return x.mul_(factor)
     except RuntimeError as error:
-        raise UsageError(f"the factor {factor} of PREMUL_SUM does not fit a tensor of {x.dtype}: {error}") from None
+        raise _unfit(x, factor, error) from None
+
+
+def _scaled_on_device(x: Tensor, factor: Any, *, fresh: bool) -> Tensor:
+    """`x`, multiplied in place, or a copy of it, after the work that the program has queued. As `scale`."""
+    stager = stager_of(x)
+    product = torch.result_type(x, factor)
+    if not torch.can_cast(product, x.dtype):
+        raise _unfit(x, factor, f"the product is of {product}")
+    x = stager.clone(x) if fresh else x.detach()
+    stager.queue(lambda elements: elements.mul_(factor), x)
+    return x
+
+
+def _unfit(x: Tensor, factor: Any, why: object) -> UsageError:
+    return UsageError(f"the factor {factor} of PREMUL_SUM does not fit a tensor of {x.dtype}: {why}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,20 +14,27 @@ from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp, check_reduction, dtype_name
 from asyncoll.torch.calls import Calls
 from asyncoll.torch.memory import copyable, reducible
+from asyncoll.torch.reductions import scale
 
 
-def allreduce(calls: Calls, x: Tensor, op: ReduceOp) -> Handle[None]:
+def allreduce(calls: Calls, x: Tensor, op: ReduceOp, factor: Any) -> Handle[None]:
     """Sum the sparse tensors `x` of all ranks, or average them, into each of them. The results are coalesced.
+
+    Each rank multiplies its elements by its `factor` before, unless that is None.
 
     They have the same shape, dtype and number of sparse dimensions at all ranks, and any numbers of elements. The
     elements of all ranks are collected at each, and summed in the order of ranks: equal bits everywhere.
 
-    Raises UsageError for another reduction, or another sparse layout.
+    Raises UsageError for another reduction, another sparse layout, or a tensor on a device.
     """
+    if not x.is_cpu:
+        raise UsageError(f"a sparse tensor on {x.device} is not supported: pass x.to_dense(), or x.cpu()")
     if x.layout is not torch.sparse_coo:
         raise UsageError(f"a tensor of layout {x.layout} is not supported: pass a dense tensor, or a sparse one in COO")
     if op not in (ReduceOp.SUM, ReduceOp.AVG):
         raise UsageError(f"{op.name} of sparse tensors is not defined: use SUM or AVG")
+    if factor is not None:
+        scale(x, factor)
     own = x.detach().coalesce()
     values = own.values()
     check_reduction(op, reducible(values).dtype)

@@ -17,7 +17,7 @@ from asyncoll.runtime.deadlines import now_s
 from asyncoll.runtime.handles import Handle
 from asyncoll.torch import recording
 from asyncoll.torch.errors import WaitTimeoutError, of_torch
-from asyncoll.torch.futures import threads
+from asyncoll.torch.futures import future_of, threads
 from asyncoll.torch.uncompiled import uncompiled
 
 _making = threading.Lock()  # of the future of a work
@@ -35,9 +35,11 @@ os.register_at_fork(after_in_child=_renew_lock)
 class Work(TorchWork):
     """One or more calls of a process group.
 
-    `wait` returns when the outputs hold the results: the caller may use them, or free them, at once. The calls go on
-    whether or not anything waits, and also if this object is dropped. Any thread may call the methods. Until the end of
-    the calls the program must not resize the storages of their tensors, as with every backend; it may drop the tensors.
+    `wait` returns when the outputs hold the results: the caller may use them, or free them, at once. With outputs on a
+    device it returns when their results are on the way, and the current stream of its thread waits for them. Another
+    method that tells that the calls are over does the same. The calls go on whether or not anything waits, and also if
+    this object is dropped. Any thread may call the methods. Until the end of the calls the program must not resize the
+    storages of their tensors, as with every backend; it may drop the tensors.
 
     Callbacks of the future run in threads of their own, or in the thread that waits, and may wait for further calls.
     """
@@ -93,6 +95,13 @@ class Work(TorchWork):
     @uncompiled
     def is_completed(self) -> bool:
         """Whether all calls are over, in success or not."""
+        if not self._are_over():
+            return False
+        for handle in self.handles:
+            handle.resume()
+        return True
+
+    def _are_over(self) -> bool:
         return all(handle.done() for handle in self.handles)
 
     def is_success(self) -> bool:
@@ -102,7 +111,7 @@ class Work(TorchWork):
     @uncompiled
     def exception(self) -> BaseException | None:
         """The error of the first call that has failed; None if none has, or if they are not all over."""
-        if not self.is_completed():
+        if not self._are_over():
             return None
         for handle in self.handles:
             try:
@@ -149,11 +158,11 @@ class Work(TorchWork):
             if self._future is not None:
                 return self._future
             # An exception that is set in Python is a value for C++. One that a callback raises is an error.
-            begun = self._begun = torch.futures.Future[None]()
+            begun = self._begun = future_of(self._outputs)
             self._future = begun.then(self._value)
             if record is not None:
                 self._recorded = recording.end_with(record, self._future)
-        if record is None and self.is_completed():  # DDP reads the value of a future of what it has waited for
+        if record is None and self._are_over():  # DDP reads the value of a future of what it has waited for
             self._complete()
             return self._future
         ended = count(1)

@@ -676,8 +676,9 @@ def identity():
     pg = dist.group.WORLD
     assert (pg.rank(), pg.size(), pg.name()) == (dist.get_rank(), sizes(), "asyncoll")
     assert dist.get_backend() == "asyncoll"
-    assert pg._device_types == [torch.device("cpu")]
+    assert pg._device_types == [torch.device("cpu"), torch.device("cuda")]
     assert pg._get_backend(torch.device("cpu")) is pg
+    assert pg._get_backend(torch.device("cuda")) is pg
     half = dist.new_group([0, 1], group_desc="two")
     before = pg._get_sequence_number_for_group()
     dist.all_reduce(torch.ones(1))

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import UsageError
+from asyncoll.torch.futures import future_of
 from asyncoll.torch.hooks import refusals
 
 
@@ -30,7 +31,11 @@ class Layout:
         if len(kinds) > 1:
             names = ", ".join(sorted(map(str, kinds)))
             raise UsageError(f"the parameters have the dtypes {names}, and one operation has one: train in one dtype")
-        (self.dtype,) = kinds
+        places = {parameter.device for parameter in parameters}
+        if len(places) > 1:
+            names = ", ".join(sorted(map(str, places)))
+            raise UsageError(f"the parameters are on {names}, and one operation has one device: train on one device")
+        (self.dtype,), (self.device,) = kinds, places
         if self.dtype.is_complex:
             raise UsageError(
                 "DDP gives hooks complex gradients as real ones of twice the length, and this hook needs one element "
@@ -75,11 +80,11 @@ class Layout:
 
 
 class Buckets:
-    """Gathers the buckets of a step in `flat`, which is registered memory, and returns its content to them."""
+    """Gathers the buckets of a step in `flat`, and returns its content to them. On the CPU it is registered memory."""
 
     def __init__(self, comm: BlockingCommunicator, layout: Layout) -> None:
         self.layout = layout
-        self.flat: Tensor = comm.empty(layout.count, layout.dtype)
+        self.flat: Tensor = comm.empty(layout.count, layout.dtype, device=layout.device)
         self._pending: list[tuple[Tensor, list[tuple[Tensor, Tensor]], torch.futures.Future[Tensor]]] = []
 
     def gather(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
@@ -90,7 +95,7 @@ class Buckets:
         pairs = [self._pair(*each, buffer) for each in zip(bucket.parameters(), bucket.gradients(), strict=True)]
         for here, there in pairs:
             here.copy_(there)
-        future = torch.futures.Future[Tensor]()
+        future = future_of([buffer])
         self._pending.append((buffer, pairs, future))
         return future
 

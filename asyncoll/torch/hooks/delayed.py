@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.torch.futures import future_of
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Layout, trained
 from asyncoll.torch.hooks.changes import ParameterChanges
@@ -57,8 +58,9 @@ class DCS3GDState(HookState):
         refusals.check_optimizer(ddp, optimizer)
         self._lambda0 = float(lambda0)
         self._layout = Layout(trained(ddp))
-        self._mean: Tensor = self._comm.empty(self._layout.count, self._layout.dtype)
-        self._gradient = torch.empty(self._layout.count, dtype=self._layout.dtype)
+        count, dtype, device = self._layout.count, self._layout.dtype, self._layout.device
+        self._mean: Tensor = self._comm.empty(count, dtype, device=device)
+        self._gradient = torch.empty(count, dtype=dtype, device=device)
         self._distance = torch.empty_like(self._gradient)
         self._averaged: Handle[Tensor] | None = None
         self._changes = ParameterChanges(self._layout.parameters)
@@ -71,7 +73,7 @@ class DCS3GDState(HookState):
         if bucket.index() == 0:
             self._steps.expect()
             self._resume()
-        future = torch.futures.Future[Tensor]()
+        future = future_of([bucket.buffer()])
         future.set_result(bucket.buffer())
         return future
 

@@ -21,7 +21,7 @@ from asyncoll.tensors.reductions import ReduceOp, dtype_name
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.changes import ParameterChanges, check_gradients
-from asyncoll.torch.hooks.completion import complete
+from asyncoll.torch.hooks.completion import complete_on
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.torch.hooks.state import HookState, checked
@@ -273,7 +273,8 @@ class EagerSGDState(HookState):
 
     def _resynchronise(self) -> None:
         parameters = [parameter.detach() for parameter in self._model().module.parameters()]
-        complete(self._comm, replicas.resynchronise(self._comm, parameters, self._optimizer, self._lost))
+        work = replicas.resynchronise(self._comm, parameters, self._optimizer, self._lost)
+        complete_on(self._buckets.layout.device, self._comm, work)
         self._lost = 0
 
     def _finish(self) -> None:

@@ -25,9 +25,9 @@ def fingerprint(value: Any) -> int:
 
 def _add(bits: Any, value: Any) -> None:
     match value:
-        case Tensor() if type(value) in (Tensor, nn.Parameter) and value.is_cpu and value.layout is torch.strided:
+        case Tensor() if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
             bits.update(f"{value.dtype}{list(value.shape)}".encode())
-            block = copyable(value.detach())  # it keeps the memory of `flat`
+            block = copyable(value.detach().cpu())  # it keeps the memory of `flat`
             bits.update(block.flat)
         case dict():
             bits.update(f"dict {len(value)}".encode())

@@ -1,4 +1,7 @@
-"""The hook `allreduce`: DDP's buckets in memory that the ranks of the host share, reduced where they are."""
+"""The hook `allreduce`: DDP's buckets in memory that the ranks of the host share, reduced where they are.
+
+Those of a model on a GPU stay where DDP has made them: the memory of a GPU that ranks share belongs to their calls.
+"""
 
 import torch
 from torch import Tensor
@@ -7,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
+from asyncoll.torch.futures import future_of
 from asyncoll.torch.hooks import refusals
 from asyncoll.torch.hooks.state import HookState, checked
 
@@ -16,7 +20,8 @@ class AllreduceState(HookState):
 
     The model is wrapped with `gradient_as_bucket_view=True`. In the first backward pass after DDP has made its final
     buckets, the second one, each bucket and the gradients that are views of it move to registered memory. From then on
-    a bucket is reduced in place, without a copy. The memory is freed with the model.
+    a bucket is reduced in place, without a copy. The memory is freed with the model. On a GPU the buckets stay where
+    they are, and are reduced as without a hook.
 
     The results are those of DDP without a hook, to the bit. (DDP itself rounds in two ways if the number of ranks is no
     power of two: it multiplies new gradients by 1 / size, as this hook does, and divides those that it adds up in a
@@ -46,7 +51,8 @@ class AllreduceState(HookState):
         self._accept(bucket)
         buffer = bucket.buffer()
         are_final = ddp._has_rebuilt_buckets or (ddp.find_unused_parameters and not ddp.static_graph)
-        if are_final and bucket.index() not in self._moved and (tensors := _tensors_of(bucket)):
+        may_move = are_final and buffer.is_cpu
+        if may_move and bucket.index() not in self._moved and (tensors := _tensors_of(bucket)):
             _move(tensors, self._comm.empty(buffer.numel(), buffer.dtype))
             self._moved[bucket.index()] = tensors
         if bucket.is_last():
@@ -90,7 +96,7 @@ def _move(tensors: list[Tensor], memory: Tensor) -> None:
 
 def _future(handle: Handle[Tensor], result: Tensor) -> torch.futures.Future[Tensor]:
     """The end of a call whose result is in `result`, as DDP waits for it."""
-    ended = torch.futures.Future[None]()
+    ended = future_of([result])
 
     def deliver(_: object) -> Tensor:
         handle.wait()

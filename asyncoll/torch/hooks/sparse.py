@@ -81,7 +81,8 @@ class OkTopkState(HookState):
         dtype = dtype_name(self._buckets.layout.dtype)
         rules = Rules(thresholds_every, regions_every, feedback)
         Specification(algorithm, density, dtype, (self._buckets.layout.count,), rules).check()
-        self._residual: Tensor = self._comm.empty(self._buckets.flat.numel(), self._buckets.flat.dtype).zero_()  # ε = 0
+        layout = self._buckets.layout
+        self._residual: Tensor = self._comm.empty(layout.count, layout.dtype, device=layout.device).zero_()  # ε = 0
         self._claim(name)
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

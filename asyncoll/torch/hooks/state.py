@@ -19,7 +19,7 @@ from asyncoll.torch.errors import of_torch
 from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import trained
-from asyncoll.torch.hooks.completion import complete
+from asyncoll.torch.hooks.completion import complete_on
 from asyncoll.torch.places import reported_at_user
 from asyncoll.training import replicas
 
@@ -126,7 +126,8 @@ class HookState(ABC):
 
     def _share_buffers(self) -> None:
         """Give all ranks rank 0's buffers. Collective."""
-        complete(self._comm, replicas.share_buffers(self._comm, self._model().module))
+        model = self._model()
+        complete_on(trained(model)[0].device, self._comm, replicas.share_buffers(self._comm, model.module))
 
     def _model(self) -> DistributedDataParallel:
         ddp = self._ddp()
