@@ -12,6 +12,7 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
 #include <atomic>
@@ -225,6 +226,16 @@ struct Hooks final : at::CUDAHooksInterface {
     }
 };
 
+// DDP times its steps.
+struct StepTimer final : c10d::Timer {
+    explicit StepTimer(Device) {}
+    optional<int64_t> measureDifference(Event start, Event end) override
+    {
+        auto first = getTimestamp(start), last = getTimestamp(end);
+        return first && last ? optional<int64_t>(*last - *first) : std::nullopt;
+    }
+};
+
 // -- operations ---------------------------------------------------------------------------------------------
 
 // The same elements, as a tensor of the host, which lives no longer than `x`.
@@ -388,7 +399,7 @@ class OnHost
                 return given(ours_[each], x);
         for (size_t each = 0; each < hosts_.size(); ++each)
             if (x.numel() && x.storage().data() == hosts_[each].storage().data())
-                return ours_[each].as_strided(x.sizes(), x.strides(), x.storage_offset());
+                return view_of(ours_[each], x);
         auto moved = empty_strided(x.sizes(), x.strides(), x.scalar_type(), std::nullopt, device_, std::nullopt);
         host_of(moved).copy_(x);
         return moved;
@@ -401,6 +412,16 @@ class OnHost
             host_of(ours).copy_(x);
         }
         return ours;
+    }
+
+    // As `x`, which may be of another dtype.
+    static Tensor view_of(const Tensor &ours, const Tensor &x)
+    {
+        auto storage = ours.storage();
+        auto view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage), ours.key_set(),
+                                                             x.dtype());
+        view.unsafeGetTensorImpl()->set_sizes_and_strides(x.sizes(), x.strides(), x.storage_offset());
+        return view;
     }
 
     Device device_{CUDA, current};
@@ -480,6 +501,11 @@ const bool is_registered = (c10::SetAllocator(CUDA, &allocator), true);
 extern "C" void stand_in_trace(Tell told)
 {
     tell = told;
+}
+
+namespace c10d
+{
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, StepTimer)
 }
 
 namespace at
