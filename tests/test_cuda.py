@@ -36,7 +36,7 @@ class Program:
 
     def __init__(self, gpu):
         self.device = CudaDevice(0)
-        self.tensor, self.values = gpu.tensor, gpu.values
+        self.tensor, self.values, self.hold = gpu.tensor, gpu.values, gpu.hold
         self._gpu = gpu
 
     def add(self, x, value):

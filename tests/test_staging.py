@@ -192,6 +192,32 @@ def test_work_before_and_after_a_call_is_in_order(opened, transport, seed):
         run_ranks(3, main, transport)
 
 
+@pytest.mark.parametrize("opened", OPENED)
+def test_work_on_one_stream_holds_up_no_call_of_another(opened, way):
+    with opened() as device:
+
+        async def main(comm):
+            with device.stream(f"side of rank {comm.rank}"):
+                x, into = (device.tensor(torch.ones(1000)) for _ in range(2))
+                release = device.hold()
+                held = [comm.allreduce(x), comm.recv(into, source=(comm.rank - 1) % comm.size)]
+            y = device.tensor(torch.full((1000,), 2.0))
+            try:
+                async with asyncio.timeout(20):
+                    await comm.send(torch.full((1000,), 3.0), dest=(comm.rank + 1) % comm.size)
+                    for call in (comm.allreduce, comm.solo_allreduce):
+                        await call(y)
+                    gathered = await comm.allgather(y)
+            finally:
+                release()
+            await asyncio.gather(*held)
+            assert (device.values(x) == comm.size).all()
+            assert (device.values(into) == 3).all()
+            assert device.values(gathered).shape == (comm.size, 1000)
+
+        run_ranks(3, main, way)
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_ranks_with_and_without_a_device_in_virtual_time(seed):
     """Rank 0 has ordinary tensors."""

@@ -45,6 +45,11 @@ class Mark(Protocol):
     """A tensor of the device, with the values that the program's work up to `Device.mark` gives it.
 
     It keeps the tensor alive. Until `join` the program does not write to the tensor.
+
+    Copies wait for no work of other streams than the one that was current in `Device.mark`. Once the host has seen the
+    end of one, those that are queued after it wait for no work of the program at all. So what the program queues on one
+    stream, such as a `backward()`, or a call of NCCL that waits for other ranks, does not hold up what it copies on
+    another one.
     """
 
     @property
@@ -65,11 +70,13 @@ class Mark(Protocol):
         caller does not write it, and does not unpin it. The device keeps it alive.
         """
 
-    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+    def queue(
+        self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = (), after: Sequence[Any] = ()
+    ) -> Transfer:
         """Carry out `work(*writes, *reads)`, as of `Device.queue`, on a stream of the device.
 
-        It comes after the mark, after its copies, and after all copies to the device that were queued before; `join`
-        comes after it.
+        It comes after this mark, after the marks `after`, and after all their copies that were queued before; `join`
+        comes after it. Returns a transfer of the bytes of `writes`, whose end is that of the work.
         """
 
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, Mark]:

@@ -104,13 +104,15 @@ class Mirror:
 
     def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
         with self._stager.failing():
-            self._marks[0].queue(work, *writes, reads=reads)
+            transfer = self.mark.queue(work, *writes, reads=reads, after=self._marks)
+        self._tell_end(transfer)
 
     def made(self, work: Work, dtype: str, shape: tuple[int, ...], reads: Sequence[Any]) -> Any:
         with self._stager.failing():
-            x, mark = self._marks[0].like(dtype, shape)
-            mark.queue(work, x, reads=reads)
+            x, mark = self.mark.like(dtype, shape)
+            transfer = mark.queue(work, x, reads=reads, after=self._marks)
         self._marks.append(mark)
+        self._tell_end(transfer)
         return x
 
     def join(self) -> None:
@@ -128,7 +130,12 @@ class Mirror:
             self._back.ended(self._stager.failure(error))
 
     def _put(self, source: Array, mark: Mark, start: int) -> None:
-        back, stager, transfer = self._back, self._stager, self._stager.under_way(mark.put(source, start))
+        self._tell_end(mark.put(source, start))
+
+    def _tell_end(self, transfer: Transfer) -> None:
+        """No call waits for the transfer: its end is told."""
+        back, stager = self._back, self._stager
+        stager.under_way(transfer)
         assert back is not None, "the call has begun"
 
         def ended() -> None:
