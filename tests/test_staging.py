@@ -19,10 +19,14 @@ from emulated_cuda import emulated_cuda
 
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
+from asyncoll.forks import address_of
+from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import DTYPES, is_divisible
+from asyncoll.tensors.registered import RegisteredMemory
 from asyncoll.tensors.staged import stagers
 from asyncoll.testing import Hazard, fake_device, run_ranks, simulate
 from asyncoll.transport.staging import mirrors
+from asyncoll.transport.staging.mirrors import DeviceStager
 from asyncoll.world import join
 
 WINDOWS = "short=64,staged=1024"  # a tensor of 1,000 float32 has several
@@ -575,7 +579,68 @@ def test_memory_stays_pinned_when_its_copies_do_not_end(monkeypatch, caplog):
     with pytest.raises(Hazard, match="1 blocks were never unpinned"), fake_device(0, "program") as device:
         with pytest.raises(DeviceError, match="has not taken all results 0 s after the last call of this rank"):
             run_ranks(1, lambda comm: leaves_with_a_copy_under_way(comm, device), "shm")
-    assert "fake:0 has not ended its copies" in caplog.text
+    assert "fake:0 has not ended its work" in caplog.text
+
+
+class Back:
+    """What it was told, as `tensors.staged.CopiesBack`."""
+
+    def __init__(self):
+        self.under_way, self.errors = 0, []
+
+    def begun(self):
+        self.under_way += 1
+
+    def ended(self, error):
+        self.under_way -= 1
+        self.errors += [error] if error else []
+
+
+@contextlib.contextmanager
+def staged_tensor(device):
+    """A tensor, its mirror, and what its copies have told. All copies are over in the end, and no memory is pinned."""
+    stager, x, back = DeviceStager(device, RegisteredMemory(None, None).pages), device.tensor(torch.zeros(1000)), Back()
+    mirror = stager.stage(x, is_read=False)
+    mirror.begin(back)
+    yield x, mirror, back
+    device.finish()
+    asyncio.run(stager.close())
+
+
+def test_work_that_is_queued_is_under_way_until_its_end():
+    with fake_device(0, "program") as device, staged_tensor(device) as (x, mirror, back):
+        for number in (1, 2):
+            mirror.queue(lambda x: x.add_(1), x)
+            made = mirror.made(lambda into, x: into.copy_(x), "float32", (1000,), [x])
+            assert (back.under_way, len(mirror._stager._under_way)) == (2, 2)
+            mirror.join()
+            assert (device.values(made) == number).all()
+            assert (back.under_way, back.errors, mirror._stager._under_way) == (0, [], set())
+
+
+def test_work_that_is_queued_and_fails_is_told():
+    with fake_device(0, "program") as device, staged_tensor(device) as (x, mirror, back):
+        mirror.queue(lambda x: x.add_(torch.zeros(3)), x)
+        mirror.join()
+        device.finish()
+        assert [type(error) for error in back.errors] == [DeviceError]
+        assert "fake:0 has failed: RuntimeError: The size of tensor" in str(back.errors[0])
+
+
+def test_results_go_from_the_memory_that_they_were_made_in():
+    """Other arrays are copied once, into memory that is pinned."""
+    with fake_device(0, "program") as device, staged_tensor(device) as (x, mirror, _):
+        operand, pinned = Operand(x, mirror.mirror.view(np.float32), "float32", (1000,), copied=True, staged=mirror), []
+        rooms = [mirror.room(400), operand.room(100).view(np.uint8)]
+        for each in (*rooms, np.zeros(400, np.uint8)):
+            each[:] = 1
+            made = mirror.like(each, "uint8", (400,))
+            host = device._copying[-1].host
+            assert np.shares_memory(host, each) == any(each is room for room in rooms)
+            pinned.append(any(first <= address_of(host) < first + size for first, size in device._pinned.items()))
+            mirror.join()
+            assert (device.values(made) == 1).all()
+        assert pinned == [True] * 3
 
 
 # -- in worlds of real processes ------------------------------------------------------------------

@@ -90,6 +90,9 @@ class Staged(Arriving, Protocol):
     def failure(self, error: BaseException) -> DeviceError:
         """What to raise for this error of a copy."""
 
+    def room(self, nbytes: int) -> Array:
+        """Flat bytes of undefined content for a result, of which `like` then needs no copy."""
+
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new tensor of the device, which gets the elements `flat`; they do not change any more. After `begin`.
 

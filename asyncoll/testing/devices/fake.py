@@ -324,6 +324,9 @@ class FakeDevice:
             self._pinned[address] = nbytes
             return True
 
+    def pinned(self, nbytes: int) -> Array | None:
+        return None
+
     def unpin(self, block: Array) -> None:
         with self._streams.lock:
             address, nbytes = address_of(block), block.nbytes
@@ -336,12 +339,13 @@ class FakeDevice:
         self.check_share("share memory")
         return FakeExchange(self, nbytes)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self._streams.close()
         if self._pinned:
             self.note(f"{len(self._pinned)} blocks were never unpinned")
         for memory in self._memories.values():
             self._check(memory)
+        return all(copy.is_over for copy in self._copying)
 
     # -- operations ---------------------------------------------------------------------------------
 

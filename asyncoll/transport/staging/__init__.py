@@ -192,8 +192,11 @@ class Device(Protocol):
         Returns False if the driver refuses. Copies of memory that is not pinned are slower, and just as right.
         """
 
+    def pinned(self, nbytes: int) -> Array | None:
+        """New memory that the driver has pinned itself, for when `pin` is refused. None if it has none."""
+
     def unpin(self, block: Array) -> None:
-        """Undo `pin`, with the same block. No copy of it is under way."""
+        """Undo `pin`, with the same block, or give up one of `pinned`. No copy of it is under way."""
 
     def share(self, nbytes: int) -> Exchange:
         """Allocate a block of `nbytes` bytes, which other ranks of this host can open.
@@ -201,8 +204,11 @@ class Device(Protocol):
         Raises RefusedError, with the reason, if this device cannot share memory, or has too little.
         """
 
-    def close(self) -> None:
-        """Wait for all copies, and release the device. Nothing is pinned any more."""
+    def close(self) -> bool:
+        """Wait for all copies, a few seconds at most, and release the device. No more are made.
+
+        Returns whether all have ended. If not, the memory that they use must stay.
+        """
 
 
 async def arrived(transfer: Transfer, nbytes: int | None = None) -> None:

@@ -20,7 +20,7 @@ from asyncoll.errors import DeviceError, UsageError, describe
 from asyncoll.forks import address_of, refusal
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.staging import RefusedError
-from asyncoll.transport.staging.ipc import CudaExchange, Gpu, loaded_runtime
+from asyncoll.transport.staging.ipc import CudaExchange, Gpu, loaded_runtime, relaxed
 from asyncoll.transport.staging.landing import Landing, Watcher
 from asyncoll.transport.staging.pins import Pins
 
@@ -28,6 +28,7 @@ _CHUNK = 1 << 22  # bytes of one copy: `moved` grows by it
 _REGISTRATION = 1 << 26  # bytes that are pinned at once: a driver fails for hundreds of gigabytes
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _URGENT = -1  # priority of the streams of copies
+_PATIENCE_S = 5.0  # for copies that are under way when the device closes
 logger = logging.getLogger("asyncoll")
 
 
@@ -105,8 +106,9 @@ class _Lane(NamedTuple):
 class CudaDevice:
     """Implements `Device`: "cuda:`index`" of this process.
 
-    The driver copies only pinned memory while the host goes on. So other memory is copied to or from pinned memory of
-    torch's, a part at a time: by the caller in `put`, and by the device's thread in `fetch`.
+    The driver copies only pinned memory while the host goes on. So other memory, which no call uses unless the driver
+    has no pinned memory, is copied to or from pinned memory of torch's: by the caller in `put`, and by the thread that
+    sees the end in `fetch`.
 
     What waits for the program's work must hold up nothing else. So there is a lane for each stream of the program, and
     copies of its marks wait there, in the order of that stream. Copies that have nothing to wait for, because the host
@@ -123,6 +125,7 @@ class CudaDevice:
         except (RuntimeError, AssertionError) as error:
             raise DeviceError(f"{self.name} cannot be used: {describe(error)}") from error
         self._pins = Pins()
+        self._owned: set[int] = set()  # addresses of those that are memory of torch's
         self.refusal = ""  # why the driver has last refused to pin memory
         watcher = self._watcher()
         self._out, self._in, self._shared = (_Lane(stream, watcher) for stream in streams)
@@ -166,10 +169,23 @@ class CudaDevice:
             self._pins.add(start + offset, nbytes)
         return True
 
+    def pinned(self, nbytes: int) -> Array | None:
+        try:
+            block: Array = _pinned(nbytes).numpy()
+        except RuntimeError as error:
+            logger.warning("%s has no pinned memory, so copies take a detour: %s", self.name, describe(error))
+            return None
+        start = address_of(block)
+        self._owned.add(start)
+        self._pins.add(start, nbytes)
+        return block
+
     def unpin(self, block: Array) -> None:
         for start in self._pins.within(address_of(block), block.nbytes):
             self._pins.remove(start)
-            if why := self._asked("cudaHostUnregister", start):
+            if start in self._owned:
+                self._owned.remove(start)
+            elif why := self._asked("cudaHostUnregister", start):
                 logger.warning("%s does not unpin memory: %s", self.name, why)
 
     def share(self, nbytes: int) -> CudaExchange:
@@ -179,9 +195,10 @@ class CudaDevice:
         except (RuntimeError, AssertionError) as error:  # of torch
             raise RefusedError(describe(error)) from error
 
-    def close(self) -> None:
+    def close(self) -> bool:
         for watcher in self._watchers:
-            watcher.close()
+            watcher.end()
+        return all(watcher.has_ended(_PATIENCE_S) for watcher in self._watchers)
 
     # -- for marks ------------------------------------------------------------------------------------
 
@@ -287,7 +304,13 @@ class CudaDevice:
         return torch.cuda.Stream(self.place, priority=_URGENT)
 
     def _watcher(self) -> Watcher:
-        return Watcher(self.name, torch.cuda.device(self.place))
+        return Watcher(self.name, self._inside())
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """For threads of ours."""
+        with torch.cuda.device(self.place), relaxed():
+            yield
 
     def _watch(
         self, lane: _Lane, mark: CudaMark | None, landed: Callable[[], None], transfer: Landing, *kept: object
@@ -311,7 +334,7 @@ class CudaDevice:
         def run() -> None:
             try:
                 driver = torch.cuda.cudart()
-                with torch.cuda.device(self.place):
+                with self._inside():
                     code = getattr(driver, function)(*arguments)
                 reasons.append("" if int(code) == 0 else driver.cudaGetErrorString(code))
             except Exception as error:
@@ -324,7 +347,7 @@ class CudaDevice:
 
     def _refused(self, why: str) -> None:
         if not self.refusal:
-            logger.warning("%s does not pin memory, so copies take a detour: %s", self.name, why)
+            logger.warning("%s does not pin memory of ours, so copies use that of torch, if any: %s", self.name, why)
         self.refusal = why
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncoll.errors import DeviceError, UsageError, describe
+from asyncoll.forks import address_of
 from asyncoll.tensors import staged
 from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.reductions import Array, dtype_name
@@ -40,6 +41,7 @@ class Mirror:
         self._result: Any = None  # of `result`
         self._is_deferred = False
         self._returned = 0  # the bytes that have been put
+        self._rooms: set[int] = set()  # addresses of what `room` has given
         self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize)
 
     def begin(self, back: CopiesBack) -> None:
@@ -93,13 +95,24 @@ class Mirror:
     def failure(self, error: BaseException) -> DeviceError:
         return self._stager.failure(error)
 
+    def room(self, nbytes: int) -> Array:
+        if self._is_deferred:  # it needs none if the call goes through device memory, and to pin memory takes long
+            return np.empty(nbytes, np.uint8)
+        room = self._stager.room(nbytes)
+        self._rooms.add(address_of(room))
+        return room
+
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
         if self._result is not None:
             return self._result.view(shape)
+        content = flat.view(np.uint8)
+        if address_of(content) not in self._rooms:
+            content = self._stager.room(flat.nbytes)
+            content[...] = flat.view(np.uint8)
         with self._stager.failing():
             x, mark = self.mark.like(dtype, shape)
         self._marks.append(mark)
-        self._put(flat.view(np.uint8), mark, 0)
+        self._put(content, mark, 0)
         return x
 
     def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
@@ -170,6 +183,13 @@ class DeviceStager:
         with self.failing():
             return self.device.clone(x)
 
+    def room(self, nbytes: int) -> Array:
+        """Pinned memory, if there is any: other memory is copied by a detour."""
+        try:
+            return self.pool.empty(nbytes)
+        except UsageError:  # too little memory of the kind that ranks share
+            return np.empty(nbytes, np.uint8)
+
     def stage(self, x: Any, *, is_read: bool) -> Mirror:
         with self.failing():
             self.device.check()
@@ -203,17 +223,16 @@ class DeviceStager:
         return DeviceError(f"{self.device.name} has failed: {describe(error)}")
 
     async def close(self) -> None:
-        if self._under_way and (self._owns or self.pool.is_pinned) and not await self._settled():
+        must_end = self._owns or self.pool.is_pinned
+        if (must_end and not await self._settled()) or (self._owns and not self.device.close()):
             _stuck.append(self)
             logger.error(
-                "%s has not ended its copies %g s after its rank has left the world: their memory stays pinned until "
+                "%s has not ended its work %g s after its rank has left the world: their memory stays pinned until "
                 "this process ends",
                 self.device.name,
                 _PATIENCE_S,
             )
             return
-        if self._owns:
-            self.device.close()
         self.pool.close()
 
     async def _settled(self) -> bool:
