@@ -10,6 +10,7 @@ import weakref
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from emulated_cuda import emulated_cuda
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
 from asyncoll.forks import address_of
+from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import DTYPES, is_divisible
 from asyncoll.tensors.registered import RegisteredMemory
@@ -641,6 +643,27 @@ def test_results_go_from_the_memory_that_they_were_made_in():
             mirror.join()
             assert (device.values(made) == 1).all()
         assert pinned == [True] * 3
+        for may_share in (False, True):
+            mirror.defer(may_share=may_share)
+            known = set(mirror._rooms)
+            assert (address_of(mirror.room(400)) in mirror._rooms - known) != may_share
+
+
+def test_results_need_memory_of_the_host_where_ranks_share_none_of_devices(monkeypatch):
+    monkeypatch.setenv("ASYNCOLL_SIZES", WINDOWS)
+
+    async def main(comm):
+        may_share = []
+        staged = SimpleNamespace(mirror=np.empty(4000), defer=lambda **options: may_share.append(options["may_share"]))
+        for _ in range(2):
+            comm._core.backend.overlapped(Signature("allgather", 0, "float32", 1000, "", ("", 0)), staged)
+            x = await comm.allgather(device.tensor(torch.ones(400_000)))
+            assert (device.values(x) == 1).all()
+        return may_share
+
+    with fake_device() as device:
+        device.refuse("share memory")
+        assert run_ranks(2, main, "shm") == [[True, False]] * 2
 
 
 # -- in worlds of real processes ------------------------------------------------------------------

@@ -60,8 +60,8 @@ class Staged(Arriving, Protocol):
     def mark(self) -> Any:
         """Its `transport.staging.Mark`, once it has begun."""
 
-    def defer(self) -> None:
-        """Before `begin`, which copies nothing then."""
+    def defer(self, *, may_share: bool) -> None:
+        """Before `begin`, which copies nothing then. `may_share`: the tensor may need no mirror, and no `room`."""
 
     def fetch(self) -> None:
         """Begin to copy the elements to the mirror. After `defer` and `begin`, at most once."""

@@ -39,7 +39,7 @@ class Mirror:
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
         self._result: Any = None  # of `result`
-        self._is_deferred = False
+        self._is_deferred = self._may_share = False
         self._returned = 0  # the bytes that have been put
         self._rooms: set[int] = set()  # addresses of what `room` has given
         self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize)
@@ -55,8 +55,9 @@ class Mirror:
     def mark(self) -> Mark:
         return self._marks[0]
 
-    def defer(self) -> None:
+    def defer(self, *, may_share: bool) -> None:
         self._is_deferred = True
+        self._may_share = may_share
 
     def fetch(self) -> None:
         if self._is_read:
@@ -96,7 +97,7 @@ class Mirror:
         return self._stager.failure(error)
 
     def room(self, nbytes: int) -> Array:
-        if self._is_deferred:  # it needs none if the call goes through device memory, and to pin memory takes long
+        if self._may_share:  # then it needs none, and to pin memory takes long
             return np.empty(nbytes, np.uint8)
         room = self._stager.room(nbytes)
         self._rooms.add(address_of(room))
