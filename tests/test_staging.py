@@ -657,6 +657,7 @@ def test_results_need_memory_of_the_host_where_ranks_share_none_of_devices(monke
         staged = SimpleNamespace(mirror=np.empty(4000), defer=lambda **options: may_share.append(options["may_share"]))
         for _ in range(2):
             comm._core.backend.overlapped(Signature("allgather", 0, "float32", 1000, "", ("", 0)), staged)
+            await comm.barrier()  # no rank has refused before all have asked
             x = await comm.allgather(device.tensor(torch.ones(400_000)))
             assert (device.values(x) == 1).all()
         return may_share
