@@ -248,22 +248,17 @@ class DeviceStager:
         return True
 
 
-hidden_devices: list[Device] = []  # those of `staged.hidden`
-
-
 @contextlib.contextmanager
 def staging(device: Device) -> Iterator[None]:
     """Calls of this process take tensors of `device`, which torch takes for those of the CPU.
 
     All copies are over when the block ends.
     """
-    hidden_devices.append(device)
     staged.hidden.append(device)
     try:
         yield
     finally:
         staged.hidden.remove(device)
-        hidden_devices.remove(device)
         for stager in staged.stagers:
             if isinstance(stager, DeviceStager) and stager.device is device:
                 stager.pool.close()
