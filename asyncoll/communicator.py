@@ -395,7 +395,7 @@ class Communicator:
 
         async def body(collectives: Collectives) -> T:
             chunks = [operand.flat[start * row : end * row] for start, end in edges_of]
-            shard = np.empty_like(chunks[self.rank])
+            shard = operand.room(chunks[self.rank].size)
             await collectives.reduce_scatter(chunks, shard, op, operand.dtype)
             start, end = edges_of[self.rank]
             result: T = operand.like(shard, (end - start, *operand.shape[1:]))
@@ -494,7 +494,7 @@ class Communicator:
             rows = shapes.rows(self.size)
             rows[self.rank][...] = shapes.encode_shape(operand.shape)
             await collectives.allgather(rows)  # the shapes first: memory for the content depends on them
-            blocks, extents = shapes.receptacles(operand.dtype, rows)
+            blocks, extents = shapes.receptacles(operand.dtype, rows, operand.room)
             blocks[self.rank][...] = operand.flat
             await collectives.allgather(blocks)
             return [operand.like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
@@ -658,7 +658,7 @@ class Communicator:
             raise UsageError(f"alltoall of {rows} rows among {self.size} ranks: use a multiple, or alltoallv")
 
         async def body(collectives: Collectives) -> T:
-            received = np.empty_like(operand.flat)
+            received = operand.room(operand.flat.size)
             parts = on_lane.bounds(operand.flat.size, self.size)
             outgoing = [operand.flat[start:end] for start, end in parts]
             await collectives.alltoall(outgoing, [received[start:end] for start, end in parts])
@@ -712,7 +712,7 @@ class Communicator:
             await collectives.alltoall(
                 [shapes.encode_shape(operand.shape) for operand in operands], rows
             )  # shapes first
-            blocks, extents = shapes.receptacles(operands[0].dtype, rows)
+            blocks, extents = shapes.receptacles(operands[0].dtype, rows, operands[0].room)
             await collectives.alltoall([operand.flat for operand in operands], blocks)
             return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 

@@ -232,7 +232,7 @@ def _gpu(index: int) -> str:
         device.unpin(pages)
         route = "copies go through shared memory, which is pinned"
     else:
-        route = f"copies go through shared memory by a detour, because the driver does not pin it: {device.refusal}"
+        route = f"copies go through memory of torch's, because the driver does not pin shared memory: {device.refusal}"
     device.close()
     return f"{properties.name}, {properties.uuid}, {_gib(properties.total_memory)}; {route}"
 

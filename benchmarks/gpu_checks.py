@@ -279,6 +279,25 @@ def sanitize_threads() -> None:
     threading.Thread.run = sanitized  # type: ignore[method-assign]
 
 
+@check("work on one stream holds up no call that is made on another one")
+async def streams(comm: asyncoll.Communicator) -> None:
+    device, is_over = own(comm), torch.cuda.Event()
+    y = torch.ones(COUNT, device=device)
+    await comm.allreduce(y, asyncoll.MAX)  # memory is pinned now
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        torch.cuda._sleep(20 * SLEEP_CYCLES)
+        is_over.record()
+        x = torch.ones(COUNT, device=device)
+        held = comm.allreduce(x)
+    for _ in range(5):
+        await comm.allreduce(y, asyncoll.MAX)
+    gathered = await comm.allgather(y)
+    assert bool((gathered == 1).all())  # the host waits for the current stream
+    assert not is_over.query(), "the calls have waited for the other stream"
+    await held
+    assert bool((x == comm.size).all())
+
+
 @check("a tensor may be dropped, and its memory filled anew, while its call is under way")
 async def lifetime(comm: asyncoll.Communicator) -> None:
     device = own(comm)

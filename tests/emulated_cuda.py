@@ -3,9 +3,10 @@
 Tensors say that they are on "cuda:0", and show nothing to the host. The hazards are those of `FakeDevice`, and:
 
 - memory of the device is freed while another stream uses it, so that the next tensor of its stream gets it in use;
+- a new tensor is used by a stream which nothing orders with the one that it was made on;
 - two copies use the same bytes of the host, one of them writes, and nothing orders them;
 - a copy which the host does not wait for is of memory that is not pinned, or not all in one registration;
-- the host spins until an event comes, or a capture is disturbed.
+- the host spins until an event comes, or a capture is disturbed, on its stream or by another thread.
 
 What it cannot show: how a driver copies, what it locks, and how torch reuses memory.
 """
@@ -28,6 +29,7 @@ from asyncoll.testing.devices.order import latest
 
 _DEFAULT = "default"
 _REFUSED = 1  # cudaErrorInvalidValue
+_GLOBAL, _RELAXED = 0, 2  # of cudaStreamCaptureMode
 
 
 class Tensor(torch.Tensor):
@@ -122,8 +124,21 @@ class Event:
     def synchronize(self):
         if not self._blocking:
             Tensor.gpu.note("the host spins until an event comes")
+        Tensor.gpu.check_mode()
         self._come.wait()
         Tensor.gpu.saw(self._operation)
+
+
+class Runtime:
+    """What `ipc.relaxed` uses of `ipc.loaded_runtime()`."""
+
+    def __init__(self, gpu):
+        self._gpu = gpu
+
+    def exchange_capture_mode(self, mode):
+        before = getattr(self._gpu.modes, "mode", _GLOBAL)
+        self._gpu.modes.mode = mode
+        return before
 
 
 class Driver:
@@ -137,6 +152,7 @@ class Driver:
 
     def cudaHostRegister(self, address, nbytes, flags):  # noqa: N802
         self._gpu.check_thread()
+        self._gpu.check_mode()
         if self._gpu.refuses_after == 0:
             self._gpu.pending_error_of = threading.current_thread()
             return _REFUSED
@@ -147,6 +163,7 @@ class Driver:
 
     def cudaHostUnregister(self, address):  # noqa: N802
         self._gpu.check_thread()
+        self._gpu.check_mode()
         nbytes = self._gpu.registered.pop(address, None)
         if nbytes is None:
             return _REFUSED
@@ -163,6 +180,7 @@ class Gpu(FakeDevice):
         self.captured = set()  # names of streams
         self.registered = {}  # bytes, by address
         self.refuses_after = 1 << 60  # pins
+        self.modes = threading.local()  # of cudaStreamCaptureMode
         self.pending_error_of = None  # a thread
         self.free_bytes = 1 << 60
         self._known = weakref.WeakValueDictionary()  # Memory, by address of the inner tensor
@@ -181,6 +199,14 @@ class Gpu(FakeDevice):
         self._known[inner.untyped_storage().data_ptr()] = memory
         weakref.finalize(memory, self._free, inner.untyped_storage().data_ptr(), self._stream)
         return Tensor(inner, memory)
+
+    def made(self, x, index):
+        """A new tensor: its memory may be in use by what its stream, and no other one, has queued before."""
+        made = self.tensor(x, index)
+        with self._streams.lock:
+            memory = self._memory(made.inner)
+            self._use(self._order.queue(self._stream), memory, 0, len(memory.content), writes=True)
+        return made
 
     def compute(self, function, *writes, reads=()):
         super().compute(function, *map(_inner, writes), reads=[*map(_inner, reads)])
@@ -213,6 +239,11 @@ class Gpu(FakeDevice):
     def check_thread(self):
         if self.pending_error_of is threading.current_thread():
             self.note("a thread goes on although the driver keeps an error for it")
+
+    def check_mode(self):
+        """What this thread does now disturbs a capture of another, unless it has asked not to."""
+        if self.captured and getattr(self.modes, "mode", _GLOBAL) != _RELAXED:
+            self.note("a thread disturbs the capture of another")
 
     def check(self):
         self.check_thread()
@@ -357,7 +388,7 @@ def emulated_cuda(seed=0, turned_by="thread", count=2):
             return gpu.host_memory(*shape)
         if device is None or torch.device(device).type != "cuda":
             return empty(*shape, device=device, **options)
-        return gpu.tensor(empty(*shape, **options), torch.device(device).index)
+        return gpu.made(empty(*shape, **options), torch.device(device).index)
 
     @contextlib.contextmanager
     def stream(each):
@@ -381,6 +412,7 @@ def emulated_cuda(seed=0, turned_by="thread", count=2):
         patched.enter_context(mock.patch.multiple(torch.cuda, **cuda))
         patched.enter_context(mock.patch.object(torch, "empty", empty_anywhere))
         patched.enter_context(mock.patch("asyncoll.transport.staging.cuda._carry_out", gpu.carry_out))
+        patched.enter_context(mock.patch("asyncoll.transport.staging.ipc.loaded_runtime", return_value=Runtime(gpu)))
         Tensor.gpu = gpu
         try:
             yield gpu

@@ -25,8 +25,11 @@ from asyncoll.doctor import examine
 from asyncoll.errors import AbortedError, DeviceError, UsageError
 from asyncoll.testing import check_device, run_ranks
 from asyncoll.training.trainer import computed
+from asyncoll.transport.staging import cuda
 from asyncoll.transport.staging.cuda import CudaDevice
 from asyncoll.transport.staging.landing import Landing
+from asyncoll.transport.staging.mirrors import DeviceStager
+from asyncoll.transport.staging.pool import Pool
 
 SCRIPT = Path(__file__).parent / "scripts" / "cuda_peer_killed.py"
 LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
@@ -37,7 +40,7 @@ class Program:
 
     def __init__(self, gpu):
         self.device = CudaDevice(0)
-        self.tensor, self.values = gpu.tensor, gpu.values
+        self.tensor, self.values, self.hold = gpu.tensor, gpu.values, gpu.hold
         self._gpu = gpu
 
     def add(self, x, value):
@@ -163,9 +166,29 @@ def test_a_driver_that_refuses_to_pin(gpu, device, after, caplog):
     assert not device.pin(block)
     assert not gpu.registered
     assert len(caplog.records) == 1
-    assert "cuda:0 does not pin memory, so copies take a detour: invalid argument" in caplog.text
+    assert "cuda:0 does not pin memory of ours, so copies use that of torch, if any: invalid argument" in caplog.text
     gpu.tensor(torch.ones(3))
     device.mark(gpu.tensor(torch.ones(3)))
+
+
+def test_a_device_that_does_not_end_its_work_is_left(gpu, monkeypatch, caplog):
+    """Its memory stays pinned. The thread ends when the device goes on."""
+    monkeypatch.setattr(cuda, "_PATIENCE_S", 0.0)
+    device = CudaDevice(0)
+    stager = DeviceStager(device, pages, owns=True)
+    block = stager.pool.empty(100)
+    with gpu.stream("side"):
+        release = gpu.hold()
+        transfer = device.mark(gpu.tensor(torch.ones(25))).fetch(0, block)  # which the stager does not know of
+    asyncio.run(stager.close())
+    assert "cuda:0 has not ended its work" in caplog.text
+    assert gpu.registered
+    release()
+    turned(gpu, transfer)
+    stager.pool.close()
+    monkeypatch.undo()
+    assert device.close()
+    assert not threads_of_devices()
 
 
 def test_a_broken_device(gpu, device):
@@ -201,6 +224,18 @@ def test_a_captured_stream(gpu, device):
             device.check()
         with pytest.raises(UsageError, match="await it, outside of the capture"):
             mark.join()
+
+
+def test_calls_go_on_while_another_thread_captures():
+    """Their threads wait for events, and pin memory, which a capture forbids unless they have said otherwise."""
+
+    async def main(comm):
+        gpu.captured.add("of another thread")
+        await reduced(comm, gpu)
+
+    with emulated_cuda() as gpu:
+        run_ranks(2, main, "shm")
+        assert gpu.captured
 
 
 def test_a_capture_begins_before_a_call_is_awaited():
@@ -293,7 +328,55 @@ def test_a_driver_that_refuses_to_pin_for_calls(caplog):
                 await reduced(comm, gpu)
 
         run_ranks(2, main, "shm")
+        assert len(gpu._allocated) == 2  # one block of each rank, which all its calls use
     assert len([record for record in caplog.records if "does not pin" in record.message]) == 2  # ranks
+    assert "does not unpin" not in caplog.text
+
+
+def test_all_copies_are_of_pinned_memory_of_ours():
+    async def main(comm):
+        comm.rpc.register(make_ones)
+        xs = [gpu.tensor(torch.full((1000 * comm.size,), float(comm.rank))) for _ in range(8)]
+        results = [
+            await comm.allgather(xs[0]),
+            await comm.reduce_scatter(xs[1]),
+            await comm.alltoall(xs[2]),
+            *await comm.allgatherv(xs[3]),
+            *await comm.alltoallv(xs[:2]),
+            await comm.rpc.to("cuda:0").call(1 - comm.rank, "make_ones"),
+        ]
+        await comm.solo_allreduce(xs[4])
+        assert [len(result) for result in results] == [2, 1000, 2000, 2000, 2000, 2000, 2000, 5]
+        await comm.barrier()
+
+    with emulated_cuda() as gpu:
+        run_ranks(2, main, "shm")
+        assert not gpu._allocated
+
+
+def make_ones():
+    return torch.ones(5)
+
+
+def test_a_driver_without_pinned_memory(monkeypatch, caplog):
+    """Copies take the detour, but for that they need memory of torch's as well: it has some again later."""
+
+    def fail(nbytes):
+        raise RuntimeError("out of memory")
+
+    with emulated_cuda(0, "program") as gpu:
+        gpu.refuses_after, device = 0, CudaDevice(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "host_memory", fail)
+            pool = Pool(device, pages)
+            block = pool.empty(4000)
+        assert "cuda:0 has no pinned memory, so copies take a detour: RuntimeError: out of memory" in caplog.text
+        assert not pool.is_pinned
+        mark = device.mark(gpu.tensor(torch.arange(1000, dtype=torch.int32)))
+        turned(gpu, mark.fetch(0, block))
+        assert (block.view(np.int32) == np.arange(1000)).all()
+        pool.close()
+        device.close()
 
 
 def test_a_call_on_a_captured_stream_has_not_begun():
@@ -417,8 +500,9 @@ def test_the_doctor_names_the_devices_and_the_route(monkeypatch, refuses):
         monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
         found = examine(with_gpu=True).sections["gpu"]
         assert list(found) == ["cuda:0", "cuda:1"]
-        route = "by a detour, because the driver does not pin it: invalid argument" if refuses else "which is pinned"
-        assert found["cuda:1"].startswith("H0, GPU-1, 5.0 GiB; copies go through shared memory")
+        route = "memory of torch's, because the driver does not pin shared memory: invalid argument"
+        route = route if refuses else "which is pinned"
+        assert found["cuda:1"].startswith("H0, GPU-1, 5.0 GiB; copies go through")
         assert found["cuda:1"].endswith(route)
         assert not threads_of_devices()
 

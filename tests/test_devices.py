@@ -27,7 +27,7 @@ class Program:
 
     def __init__(self, device):
         self.device = device
-        self.tensor, self.values = device.tensor, device.values
+        self.tensor, self.values, self.hold = device.tensor, device.values, device.hold
 
     def add(self, x, value):
         self.device.compute(lambda array: np.add(array, value, out=array), x)
@@ -135,10 +135,32 @@ class Rash(FakeDevice):
 class Aside(FakeDevice):
     """`join` does not wait for work of its mark."""
 
-    def queue_after(self, mark, *work, reads):
-        copies = list(mark.copies)
-        super().queue_after(mark, *work, reads=reads)
-        mark.copies = copies
+    def queue_after(self, marks, work, writes, reads):
+        copies = list(marks[0].copies)
+        transfer = super().queue_after(marks, work, writes, reads)
+        marks[0].copies = copies
+        return transfer
+
+
+class Deserted(FakeDevice):
+    """Work of a mark does not wait for the copies of others."""
+
+    def queue_after(self, marks, work, writes, reads):
+        return super().queue_after(marks[:1], work, writes, reads)
+
+
+class InTurn(FakeDevice):
+    """Copies wait for those of other streams."""
+
+    def _lane(self, stream, mark):
+        return stream
+
+
+class Tied(FakeDevice):
+    """Copies of a mark that has come wait for those of marks that have not."""
+
+    def _lane(self, stream, mark):
+        return f"{stream} of {mark.stream}"
 
 
 class Again(FakeDevice):
@@ -170,6 +192,9 @@ BROKEN = {
     Lazy: "_clones",
     Rash: "_queues_work",
     Aside: "_queues_work_of_a_mark",
+    Deserted: "_queues_work_of_a_mark",
+    InTurn: "_holds_up_no_other_stream",
+    Tied: "_holds_up_no_other_stream",
     Again: "_joins_again",
     Misplaced: "_shares_memory",
 }
@@ -378,14 +403,14 @@ def tensor_changed_while_it_is_copied_into_a_block(device, x):
 
 
 HAZARDS = {
-    changed_after_the_mark: "stream 'out' reads memory, and nothing orders it with .*'default' that writes",
-    changed_during_the_copy: "stream 'default' writes memory, and nothing orders it with .*'out' that reads",
+    changed_after_the_mark: "stream 'out of default' reads memory, and nothing orders it with .*'default' that writes",
+    changed_during_the_copy: "stream 'default' writes memory, and nothing orders it with .*'out of default' that reads",
     used_without_join: "stream 'default' writes memory, and nothing orders it with .*'in' that writes",
     used_on_a_stream_that_has_not_joined: "stream 'other' writes memory",
     read_on_a_stream_that_has_not_joined: "stream 'other' reads memory, and nothing orders it with .*'in' that writes",
-    put_before_all_has_arrived: "stream 'in' writes memory, and nothing orders it with .*'out' that reads",
+    put_before_all_has_arrived: "stream 'in' writes memory, and nothing orders it with .*'out of default' that reads",
     put_before_this_thread_has_seen_that_all_has_arrived: "stream 'in' writes memory, and nothing orders it with",
-    changed_during_the_copy_after_many_uses: "stream 'default' writes memory, and nothing orders it with .*'out'",
+    changed_during_the_copy_after_many_uses: "stream 'default' writes memory, and nothing orders it .*'out of default'",
     changed_after_many_uses_on_another_stream: "stream 'default' writes memory, and nothing orders it with .*'other'",
     host_writes_what_has_not_arrived: "the host has written memory that a copy from the device has still to write",
     host_writes_what_is_put: "the host has written memory that a copy to the device has still to read",
@@ -400,7 +425,7 @@ HAZARDS = {
     block_freed_while_it_is_open: "a block was freed while ranks had it open",
     block_opened_after_it_was_freed: "a block was opened after it had been freed",
     block_used_after_it_was_freed: "a block was used after it had been freed",
-    tensor_changed_while_it_is_copied_into_a_block: "'default' writes memory, .* with .*'exchange: write'",
+    tensor_changed_while_it_is_copied_into_a_block: "'default' writes memory, .* with .*'exchange: write of default'",
     touched_by_the_host: "the host has written to the memory of a tensor",
     touched_by_the_host_before_it_was_dropped: "the host has written to the memory of a tensor",
 }

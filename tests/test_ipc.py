@@ -14,8 +14,8 @@ import torch
 
 import asyncoll
 from asyncoll.tensors.reductions import DTYPES, check_reduction, reducer, storage
-from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError
-from asyncoll.transport.staging.ipc import CudaExchange, Gpu, Runtime, loaded_runtime, reduce_on_device
+from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError, ipc
+from asyncoll.transport.staging.ipc import CudaExchange, Gpu, Runtime, loaded_runtime, reduce_on_device, relaxed
 
 NBYTES = 1 << 12
 OPS = [op for op in asyncoll.ReduceOp if op is not asyncoll.AVG_ACTIVE]
@@ -192,7 +192,27 @@ def test_which_memory_a_gpu_reads(monkeypatch):
     assert [Gpu(1, at_once).reads(each.bytes) for each in known] == [False, True, False, False]
 
 
+def test_the_mode_of_captures_of_a_thread(monkeypatch):
+    library, modes = Library({}), [0]
+
+    def exchange(mode):
+        modes.append(mode._obj.value)
+        mode._obj.value = modes[-2]
+        return 0
+
+    library.cudaThreadExchangeStreamCaptureMode = exchange
+    monkeypatch.setattr(ipc, "loaded_runtime", lambda: Runtime(library))
+    with relaxed():
+        assert modes == [0, 2]
+    assert modes == [0, 2, 0]
+    del library.cudaThreadExchangeStreamCaptureMode  # an old one
+    with relaxed():
+        pass
+
+
 def test_no_library_is_loaded():
+    with relaxed():  # nothing is to be done
+        pass
     with pytest.raises(RefusedError, match="torch has loaded 0 libraries libcudart, and one is needed"):
         loaded_runtime()
 

@@ -20,14 +20,15 @@ class Driver:
     """A device that has only pins, and memory of which there is `room`."""
 
     def __init__(self):
-        self.pinned = {}  # bytes, by address
+        self.blocks = {}  # bytes, by address
         self.pins = 0
         self.room = 1 << 40
         self.refuses = False
+        self.has_own = False
         self.sizes = []
 
     def pages(self, nbytes):
-        if sum(self.pinned.values()) + nbytes > self.room:
+        if sum(self.blocks.values()) + nbytes > self.room:
             raise UsageError("no room")
         self.sizes.append(nbytes)
         return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
@@ -36,13 +37,20 @@ class Driver:
         assert block.nbytes % mmap.PAGESIZE == address_of(block) % mmap.PAGESIZE == 0
         if self.refuses:
             return False
-        assert self.pinned.setdefault(address_of(block), block.nbytes) == block.nbytes
+        assert self.blocks.setdefault(address_of(block), block.nbytes) == block.nbytes
         self.pins += 1
         return True
 
+    def pinned(self, nbytes):
+        if not self.has_own:
+            return None
+        own = np.zeros(nbytes, np.uint8)
+        self.blocks[address_of(own)] = nbytes
+        return own
+
     def unpin(self, block):
         block[:1] = 1  # it is still mapped
-        assert self.pinned.pop(address_of(block)) == block.nbytes
+        assert self.blocks.pop(address_of(block)) == block.nbytes
 
 
 @pytest.fixture
@@ -87,7 +95,7 @@ def test_the_pool_keeps_what_was_in_use_at_one_time(pool, driver):
     while arrays:
         del arrays[0]
     pool.empty(7 * MIB)
-    assert list(driver.pinned.values()) == [6 * MIB, 7 * MIB]
+    assert list(driver.blocks.values()) == [6 * MIB, 7 * MIB]
     pool.empty(6 * MIB)
     assert driver.pins == 4
 
@@ -97,7 +105,7 @@ def test_sizes_that_alternate_are_pinned_once(pool, driver):
         for nbytes in (10 * MIB, 20 * MIB, 40 * MIB, 30 * MIB, 3 * MIB):
             assert pool.empty(nbytes).nbytes == nbytes
     assert driver.pins == 3
-    assert [*driver.pinned.values()] == [40 * MIB]
+    assert [*driver.blocks.values()] == [40 * MIB]
 
 
 def test_unused_memory_makes_room(pool, driver):
@@ -118,10 +126,22 @@ def test_memory_that_is_not_pinned_is_not_unpinned(pool, driver):
     pool.close()
 
 
+def test_memory_of_the_driver_where_it_refuses_to_pin_that_of_ranks(pool, driver):
+    driver.refuses = driver.has_own = True
+    array, small = pool.empty(MIB), pool.empty(1000)
+    assert pool.is_pinned
+    assert all(any(0 <= address_of(each) - first < MIB for first in driver.blocks) for each in (array, small))
+    first = address_of(array)
+    del array
+    assert address_of(pool.empty(MIB)) == first
+    pool.close()
+    assert not driver.blocks
+
+
 def test_the_end(pool, driver):
     small, large = pool.empty(10), pool.empty(2 * MIB)
     pool.close()
-    assert not driver.pinned
+    assert not driver.blocks
     small[:], large[:] = 1, 2
     del small, large
     pool.close()

@@ -10,6 +10,7 @@ import weakref
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,10 +20,15 @@ from emulated_cuda import emulated_cuda
 
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
+from asyncoll.forks import address_of
+from asyncoll.runtime.signature import Signature
+from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import DTYPES, is_divisible
+from asyncoll.tensors.registered import RegisteredMemory
 from asyncoll.tensors.staged import stagers
 from asyncoll.testing import Hazard, fake_device, run_ranks, simulate
 from asyncoll.transport.staging import mirrors
+from asyncoll.transport.staging.mirrors import DeviceStager
 from asyncoll.world import join
 
 WINDOWS = "short=64,staged=1024"  # a tensor of 1,000 float32 has several
@@ -190,6 +196,32 @@ def test_work_before_and_after_a_call_is_in_order(opened, transport, seed):
             assert (device.values(x) == comm.size - 1 + 8).all()
 
         run_ranks(3, main, transport)
+
+
+@pytest.mark.parametrize("opened", OPENED)
+def test_work_on_one_stream_holds_up_no_call_of_another(opened, way):
+    with opened() as device:
+
+        async def main(comm):
+            with device.stream(f"side of rank {comm.rank}"):
+                x, into = (device.tensor(torch.ones(1000)) for _ in range(2))
+                release = device.hold()
+                held = [comm.allreduce(x), comm.recv(into, source=(comm.rank - 1) % comm.size)]
+            y = device.tensor(torch.full((1000,), 2.0))
+            try:
+                async with asyncio.timeout(20):
+                    await comm.send(torch.full((1000,), 3.0), dest=(comm.rank + 1) % comm.size)
+                    for call in (comm.allreduce, comm.solo_allreduce):
+                        await call(y)
+                    gathered = await comm.allgather(y)
+            finally:
+                release()
+            await asyncio.gather(*held)
+            assert (device.values(x) == comm.size).all()
+            assert (device.values(into) == 3).all()
+            assert device.values(gathered).shape == (comm.size, 1000)
+
+        run_ranks(3, main, way)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -549,7 +581,90 @@ def test_memory_stays_pinned_when_its_copies_do_not_end(monkeypatch, caplog):
     with pytest.raises(Hazard, match="1 blocks were never unpinned"), fake_device(0, "program") as device:
         with pytest.raises(DeviceError, match="has not taken all results 0 s after the last call of this rank"):
             run_ranks(1, lambda comm: leaves_with_a_copy_under_way(comm, device), "shm")
-    assert "fake:0 has not ended its copies" in caplog.text
+    assert "fake:0 has not ended its work" in caplog.text
+
+
+class Back:
+    """What it was told, as `tensors.staged.CopiesBack`."""
+
+    def __init__(self):
+        self.under_way, self.errors = 0, []
+
+    def begun(self):
+        self.under_way += 1
+
+    def ended(self, error):
+        self.under_way -= 1
+        self.errors += [error] if error else []
+
+
+@contextlib.contextmanager
+def staged_tensor(device):
+    """A tensor, its mirror, and what its copies have told. All copies are over in the end, and no memory is pinned."""
+    stager, x, back = DeviceStager(device, RegisteredMemory(None, None).pages), device.tensor(torch.zeros(1000)), Back()
+    mirror = stager.stage(x, is_read=False)
+    mirror.begin(back)
+    yield x, mirror, back
+    device.finish()
+    asyncio.run(stager.close())
+
+
+def test_work_that_is_queued_is_under_way_until_its_end():
+    with fake_device(0, "program") as device, staged_tensor(device) as (x, mirror, back):
+        for number in (1, 2):
+            mirror.queue(lambda x: x.add_(1), x)
+            made = mirror.made(lambda into, x: into.copy_(x), "float32", (1000,), [x])
+            assert (back.under_way, len(mirror._stager._under_way)) == (2, 2)
+            mirror.join()
+            assert (device.values(made) == number).all()
+            assert (back.under_way, back.errors, mirror._stager._under_way) == (0, [], set())
+
+
+def test_work_that_is_queued_and_fails_is_told():
+    with fake_device(0, "program") as device, staged_tensor(device) as (x, mirror, back):
+        mirror.queue(lambda x: x.add_(torch.zeros(3)), x)
+        mirror.join()
+        device.finish()
+        assert [type(error) for error in back.errors] == [DeviceError]
+        assert "fake:0 has failed: RuntimeError: The size of tensor" in str(back.errors[0])
+
+
+def test_results_go_from_the_memory_that_they_were_made_in():
+    """Other arrays are copied once, into memory that is pinned."""
+    with fake_device(0, "program") as device, staged_tensor(device) as (x, mirror, _):
+        operand, pinned = Operand(x, mirror.mirror.view(np.float32), "float32", (1000,), copied=True, staged=mirror), []
+        rooms = [mirror.room(400), operand.room(100).view(np.uint8)]
+        for each in (*rooms, np.zeros(400, np.uint8)):
+            each[:] = 1
+            made = mirror.like(each, "uint8", (400,))
+            host = device._copying[-1].host
+            assert np.shares_memory(host, each) == any(each is room for room in rooms)
+            pinned.append(any(first <= address_of(host) < first + size for first, size in device._pinned.items()))
+            mirror.join()
+            assert (device.values(made) == 1).all()
+        assert pinned == [True] * 3
+        for may_share in (False, True):
+            mirror.defer(may_share=may_share)
+            known = set(mirror._rooms)
+            assert (address_of(mirror.room(400)) in mirror._rooms - known) != may_share
+
+
+def test_results_need_memory_of_the_host_where_ranks_share_none_of_devices(monkeypatch):
+    monkeypatch.setenv("ASYNCOLL_SIZES", WINDOWS)
+
+    async def main(comm):
+        may_share = []
+        staged = SimpleNamespace(mirror=np.empty(4000), defer=lambda **options: may_share.append(options["may_share"]))
+        for _ in range(2):
+            comm._core.backend.overlapped(Signature("allgather", 0, "float32", 1000, "", ("", 0)), staged)
+            await comm.barrier()  # no rank has refused before all have asked
+            x = await comm.allgather(device.tensor(torch.ones(400_000)))
+            assert (device.values(x) == 1).all()
+        return may_share
+
+    with fake_device() as device:
+        device.refuse("share memory")
+        assert run_ranks(2, main, "shm") == [[True, False]] * 2
 
 
 # -- in worlds of real processes ------------------------------------------------------------------

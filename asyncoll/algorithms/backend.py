@@ -285,7 +285,8 @@ class Backend(Part, Protocol):
         """The collectives of `call`: an allreduce, reduce, broadcast, allgather or reduce_scatter of `staged`.
 
         They use the mirror while it arrives, and copy it back while they use the rest; `Staged.put` follows. None: the
-        call waits until the mirror has arrived, and uses `collectives`. The ranks may differ in it.
+        call waits until the mirror has arrived, and uses `collectives`; else `staged` is deferred. The ranks may differ
+        in it.
         """
 
     def pair(self, call: Signature, context: int) -> Collectives:

@@ -108,7 +108,6 @@ class Calls:
             pending = self._pending.enter(call, call.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
             if overlapping and (overlapped := self._backend.overlapped(call, overlapping)) is not None:
-                overlapping.defer()
                 return self._start_overlapped(call, overlapped, body, pending, staged)
             collectives = self._backend.collectives(call)
             if staged:

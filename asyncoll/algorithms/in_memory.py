@@ -221,9 +221,11 @@ class MemoryBackend:
     def overlapped(self, call: Signature, staged: Staged) -> OverlappedCall | None:
         sizes = self._staging.sizes
         total = staged.mirror.nbytes
-        least = sizes.staged if self._devices.is_refused else min(sizes.staged, sizes.device)
+        is_refused = self._devices.is_refused
+        least = sizes.staged if is_refused else min(sizes.staged, sizes.device)
         if total <= max(least, sizes.short):
             return None
+        staged.defer(may_share=not is_refused)
         self._recent.append(call)
         return OverlappedCall(self._member, self._staging, call, staged, self._devices)
 

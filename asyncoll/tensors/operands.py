@@ -72,6 +72,12 @@ class Operand(NamedTuple):
         else:
             self.source.detach().copy_(build(self.flat, self.dtype, self.shape, as_torch=True))
 
+    def room(self, count: int) -> Array:
+        """A flat array of `count` elements of its dtype, with undefined content, for a result that `like` takes."""
+        if self.staged is None:
+            return np.empty(count, self.flat.dtype)
+        return self.staged.room(count * self.flat.itemsize).view(self.flat.dtype)
+
     def like(self, flat: Array, shape: Sequence[int], dtype: str = "") -> Any:
         """`flat` as a tensor of the caller's kind and of `shape`, on its device, and of its dtype if none is given."""
         if self.staged is not None:
@@ -310,10 +316,12 @@ class Single:
 
     def like(self, parts: Iterable[Array], divisor: float = 1) -> Any:
         (values,) = parts
-        flat = values.copy()
+        operand = self._operand
+        flat = np.empty_like(values) if operand is None else operand.room(values.size)
+        flat[...] = values
         if divisor != 1:
             divide(flat, self._dtype, divisor)
-        return flat if self._operand is None else self._operand.like(flat, self._operand.shape)
+        return flat if operand is None else operand.like(flat, operand.shape)
 
 
 class Bundle:
@@ -399,7 +407,7 @@ class Bundle:
         """`parts`, divided by `divisor`, as new tensors of the caller's kind: one, or a list of them."""
         made = {}
         for operand, values in self._pieces(parts):
-            flat = np.empty_like(operand.flat)
+            flat = operand.room(operand.flat.size)
             put(flat, operand.dtype, values, divisor)
             made[id(operand)] = operand.like(flat, operand.shape)
         tensors = [made[id(operand)] for operand in self._operands]

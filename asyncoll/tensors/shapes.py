@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ SHAPE_WORDS = 1 + MAX_DIMENSIONS  # a shape as int64: the number of dimensions, 
 def blocks(operand: Operand, size: int) -> tuple[Array, list[Array]]:
     """Memory for `size` tensors like `operand`: one flat array, and a flat view of each."""
     each = operand.flat.size
-    stacked = np.empty(size * each, operand.flat.dtype)
+    stacked = operand.room(size * each)
     return stacked, [stacked[rank * each : (rank + 1) * each] for rank in range(size)]
 
 
@@ -26,8 +26,12 @@ def rows(count: int, columns: int = SHAPE_WORDS) -> list[Array]:
     return list(np.zeros((count, columns), np.int64))
 
 
-def receptacles(dtype: str, encoded: Sequence[Array]) -> tuple[list[Array], list[tuple[int, ...]]]:
+def receptacles(
+    dtype: str, encoded: Sequence[Array], room: Callable[[int], Array] | None = None
+) -> tuple[list[Array], list[tuple[int, ...]]]:
     """Flat arrays for tensors of `dtype` whose shapes are `encoded`, and the shapes.
+
+    `room(count)` gives the array for so many elements; None: it is in ordinary memory.
 
     Raises ProtocolError if an entry is no shape, or if the tensors do not fit into the memory of this host. The shapes
     come from peers, so they are checked before memory is allocated.
@@ -37,7 +41,7 @@ def receptacles(dtype: str, encoded: Sequence[Array]) -> tuple[list[Array], list
     nbytes = sum(counts) * storage(dtype).itemsize
     if nbytes > HOST_BYTES:
         raise ProtocolError(f"tensors of {nbytes} bytes are announced, and this host has {HOST_BYTES}: {shapes!s:.300}")
-    return [np.empty(count, storage(dtype)) for count in counts], shapes
+    return [np.empty(count, storage(dtype)) if room is None else room(count) for count in counts], shapes
 
 
 def encode_shape(shape: tuple[int, ...]) -> Array:

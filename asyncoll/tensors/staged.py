@@ -60,8 +60,8 @@ class Staged(Arriving, Protocol):
     def mark(self) -> Any:
         """Its `transport.staging.Mark`, once it has begun."""
 
-    def defer(self) -> None:
-        """Before `begin`, which copies nothing then."""
+    def defer(self, *, may_share: bool) -> None:
+        """Before `begin`, which copies nothing then. `may_share`: the tensor may need no mirror, and no `room`."""
 
     def fetch(self) -> None:
         """Begin to copy the elements to the mirror. After `defer` and `begin`, at most once."""
@@ -89,6 +89,9 @@ class Staged(Arriving, Protocol):
 
     def failure(self, error: BaseException) -> DeviceError:
         """What to raise for this error of a copy."""
+
+    def room(self, nbytes: int) -> Array:
+        """Flat bytes of undefined content for a result, of which `like` then needs no copy."""
 
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new tensor of the device, which gets the elements `flat`; they do not change any more. After `begin`.

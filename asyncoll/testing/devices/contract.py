@@ -14,6 +14,7 @@ from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, build, storage
 from asyncoll.transport.staging import HANDLE_BYTES, Device, Mark, Part, RefusedError, Transfer, arrived
 
 _COUNT = 50_000  # elements
+_PATIENCE_S = 20.0  # of a check that fails
 
 
 class DeviceProgram(Protocol):
@@ -33,6 +34,9 @@ class DeviceProgram(Protocol):
 
     def stream(self) -> contextlib.AbstractContextManager[object]:
         """Make another stream the current one."""
+
+    def hold(self) -> Callable[[], None]:
+        """Queue work on the current stream that is over once the function that is returned has been called."""
 
 
 OpenDevice = Callable[[], contextlib.AbstractContextManager[DeviceProgram]]
@@ -266,18 +270,57 @@ async def _queues_work(program: DeviceProgram) -> None:
 
 
 async def _queues_work_of_a_mark(program: DeviceProgram) -> None:
-    """work of a mark comes after it and after what was put, and before the work after `join`, on both streams"""
+    """work of a mark comes after it and the copies of others, and before the work after `join`, on both streams"""
     for _ in range(3):
         x, other, source = _tensor(program, _numbers()), _tensor(program, _numbers()), _numbers() * 3
         with program.stream():
             program.add(x, 1)
             mark = program.device.mark(x)
-        program.device.mark(other).put(source.view(np.uint8), 0)
-        mark.queue(lambda into, source: into.mul_(2).add_(source), x, reads=[other])
+        other_mark = program.device.mark(other)
+        other_mark.put(source.view(np.uint8), 0)
+        end = mark.queue(lambda into, source: into.mul_(2).add_(source), x, reads=[other], after=[other_mark])
         mark.join()
         with program.stream():
             program.add(x, 1)
+        await arrived(end)
+        assert end.moved == end.nbytes == 4 * _COUNT
         assert (program.values(x) == 2 * (_numbers() + 1) + source + 1).all()
+
+
+async def _holds_up_no_other_stream(program: DeviceProgram) -> None:
+    """copies wait for no work of other streams, and for none at all once the host has seen one of their mark"""
+    with program.stream():
+        early, into, transfer = _fetched(program, _tensor(program, _numbers()))
+        await arrived(transfer)
+        release = program.hold()
+        try:
+            later = _tensor(program, _numbers())
+            mark, late, held = _fetched(program, later)
+            unread = program.device.mark(_tensor(program, _numbers()))
+            waiting = [held, unread.put(_numbers().view(np.uint8), 0), mark.queue(lambda x: x.add_(1), later)]
+        except BaseException:
+            release()
+            raise
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            await _copies_in_all_ways(program, early, into)
+            other = program.device.mark(_tensor(program, _numbers()))
+            await _copies_in_all_ways(program, other, _host(other.nbytes))
+            await _shares(program, other)
+        assert [transfer.moved for transfer in waiting] == [0, 0, 0]
+    finally:
+        release()
+    for transfer in waiting:
+        await arrived(transfer)
+    assert (late.view(np.int32) == _numbers()).all()
+    mark.join()
+    assert (program.values(later) == _numbers() + 1).all()
+
+
+async def _copies_in_all_ways(program: DeviceProgram, mark: Mark, into: Array) -> None:
+    await arrived(mark.fetch(0, into))
+    await arrived(mark.put(into, 0))
+    await arrived(mark.queue(lambda x: x.add_(1), _tensor(program, _numbers(5)), after=[mark]))
 
 
 async def _makes_tensors_beside(program: DeviceProgram) -> None:
@@ -334,6 +377,20 @@ async def _pins(program: DeviceProgram) -> None:
             program.device.unpin(pages)
 
 
+async def _shares(program: DeviceProgram, mark: Mark) -> None:
+    """Copy 4,096 bytes of a tensor into a block, reduce them there, and copy them back."""
+    try:
+        exchange = program.device.share(4096)
+    except RefusedError:
+        return
+    exchange.open([exchange.handle])
+    await arrived(exchange.write(mark, [Part(0, 0, 0, 4096)]))
+    await arrived(exchange.reduce(ReduceOp.SUM, "int32", 0, 4096))
+    await arrived(exchange.read(mark, [Part(0, 0, 0, 4096)]))
+    assert exchange.shut()
+    exchange.free()
+
+
 async def _shares_memory(program: DeviceProgram) -> None:
     """a block of a device that shares memory takes parts of tensors, is reduced in place, and gives them back"""
     try:
@@ -373,6 +430,7 @@ _CHECKS: list[Callable[[DeviceProgram], Awaitable[None]]] = [
     _queues_work,
     _queues_work_of_a_mark,
     _makes_tensors_beside,
+    _holds_up_no_other_stream,
     _copies_many,
     _survives_cancellation,
     _pins,

@@ -111,8 +111,10 @@ class FakeMark:
     def put(self, source: Array, start: int) -> FakeTransfer:
         return self._device.put(source, self, start)
 
-    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
-        self._device.queue_after(self, work, *writes, reads=reads)
+    def queue(
+        self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = (), after: Sequence[FakeMark] = ()
+    ) -> FakeTransfer:
+        return self._device.queue_after((self, *after), work, writes, reads)
 
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, FakeMark]:
         with self._device.stream(self.stream):
@@ -177,6 +179,11 @@ class FakeDevice:
         """Queue `function` on the current stream. It gets numpy arrays of the tensors `writes`, and then of `reads`."""
         self._compute(function, writes, reads)
 
+    def hold(self) -> Callable[[], None]:
+        """Queue work on the current stream that is over once the function that is returned has been called."""
+        with self._streams.lock:
+            return self._streams.hold(self._order.queue(self._stream))
+
     def values(self, x: Any) -> Array:
         """The elements of `x` once all queued work is done, as a numpy array. The calling thread does that work."""
         with self._streams.lock:
@@ -237,10 +244,20 @@ class FakeDevice:
     def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
         self.compute(self._in_torch(work, (*writes, *reads)), *writes, reads=reads)
 
-    def queue_after(self, mark: FakeMark, work: Callable[..., object], *writes: Any, reads: Sequence[Any]) -> None:
-        with self._streams.lock, self.stream(_IN):
-            self._wait(_IN, [mark.event, *mark.copies])
-            mark.copies.append(self._compute(self._in_torch(work, (*writes, *reads)), writes, reads))
+    def queue_after(
+        self, marks: Sequence[FakeMark], work: Callable[..., object], writes: Sequence[Any], reads: Sequence[Any]
+    ) -> FakeTransfer:
+        with self._streams.lock, self.stream(self._lane(_IN, marks[0])):
+            self._wait(self._stream, [operation for mark in marks for operation in (mark.event, *mark.copies)])
+            written = np.empty(sum(x.nbytes for x in writes), np.uint8)
+            operation = self._compute(self._in_torch(work, (*writes, *reads)), writes, reads)
+            transfer = FakeTransfer(self._order, operation.ticket, written, self._streams.lock)
+
+            def end() -> None:
+                transfer.advance(0 if self._broken else written.nbytes, self._broken)
+
+            marks[0].copies.append(self._add(self._order.queue(self._stream), _once(end)))
+            return transfer
 
     def mark(self, x: Any) -> FakeMark:
         with self._streams.lock:
@@ -307,6 +324,9 @@ class FakeDevice:
             self._pinned[address] = nbytes
             return True
 
+    def pinned(self, nbytes: int) -> Array | None:
+        return None
+
     def unpin(self, block: Array) -> None:
         with self._streams.lock:
             address, nbytes = address_of(block), block.nbytes
@@ -319,12 +339,13 @@ class FakeDevice:
         self.check_share("share memory")
         return FakeExchange(self, nbytes)
 
-    def close(self) -> None:
+    def close(self) -> bool:
         self._streams.close()
         if self._pinned:
             self.note(f"{len(self._pinned)} blocks were never unpinned")
         for memory in self._memories.values():
             self._check(memory)
+        return all(copy.is_over for copy in self._copying)
 
     # -- operations ---------------------------------------------------------------------------------
 
@@ -377,7 +398,8 @@ class FakeDevice:
         """
         with self._streams.lock:
             events = [of[0].event] if of else []
-            ticket = self._order.queue(stream, *(event.ticket for event in events))
+            lane = self._lane(stream, of[0]) if of else stream
+            ticket = self._order.queue(lane, *(event.ticket for event in events))
             transfer = FakeTransfer(self._order, ticket, other, self._streams.lock)
             failure = self._failures.get(self._count)
             self._count += 1
@@ -389,6 +411,10 @@ class FakeDevice:
                 mark.is_changed |= writes
                 mark.copies.append(operation)
             return transfer
+
+    def _lane(self, stream: str, mark: FakeMark) -> str:
+        """Where a copy of `mark` waits: on `stream` if it has nothing to wait for, which would hold up others there."""
+        return stream if mark.event.is_over else f"{stream} of {mark.stream}"
 
     def check_share(self, what: str) -> None:
         """Raises RefusedError if it is refused to do that."""

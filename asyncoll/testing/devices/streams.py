@@ -50,6 +50,18 @@ class Streams:
             self._queues.setdefault(operation.ticket.stream, deque()).append(operation)
         self._turner.wake()
 
+    def hold(self, ticket: Ticket) -> Callable[[], None]:
+        """Add an operation that is over once the function that is returned has been called."""
+        gate = Operation(ticket, iter(()))
+        self.add(Operation(ticket, iter(()), [gate]))
+
+        def release() -> None:
+            with self.lock:
+                gate.step()
+            self._turner.wake()
+
+        return release
+
     def turn(self) -> bool:
         """Let one operation go a step on. Returns whether there was one."""
         with self.lock:
@@ -63,7 +75,7 @@ class Streams:
             return True
 
     def run(self) -> None:
-        """Turn until all operations are over."""
+        """Turn until all operations are over, but for those that wait for one that is held."""
         while self.turn():
             pass
 

@@ -45,6 +45,11 @@ class Mark(Protocol):
     """A tensor of the device, with the values that the program's work up to `Device.mark` gives it.
 
     It keeps the tensor alive. Until `join` the program does not write to the tensor.
+
+    Copies wait for no work of other streams than the one that was current in `Device.mark`. Once the host has seen the
+    end of one, those that are queued after it wait for no work of the program at all. So what the program queues on one
+    stream, such as a `backward()`, or a call of NCCL that waits for other ranks, does not hold up what it copies on
+    another one.
     """
 
     @property
@@ -65,11 +70,13 @@ class Mark(Protocol):
         caller does not write it, and does not unpin it. The device keeps it alive.
         """
 
-    def queue(self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = ()) -> None:
+    def queue(
+        self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = (), after: Sequence[Any] = ()
+    ) -> Transfer:
         """Carry out `work(*writes, *reads)`, as of `Device.queue`, on a stream of the device.
 
-        It comes after the mark, after its copies, and after all copies to the device that were queued before; `join`
-        comes after it.
+        It comes after this mark, after the marks `after`, and after all their copies that were queued before; `join`
+        comes after it. Returns a transfer of the bytes of `writes`, whose end is that of the work.
         """
 
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, Mark]:
@@ -185,8 +192,11 @@ class Device(Protocol):
         Returns False if the driver refuses. Copies of memory that is not pinned are slower, and just as right.
         """
 
+    def pinned(self, nbytes: int) -> Array | None:
+        """New memory that the driver has pinned itself, for when `pin` is refused. None if it has none."""
+
     def unpin(self, block: Array) -> None:
-        """Undo `pin`, with the same block. No copy of it is under way."""
+        """Undo `pin`, with the same block, or give up one of `pinned`. No copy of it is under way."""
 
     def share(self, nbytes: int) -> Exchange:
         """Allocate a block of `nbytes` bytes, which other ranks of this host can open.
@@ -194,8 +204,11 @@ class Device(Protocol):
         Raises RefusedError, with the reason, if this device cannot share memory, or has too little.
         """
 
-    def close(self) -> None:
-        """Wait for all copies, and release the device. Nothing is pinned any more."""
+    def close(self) -> bool:
+        """Wait for all copies, a few seconds at most, and release the device. No more are made.
+
+        Returns whether all have ended. If not, the memory that they use must stay.
+        """
 
 
 async def arrived(transfer: Transfer, nbytes: int | None = None) -> None:

@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,7 +20,7 @@ from asyncoll.errors import DeviceError, UsageError, describe
 from asyncoll.forks import address_of, refusal
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.staging import RefusedError
-from asyncoll.transport.staging.ipc import CudaExchange, Gpu, loaded_runtime
+from asyncoll.transport.staging.ipc import CudaExchange, Gpu, loaded_runtime, relaxed
 from asyncoll.transport.staging.landing import Landing, Watcher
 from asyncoll.transport.staging.pins import Pins
 
@@ -28,6 +28,7 @@ _CHUNK = 1 << 22  # bytes of one copy: `moved` grows by it
 _REGISTRATION = 1 << 26  # bytes that are pinned at once: a driver fails for hundreds of gigabytes
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _URGENT = -1  # priority of the streams of copies
+_PATIENCE_S = 5.0  # for copies that are under way when the device closes
 logger = logging.getLogger("asyncoll")
 
 
@@ -38,11 +39,12 @@ class CudaMark:
         """In the caller's thread, whose current stream packs `x` if it has to be packed."""
         self.nbytes: int = x.numel() * x.itemsize
         self._device = device
-        self._stream = torch.cuda.current_stream(device.place)
+        self.stream = torch.cuda.current_stream(device.place)
         self._x = x.detach()
         self._is_packed = not self._x.is_contiguous()
         self.content = self._x.contiguous().view(-1).view(torch.uint8)
-        self.ready = _recorded(self._stream)
+        self.ready = _recorded(self.stream)
+        self.has_come = False  # as far as the host has seen
         self._ends: dict[torch.cuda.Stream, torch.cuda.Event] = {}  # of the last copy on each stream
         self.is_changed = False  # by a copy
         self._unpacked: torch.cuda.Event | None = None
@@ -58,11 +60,21 @@ class CudaMark:
         """A part of a copy on `stream` ends with the event `end`."""
         self._ends[stream] = end
 
-    def queue(self, work: Callable[..., object], *writes: torch.Tensor, reads: Sequence[torch.Tensor] = ()) -> None:
-        self._device.queue_after((self.ready, *self._ends.values()), self, work, writes, reads)
+    def events(self) -> tuple[torch.cuda.Event, ...]:
+        """What comes after the mark and its copies waits for these."""
+        return (self.ready, *self._ends.values())
+
+    def queue(
+        self,
+        work: Callable[..., object],
+        *writes: torch.Tensor,
+        reads: Sequence[torch.Tensor] = (),
+        after: Sequence[CudaMark] = (),
+    ) -> Landing:
+        return self._device.queue_after((self, *after), work, writes, reads)
 
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, CudaMark]:
-        with _on(self._stream):  # else its memory would be reused in the order of another stream
+        with _on(self.stream):  # else its memory would be reused in the order of another stream
             x = self._device.empty(dtype, shape)
             return x, CudaMark(self._device, x)
 
@@ -70,8 +82,8 @@ class CudaMark:
         device = self._device
         device.check()
         current = torch.cuda.current_stream(device.place)
-        for stream in {current, self._stream}:
-            for event in (self.ready, *tuple(self._ends.values())):
+        for stream in {current, self.stream}:
+            for event in self.events():
                 stream.wait_event(event)
         if not (self._is_packed and self.is_changed):
             return
@@ -80,15 +92,27 @@ class CudaMark:
                 packed = self.content.view(self._x.dtype).view(self._x.shape)
                 self._x.copy_(packed, non_blocking=True)
             self._unpacked = _recorded(current)
-        for stream in {current, self._stream}:  # the latter, too, because the packed copy is memory of its order
+        for stream in {current, self.stream}:  # the latter, too, because the packed copy is memory of its order
             stream.wait_event(self._unpacked)
+
+
+class _Lane(NamedTuple):
+    """A stream of copies, and the thread that waits for their ends, in order."""
+
+    stream: torch.cuda.Stream
+    watcher: Watcher
 
 
 class CudaDevice:
     """Implements `Device`: "cuda:`index`" of this process.
 
-    The driver copies only pinned memory while the host goes on. So other memory is copied to or from pinned memory of
-    torch's, a part at a time: by the caller in `put`, and by the device's thread in `fetch`.
+    The driver copies only pinned memory while the host goes on. So other memory, which no call uses unless the driver
+    has no pinned memory, is copied to or from pinned memory of torch's: by the caller in `put`, and by the thread that
+    sees the end in `fetch`.
+
+    What waits for the program's work must hold up nothing else. So there is a lane for each stream of the program, and
+    copies of its marks wait there, in the order of that stream. Copies that have nothing to wait for, because the host
+    has seen an end of another copy of the mark, are on free lanes.
     """
 
     def __init__(self, index: int) -> None:
@@ -97,12 +121,17 @@ class CudaDevice:
         self.place = torch.device("cuda", index)
         self.name = str(self.place)
         try:
-            self._out, self._in, self._shared = (torch.cuda.Stream(self.place, priority=_URGENT) for _ in range(3))
+            streams = [self._stream() for _ in range(3)]
         except (RuntimeError, AssertionError) as error:
             raise DeviceError(f"{self.name} cannot be used: {describe(error)}") from error
         self._pins = Pins()
+        self._owned: set[int] = set()  # addresses of those that are memory of torch's
         self.refusal = ""  # why the driver has last refused to pin memory
-        self._watcher = Watcher(self.name, torch.cuda.device(self.place))
+        watcher = self._watcher()
+        self._out, self._in, self._shared = (_Lane(stream, watcher) for stream in streams)
+        self._watchers = [watcher]
+        self._lanes: dict[torch.cuda.Stream, _Lane] = {}  # by stream of the program; torch has at most 32 of a priority
+        self._lock = threading.Lock()  # of the lanes
 
     def holds(self, x: Any) -> bool:
         return bool(x.device == self.place)
@@ -140,10 +169,23 @@ class CudaDevice:
             self._pins.add(start + offset, nbytes)
         return True
 
+    def pinned(self, nbytes: int) -> Array | None:
+        try:
+            block: Array = _pinned(nbytes).numpy()
+        except RuntimeError as error:
+            logger.warning("%s has no pinned memory, so copies take a detour: %s", self.name, describe(error))
+            return None
+        start = address_of(block)
+        self._owned.add(start)
+        self._pins.add(start, nbytes)
+        return block
+
     def unpin(self, block: Array) -> None:
         for start in self._pins.within(address_of(block), block.nbytes):
             self._pins.remove(start)
-            if why := self._asked("cudaHostUnregister", start):
+            if start in self._owned:
+                self._owned.remove(start)
+            elif why := self._asked("cudaHostUnregister", start):
                 logger.warning("%s does not unpin memory: %s", self.name, why)
 
     def share(self, nbytes: int) -> CudaExchange:
@@ -153,27 +195,29 @@ class CudaDevice:
         except (RuntimeError, AssertionError) as error:  # of torch
             raise RefusedError(describe(error)) from error
 
-    def close(self) -> None:
-        self._watcher.close()
+    def close(self) -> bool:
+        for watcher in self._watchers:
+            watcher.end()
+        return all(watcher.has_ended(_PATIENCE_S) for watcher in self._watchers)
 
     # -- for marks ------------------------------------------------------------------------------------
 
     def queue_after(
         self,
-        before: Sequence[torch.cuda.Event],
-        mark: CudaMark,
+        marks: Sequence[CudaMark],
         work: Callable[..., object],
         writes: Sequence[torch.Tensor],
         reads: Sequence[torch.Tensor],
-    ) -> None:
-        """`mark.queue(work, *writes, reads=reads)`, after `before` and the earlier copies to the device."""
-        for event in before:
-            self._in.wait_event(event)
-        with _on(self._in):
+    ) -> Landing:
+        """`mark.queue(work, *writes, reads=reads, after=others)` of the first mark."""
+        mark, transfer = marks[0], Landing(sum(x.nbytes for x in writes))
+        lane = self._lane(mark, self._in)
+        for event in (event for each in marks for event in each.events()):
+            lane.stream.wait_event(event)
+        with _on(lane.stream):
             _carry_out(work, writes, reads)
-        end = _recorded(self._in, is_awaited=True)
-        mark.copied(self._in, end)
-        self._watcher.watch(end, partial(_land, _nothing, writes, reads), _ignore)  # a copy that comes later fails, too
+        self._watch(lane, mark, partial(transfer.advance, transfer.nbytes), transfer, writes, reads)
+        return transfer
 
     def copy_to_host(self, mark: CudaMark, start: int, into: Array) -> Landing:
         """`mark.fetch(start, into)`."""
@@ -214,37 +258,68 @@ class CudaDevice:
         transfer: Landing,
         mark: CudaMark,
         host: Array,
-        stream: torch.cuda.Stream,
+        free: _Lane,
         copy: Callable[[int, int, bool], Callable[[], None]],
     ) -> Landing:
         """Queue the parts of a transfer by `copy`, which returns what is to be done once the part has landed."""
         try:
-            stream.wait_event(mark.ready)
+            lane = self._lane(mark, free)
+            lane.stream.wait_event(mark.ready)
             for first, last, is_pinned in self._pins.pieces(address_of(host), host.nbytes, _CHUNK):
-                with torch.inference_mode(), _on(stream):
+                with torch.inference_mode(), _on(lane.stream):
                     landed = copy(first, last, is_pinned)
-                end = _recorded(stream, is_awaited=True)
-                mark.copied(stream, end)
-                self._watcher.watch(end, partial(_land, landed, mark, host), transfer.fail)
+                self._watch(lane, mark, landed, transfer, host)
         except Exception as error:
             transfer.fail(error)
         return transfer
 
     def _queue_shared(self, nbytes: int, work: Callable[[], None], mark: CudaMark | None) -> Landing:
         """Queue `work` on blocks of device memory that ranks share: that of `ipc.Gpu`."""
-        transfer, stream = Landing(nbytes), self._shared
+        transfer = Landing(nbytes)
         try:
+            lane = self._lane(mark, self._shared)
             if mark is not None:
-                stream.wait_event(mark.ready)
-            with torch.inference_mode(), _on(stream):
+                lane.stream.wait_event(mark.ready)
+            with torch.inference_mode(), _on(lane.stream):
                 work()
-            end = _recorded(stream, is_awaited=True)
-            if mark is not None:
-                mark.copied(stream, end)
-            self._watcher.watch(end, partial(_land, partial(transfer.advance, nbytes), mark), transfer.fail)
+            self._watch(lane, mark, partial(transfer.advance, nbytes), transfer)
         except Exception as error:
             transfer.fail(error)
         return transfer
+
+    # -- lanes --------------------------------------------------------------------------------------
+
+    def _lane(self, mark: CudaMark | None, free: _Lane) -> _Lane:
+        """Where a copy of `mark` waits for its end: `free` if it has nothing else to wait for."""
+        if mark is None or mark.has_come:
+            return free
+        with self._lock:
+            lane = self._lanes.get(mark.stream)
+            if lane is None:
+                lane = self._lanes[mark.stream] = _Lane(self._stream(), self._watcher())
+                self._watchers.append(lane.watcher)
+            return lane
+
+    def _stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.place, priority=_URGENT)
+
+    def _watcher(self) -> Watcher:
+        return Watcher(self.name, self._inside())
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """For threads of ours."""
+        with torch.cuda.device(self.place), relaxed():
+            yield
+
+    def _watch(
+        self, lane: _Lane, mark: CudaMark | None, landed: Callable[[], None], transfer: Landing, *kept: object
+    ) -> None:
+        """Call `landed` once what is queued on the lane has ended. Until then `mark` and `kept` live."""
+        end = _recorded(lane.stream, is_awaited=True)
+        if mark is not None:
+            mark.copied(lane.stream, end)
+        lane.watcher.watch(end, partial(_land, landed, mark, *kept), transfer.fail)
 
     # -- pinning ------------------------------------------------------------------------------------
 
@@ -259,7 +334,7 @@ class CudaDevice:
         def run() -> None:
             try:
                 driver = torch.cuda.cudart()
-                with torch.cuda.device(self.place):
+                with self._inside():
                     code = getattr(driver, function)(*arguments)
                 reasons.append("" if int(code) == 0 else driver.cudaGetErrorString(code))
             except Exception as error:
@@ -272,7 +347,7 @@ class CudaDevice:
 
     def _refused(self, why: str) -> None:
         if not self.refusal:
-            logger.warning("%s does not pin memory, so copies take a detour: %s", self.name, why)
+            logger.warning("%s does not pin memory of ours, so copies use that of torch, if any: %s", self.name, why)
         self.refusal = why
 
 
@@ -325,11 +400,7 @@ def _carry_out(work: Callable[..., object], writes: Sequence[torch.Tensor], read
         work(*writes, *reads)
 
 
-def _nothing() -> None: ...
-
-
-def _ignore(error: BaseException) -> None: ...
-
-
-def _land(landed: Callable[[], None], *_kept: object) -> None:
+def _land(landed: Callable[[], None], mark: CudaMark | None, *_kept: object) -> None:
+    if mark is not None:
+        mark.has_come = True
     landed()

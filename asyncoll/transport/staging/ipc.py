@@ -24,6 +24,7 @@ from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError, Transfe
 _HANDLE = struct.Struct("=64s16sQ")  # the handle of CUDA IPC, the UUID of the GPU, the bytes of the block
 _GRAIN = 1 << 21  # bytes: smaller allocations of CUDA share a page of the GPU, and so would their handles
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag that there is
+_RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _HALVES = ("float16", "bfloat16")
 _FUNCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -78,6 +79,12 @@ class Runtime:
     def close(self, address: int) -> None:
         self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
 
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Set what this thread may not do while streams are captured. Returns what was set before."""
+        exchanged = ctypes.c_int(mode)
+        self._call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
+        return exchanged.value
+
     def _call(self, function: str, *arguments: Any) -> None:
         code = getattr(self._library, function)(*arguments)
         if code:
@@ -95,6 +102,25 @@ def loaded_runtime() -> Runtime:
     return Runtime(ctypes.CDLL(paths.pop()))
 
 
+@contextlib.contextmanager
+def relaxed() -> Iterator[None]:
+    """Let this thread wait for events, pin and allocate while other threads capture CUDA graphs.
+
+    In the mode "global", which is that of torch, CUDA forbids it to threads that have not asked for it, and the capture
+    fails. Without effect if the runtime of CUDA is not found.
+    """
+    try:
+        runtime = loaded_runtime()
+        before = runtime.exchange_capture_mode(_RELAXED)
+    except (RefusedError, AttributeError):
+        yield
+        return
+    try:
+        yield
+    finally:
+        runtime.exchange_capture_mode(before)
+
+
 Queue = Callable[[int, Callable[[], None], Any], Transfer]
 
 
@@ -110,9 +136,11 @@ class Gpu:
         self.queue = queue
         self.uuid = _uuid(index)
 
-    def current(self) -> contextlib.AbstractContextManager[object]:
-        """Make the device that of this thread."""
-        return torch.cuda.device(self.place)
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the device that of this thread, which disturbs no capture of another."""
+        with torch.cuda.device(self.place), relaxed():
+            yield
 
     def reads(self, uuid: bytes) -> bool:
         """Whether this GPU can read the memory of that one."""

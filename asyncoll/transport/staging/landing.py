@@ -73,10 +73,14 @@ class Watcher:
         """Call `landed` once the event has come, or `failed` if the device or `landed` fails; in the thread."""
         self._watched.put(_Watched(event, landed, failed))
 
-    def close(self) -> None:
-        """Return once all events have come, and end the thread."""
+    def end(self) -> None:
+        """Let the thread end once all events have come."""
         self._watched.put(None)
-        self._thread.join()
+
+    def has_ended(self, limit_s: float) -> bool:
+        """Whether it ends within `limit_s`."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
 
     def _watch(self) -> None:
         with self._inside:

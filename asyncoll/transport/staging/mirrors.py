@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from asyncoll.errors import DeviceError, UsageError, describe
+from asyncoll.forks import address_of
 from asyncoll.tensors import staged
 from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.reductions import Array, dtype_name
@@ -38,8 +39,9 @@ class Mirror:
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
         self._result: Any = None  # of `result`
-        self._is_deferred = False
+        self._is_deferred = self._may_share = False
         self._returned = 0  # the bytes that have been put
+        self._rooms: set[int] = set()  # addresses of what `room` has given
         self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize)
 
     def begin(self, back: CopiesBack) -> None:
@@ -53,8 +55,9 @@ class Mirror:
     def mark(self) -> Mark:
         return self._marks[0]
 
-    def defer(self) -> None:
+    def defer(self, *, may_share: bool) -> None:
         self._is_deferred = True
+        self._may_share = may_share
 
     def fetch(self) -> None:
         if self._is_read:
@@ -93,24 +96,37 @@ class Mirror:
     def failure(self, error: BaseException) -> DeviceError:
         return self._stager.failure(error)
 
+    def room(self, nbytes: int) -> Array:
+        if self._may_share:  # then it needs none, and to pin memory takes long
+            return np.empty(nbytes, np.uint8)
+        room = self._stager.room(nbytes)
+        self._rooms.add(address_of(room))
+        return room
+
     def like(self, flat: Array, dtype: str, shape: tuple[int, ...]) -> Any:
         if self._result is not None:
             return self._result.view(shape)
+        content = flat.view(np.uint8)
+        if address_of(content) not in self._rooms:
+            content = self._stager.room(flat.nbytes)
+            content[...] = flat.view(np.uint8)
         with self._stager.failing():
             x, mark = self.mark.like(dtype, shape)
         self._marks.append(mark)
-        self._put(flat.view(np.uint8), mark, 0)
+        self._put(content, mark, 0)
         return x
 
     def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
         with self._stager.failing():
-            self._marks[0].queue(work, *writes, reads=reads)
+            transfer = self.mark.queue(work, *writes, reads=reads, after=self._marks)
+        self._tell_end(transfer)
 
     def made(self, work: Work, dtype: str, shape: tuple[int, ...], reads: Sequence[Any]) -> Any:
         with self._stager.failing():
-            x, mark = self._marks[0].like(dtype, shape)
-            mark.queue(work, x, reads=reads)
+            x, mark = self.mark.like(dtype, shape)
+            transfer = mark.queue(work, x, reads=reads, after=self._marks)
         self._marks.append(mark)
+        self._tell_end(transfer)
         return x
 
     def join(self) -> None:
@@ -128,7 +144,12 @@ class Mirror:
             self._back.ended(self._stager.failure(error))
 
     def _put(self, source: Array, mark: Mark, start: int) -> None:
-        back, stager, transfer = self._back, self._stager, self._stager.under_way(mark.put(source, start))
+        self._tell_end(mark.put(source, start))
+
+    def _tell_end(self, transfer: Transfer) -> None:
+        """No call waits for the transfer: its end is told."""
+        back, stager = self._back, self._stager
+        stager.under_way(transfer)
         assert back is not None, "the call has begun"
 
         def ended() -> None:
@@ -163,6 +184,13 @@ class DeviceStager:
         with self.failing():
             return self.device.clone(x)
 
+    def room(self, nbytes: int) -> Array:
+        """Pinned memory, if there is any: other memory is copied by a detour."""
+        try:
+            return self.pool.empty(nbytes)
+        except UsageError:  # too little memory of the kind that ranks share
+            return np.empty(nbytes, np.uint8)
+
     def stage(self, x: Any, *, is_read: bool) -> Mirror:
         with self.failing():
             self.device.check()
@@ -196,17 +224,16 @@ class DeviceStager:
         return DeviceError(f"{self.device.name} has failed: {describe(error)}")
 
     async def close(self) -> None:
-        if self._under_way and (self._owns or self.pool.is_pinned) and not await self._settled():
+        must_end = self._owns or self.pool.is_pinned
+        if (must_end and not await self._settled()) or (self._owns and not self.device.close()):
             _stuck.append(self)
             logger.error(
-                "%s has not ended its copies %g s after its rank has left the world: their memory stays pinned until "
+                "%s has not ended its work %g s after its rank has left the world: their memory stays pinned until "
                 "this process ends",
                 self.device.name,
                 _PATIENCE_S,
             )
             return
-        if self._owns:
-            self.device.close()
         self.pool.close()
 
     async def _settled(self) -> bool:
@@ -221,22 +248,17 @@ class DeviceStager:
         return True
 
 
-hidden_devices: list[Device] = []  # those of `staged.hidden`
-
-
 @contextlib.contextmanager
 def staging(device: Device) -> Iterator[None]:
     """Calls of this process take tensors of `device`, which torch takes for those of the CPU.
 
     All copies are over when the block ends.
     """
-    hidden_devices.append(device)
     staged.hidden.append(device)
     try:
         yield
     finally:
         staged.hidden.remove(device)
-        hidden_devices.remove(device)
         for stager in staged.stagers:
             if isinstance(stager, DeviceStager) and stager.device is device:
                 stager.pool.close()

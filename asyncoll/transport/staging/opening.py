@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
-from asyncoll.tensors.staged import Stager
+from asyncoll.tensors.staged import Stager, hidden
 from asyncoll.transport.staging import Device
 
 
@@ -16,11 +16,11 @@ def open_stager(x: Any, pages: Callable[[int], Array]) -> Stager:
 
     Raises UsageError if the device cannot be used.
     """
-    from asyncoll.transport.staging.mirrors import DeviceStager, hidden_devices
+    from asyncoll.transport.staging.mirrors import DeviceStager
 
-    for hidden in hidden_devices:
-        if hidden.holds(x):
-            return DeviceStager(hidden, pages)
+    for known in hidden:
+        if known.holds(x):
+            return DeviceStager(cast(Device, known), pages)  # `staging` has put it there
     return DeviceStager(_opened(x), pages, owns=True)
 
 

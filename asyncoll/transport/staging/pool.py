@@ -19,7 +19,7 @@ _SMALLEST = 256  # bytes of a piece
 
 
 class Pool:
-    """Blocks of a few sizes, for one device and one rank. They are pinned, unless the device refuses it.
+    """Blocks of a few sizes, for one device and one rank. They are pinned, unless the device has no pinned memory.
 
     Those that are not in use wait for the next array. A large one takes the smallest of them that has room for it, so
     that calls of different sizes do not pin memory in turn. Large ones are unpinned and freed when they would exceed
@@ -111,8 +111,12 @@ class Pool:
             while self._blocks:
                 self._drop()
             memory = self._pages(nbytes)
-        if self._device.pin(memory):
-            self._pinned[address_of(memory)] = memory
+        if not self._device.pin(memory):
+            own = self._device.pinned(nbytes)
+            if own is None:
+                return memory
+            memory = own
+        self._pinned[address_of(memory)] = memory
         return memory
 
     def _drop(self) -> None:
