@@ -309,12 +309,16 @@ def test_a_device_that_stands_still(call, way):
         await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else other(comm))
 
     def other(comm):
-        return comm.allreduce(torch.ones(1000)) if call == "allreduce" else comm.barrier()
+        if call == "solo_allreduce":
+            return comm.barrier()
+        return comm.recv(torch.ones(1000), source=0) if call == "send" else start(comm, torch.ones(1000))
 
-    async def overdue(comm):
-        with asyncoll.deadline(0.2 if comm.rank == 0 else 60):
-            with pytest.raises(DeadlineError):
-                await waiting(comm)
+    async def overdue(late, comm):
+        reason = r"missing: rank 0\b[^;]*, and its tensor has not arrived from fake:0"
+        with asyncoll.deadline(0.1 if comm.rank == late else 60), pytest.raises(DeadlineError, match=reason) as caught:
+            await waiting(comm)
+        has_not_called = call == "solo_allreduce" and late == 0
+        assert caught.value.missing == ((0, 1) if has_not_called else (0,))
 
     async def aborted(comm):
         if comm.rank:
@@ -322,10 +326,26 @@ def test_a_device_that_stands_still(call, way):
         with pytest.raises(AbortedError, match="enough"):
             await waiting(comm)
 
-    for main in (overdue, aborted):
+    for main in (partial(overdue, 0), partial(overdue, 1), aborted):
         with fake_device(0, "program") as device:
             device.refuse_pins()  # pinned memory would have to wait for the end of its copies
             run_ranks(2, main, way)
+
+
+def test_a_rank_is_missing_while_the_first_of_its_calls_has_no_tensor():
+    """The second call of the operation, of an ordinary tensor, waits for its turn."""
+
+    async def main(comm):
+        x = torch.ones(10)
+        if comm.rank == 0:
+            calls = [comm.majority_allreduce(each, name="r") for each in (device.tensor(torch.ones(10)), x)]
+        with asyncoll.deadline(0.1 if comm.rank else 60), pytest.raises(DeadlineError) as caught:
+            await (asyncio.gather(*calls) if comm.rank == 0 else comm.majority_allreduce(x, name="r"))
+        assert (caught.value.arrived, caught.value.missing) == ((1,), (0,))
+
+    with fake_device(0, "program") as device:
+        device.refuse_pins()
+        run_ranks(2, main, "inproc")
 
 
 def test_a_cancelled_call_has_released_its_tensor(way):

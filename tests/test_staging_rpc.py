@@ -299,9 +299,9 @@ def test_a_device_that_stands_still(transport, gives_up):
         x = device.tensor(torch.ones(1000))
         ends = {}
 
-        async def stopped(call):
+        async def stopped(call, error="did not answer"):
             if gives_up == "deadline":
-                with pytest.raises(DeadlineError), asyncoll.deadline(0.1):
+                with pytest.raises(DeadlineError, match=error), asyncoll.deadline(0.1):
                     await call
             else:
                 task = asyncio.ensure_future(call)
@@ -319,7 +319,7 @@ def test_a_device_that_stands_still(transport, gives_up):
             ends[comm.rank] = comm.rpc._exchange
             await comm.barrier()
             if comm.rank == 0:
-                await stopped(comm.rpc.call(1, "plain", x))
+                await stopped(comm.rpc.call(1, "plain", x), "its arguments have not arrived from fake:0")
                 increment(device, x)
                 await stopped(comm.rpc.call(1, "plain", torch.ones(1)))
                 await stopped(comm.rpc.call(1, "echo", Batch(torch.ones(1), {"more": [], "array": None})))

@@ -262,7 +262,8 @@ class Client:
     async def _fetch(self, staged: Sequence[Staged], ends_s: float, name: str) -> None:
         """Wait until the tensors of devices are at the host, and can be sent."""
         seconds = None if ends_s == math.inf else ends_s - self._now_s()
-        late = partial(DeadlineError, f"{name}: its tensors have not arrived from their device before the deadline")
+        devices = " and ".join(sorted({tensor.device for tensor in staged}))
+        late = partial(DeadlineError, f"{name}: its arguments have not arrived from {devices} before the deadline")
         fetching.begin(staged)
         try:
             async with failure.Limit(seconds, late):

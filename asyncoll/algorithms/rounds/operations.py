@@ -116,6 +116,7 @@ class Operations:
         """
         arrival, receipt, runner = Arrival(self.member, given.staged), Receipt(), self.member.runner
         turn, pending = self._turns.setdefault(call.operation.name, asyncio.Lock()), self.pending.enter(call)
+        self.pending.arrives(pending, given.staged)
         self.repeats.pop(call.operation.name, None)  # they would not wait for their turn
         work = partial(self._contribute, call, given, receipt, pending)
         started = runner.start(self._in_turn(turn, arrival, call, work, pending), receipt.take_back)
@@ -262,6 +263,7 @@ class Operations:
         """The contributions of this rank come before: it counts as one that makes no more calls from then on."""
         arrival, runner = Arrival(self.member, given.staged), self.member.runner
         turn = self._turns.setdefault(call.operation.name, asyncio.Lock())
+        self.pending.arrives(pending, given.staged)
         work = partial(self._conclude, call, given, pending)
         return runner.resuming(runner.start(self._in_turn(turn, arrival, call, work, pending), _nothing), arrival.join)
 

@@ -65,6 +65,15 @@ class Mirror:
             with self._stager.failing():
                 await arrived(self._fetched)
 
+    @property
+    def awaited(self) -> str:
+        fetched = self._fetched
+        is_awaited = fetched is not None and fetched.error is None and fetched.moved < fetched.nbytes
+        return self.device if is_awaited else ""
+
+    def waits_for(self, transfer: Transfer) -> None:
+        self._fetched = transfer
+
     def when_arrived(self, nbytes: int, callback: Callable[[], None]) -> None:
         if self._fetched is None:
             callback()
