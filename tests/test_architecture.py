@@ -172,6 +172,7 @@ REPLACED = {
     "test_interruption.py": {"mutex._try_lock": _FAULT, "progress._Crossing._settle": _FAULT},
     "test_laws.py": {
         "Communicator.method": _LAW,
+        "Gossip.method": _LAW,
         "asyncoll.testing.laws.draw": _LAW,
         "runs._run_job": "the record of a process is forged before it is read",
     },
