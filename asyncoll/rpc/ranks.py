@@ -13,7 +13,7 @@ from asyncoll.arguments import flag, whole
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc import stub
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.client import FOREIGN_LOOP
+from asyncoll.rpc.client import FOREIGN_LOOP, Request
 from asyncoll.rpc.codec import Place
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.service import FunctionRegistry, Method
@@ -122,7 +122,7 @@ class Rpc:
         The arguments may be changed once the call has returned.
         """
         types = self._registry.types_of(name)
-        return await self._exchange.client.call(self._of_world(rank), name, args, kwargs, types, self._place)
+        return await self._exchange.client.call(Request(self._of_world(rank), name, args, kwargs, types, self._place))
 
     async def call_all(self, ranks: Iterable[int], name: str, /, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """Call the function `name` at each of `ranks` at the same time. Returns the results by rank.
@@ -155,7 +155,7 @@ class Rpc:
         one rank begin there in that order, and before this rank has left the world. A function that still runs at the
         end of the world is cancelled. An exception of the function is logged at `rank`.
         """
-        await self._exchange.client.notify(self._of_world(rank), name, args, kwargs)
+        await self._exchange.client.notify(Request(self._of_world(rank), name, args, kwargs))
 
     def stream(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """The items that the async generator `name` yields at `rank`, as an async generator.
@@ -170,7 +170,7 @@ class Rpc:
         before.
         """
         types = self._registry.types_of(name)
-        return self._exchange.client.stream(self._of_world(rank), name, args, kwargs, types, self._place)
+        return self._exchange.client.stream(Request(self._of_world(rank), name, args, kwargs, types, self._place))
 
     def to(self, device: object) -> Rpc:
         """These calls, with results on `device`: torch tensors in what they return and yield are tensors of it.
