@@ -20,6 +20,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import asyncoll
+from asyncoll.bench.places import gpu_of
 from asyncoll.errors import AsyncollError
 from asyncoll.training import OverlappedSGD
 from trainers.experiment import experiment
@@ -98,7 +99,8 @@ def check(what: str, **more: Any) -> Callable[[Callable[[asyncoll.Communicator],
 
 def own(comm: asyncoll.Communicator) -> torch.device:
     """The GPU of this rank."""
-    return torch.device("cuda", comm.local_rank % torch.cuda.device_count())
+    device: torch.device = gpu_of(comm.local_rank)
+    return device
 
 
 def values(dtype: torch.dtype, seed: int, count: int = SMALL) -> Tensor:
