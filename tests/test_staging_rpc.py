@@ -291,6 +291,38 @@ def test_a_copy_to_the_device_fails_outside_of_a_world(tmp_path):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_another_coroutine_changes_a_result_that_is_not_sent(transport):
+    """On the stream of the function, so after the copy to the host."""
+
+    async def main(comm):
+        x = device.tensor(torch.zeros(50_000))
+
+        def change():
+            increment(device, x)
+            return x
+
+        async def changes():
+            asyncio.get_running_loop().call_soon(increment, device, x)
+            return x
+
+        async def items():
+            asyncio.get_running_loop().call_soon(increment, device, x)
+            yield x
+
+        for function in (change, changes, items):
+            comm.rpc.register(function)
+        await comm.barrier()
+        other = 1 - comm.rank
+        got = [await comm.rpc.call(other, "change"), await comm.rpc.call(other, "changes")]
+        got += [item async for item in comm.rpc.stream(other, "items")]
+        assert [each.unique().tolist() for each in got] == [[1], [1], [2]]
+        await comm.barrier()
+
+    with fake_device(5) as device:
+        run_ranks(2, main, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("gives_up", ["deadline", "cancellation"])
 def test_a_device_that_stands_still(transport, gives_up):
     """The caller stops waiting, and nothing is left of the call at either end."""

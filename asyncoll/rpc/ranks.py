@@ -111,7 +111,9 @@ class Rpc:
         an async generator, which run on the loop anyway, and for an object that has one.
 
         Arrays that a function returns or yields are not copied before they are sent. Return a copy of an array that
-        other code may change meanwhile.
+        other code may change meanwhile, such as another coroutine. A tensor of a device may be changed on the stream
+        that was current where the function returned: that comes after the copy to the host. Return a clone if another
+        stream may change it.
         """
         self._registry.add(what, name, inline=flag(inline, "inline"))
         return what

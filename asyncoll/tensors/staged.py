@@ -91,6 +91,9 @@ class Staged(Arriving, Protocol):
     def result(self, nbytes: int) -> Any:
         """A mark of a new flat tensor of the same dtype. The device gives it its elements, and the next `like` it."""
 
+    def order(self) -> None:
+        """The work that the thread queues from here on comes after the copies so far, as after `join`; they go on."""
+
     def has_result(self) -> None:
         """The tensor itself has got the result: `put` has no effect from here on."""
 

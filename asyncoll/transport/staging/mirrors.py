@@ -96,6 +96,11 @@ class Mirror:
         self._marks.append(mark)
         return mark
 
+    def order(self) -> None:
+        with self._stager.failing():
+            for mark in self._marks:
+                mark.join()
+
     def has_result(self) -> None:
         self._returned = self.mirror.nbytes
 
