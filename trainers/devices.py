@@ -7,7 +7,6 @@ import re
 import torch
 
 import asyncoll
-from asyncoll.bench.places import gpu_of
 
 
 def parse_device(text: str) -> str:
@@ -29,8 +28,7 @@ def own_device(name: str, local_rank: int) -> torch.device:
         raise asyncoll.UsageError(f"--device {name}: torch {torch.__version__} sees no GPU here; leave --device out")
     index = torch.device(name).index
     if index is None:
-        device: torch.device = gpu_of(local_rank)
-        return device
+        return torch.device("cuda", local_rank % count)
     if index >= count:
         raise asyncoll.UsageError(f"--device {name}: there are {count} visible GPUs, from cuda:0 to cuda:{count - 1}")
     return torch.device(name)
