@@ -76,7 +76,8 @@ class PeerLostError(AsyncollError):
 class DeadlineError(AsyncollError):
     """A call was not over in time. The message says which ranks have arrived, which are missing, and what these do.
 
-    For a collective or a round, it is raised at every rank, and ends the communicator.
+    For a collective or a round, it is raised at every rank, and ends the communicator. A rank is also missing if its
+    tensor has not arrived from its device, such as a GPU; the message names the device.
 
     Attributes:
         arrived: the ranks, in the world, that have made the call.

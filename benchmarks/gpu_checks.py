@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import asyncoll
+from asyncoll.bench.places import gpu_of
 from asyncoll.errors import AsyncollError
 from asyncoll.training import OverlappedSGD
 from trainers.algorithms import ALGORITHMS
@@ -106,7 +107,8 @@ def check(what: str, **more: Any) -> Callable[[Callable[[asyncoll.Communicator],
 
 def own(comm: asyncoll.Communicator) -> torch.device:
     """The GPU of this rank."""
-    return torch.device("cuda", comm.local_rank % torch.cuda.device_count())
+    device: torch.device = gpu_of(comm.local_rank)
+    return device
 
 
 def is_stand_in() -> bool:

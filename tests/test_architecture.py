@@ -174,6 +174,7 @@ REPLACED = {
     "test_ipc.py": {"ipc.loaded_runtime": "this machine has no library of CUDA"},
     "test_laws.py": {
         "Communicator.method": _LAW,
+        "Gossip.method": _LAW,
         "asyncoll.testing.laws.draw": _LAW,
         "runs._run_job": "the record of a process is forged before it is read",
     },

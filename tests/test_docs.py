@@ -187,7 +187,7 @@ def test_shell_blocks_run(page, folder, monkeypatch, one_thread):
             continue
         for launch in launches:
             forget(folder)
-            setting = dict(pair.split("=") for pair in launch["setting"].split())
+            setting = dict(pair.split("=") for pair in launch["setting"].split()) | SHORT
             source, words = (folder / launch["file"]).read_text(), launch["words"].split()
             printed += _run_world(source, int(launch["ranks"]), [launch["file"], *words], setting, monkeypatch)
 

@@ -485,10 +485,8 @@ CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-co
 @pytest.mark.parametrize(
     ("transport", "cells"),
     [
-        ("shm", CELLS),
-        ("zmq", CELLS),
-        ("shm", STAGED_CELLS[:3]),
-        ("zmq", STAGED_CELLS[3:]),
+        ("shm", (*CELLS, *STAGED_CELLS[:3])),
+        ("zmq", (*CELLS, *STAGED_CELLS[3:])),
         pytest.param("shm", CORE_CELLS, marks=needs_core),
         pytest.param("shm-mixed", ("kill/quorum/inside", *CORE_CELLS), marks=needs_core),
     ],

@@ -335,3 +335,17 @@ def test_bad_input_is_refused_and_has_no_effect(what, simulated):
         assert await comm.join("solo", np.zeros(2)) is None
 
     simulated(2, main)
+
+
+def test_a_rank_that_has_joined_is_refused_each_time():
+    """Not by the shortest way either, which calls take that are repeated."""
+
+    async def main(comm):
+        for _ in range(3):
+            await comm.solo_allreduce(np.ones(2), name="r")
+        await comm.join("r", np.zeros(2))
+        for _ in range(3):
+            with pytest.raises(UsageError, match="has joined 'r'"):
+                comm.solo_allreduce(np.ones(2), name="r")
+
+    run_ranks(2, main, "shm")

@@ -301,7 +301,7 @@ def test_a_device_that_stands_still(call):
 
     async def overdue(comm):
         with asyncoll.deadline(0.1 if comm.rank == 0 else 60):
-            with pytest.raises(DeadlineError):
+            with pytest.raises(DeadlineError, match=r"missing: rank 0.* has not arrived from fake:0"):
                 await getattr(comm, call)(device.tensor(torch.ones(1000)))
 
     async def aborted(comm):

@@ -67,7 +67,7 @@ def test_only_the_addressed_rank_answers():
             asking = asyncio.ensure_future(pending._ask((0, 1)))
             await asyncio.sleep(0)
             # An answer to an earlier question.
-            pending._on_answer(2, Here(comm._core.member.group.communicator, 0, "", "late"))
+            pending._on_answer(2, Here(comm._core.member.group.communicator, 0, "", "", "late"))
             await asking
             assert 1 in pending._answers
         await comm.barrier()

@@ -341,12 +341,16 @@ def test_a_device_that_stands_still(call, way):
         await (start(comm, device.tensor(torch.ones(1000))) if comm.rank == 0 else other(comm))
 
     def other(comm):
-        return comm.allreduce(torch.ones(1000)) if call == "allreduce" else comm.barrier()
+        if call == "solo_allreduce":
+            return comm.barrier()
+        return comm.recv(torch.ones(1000), source=0) if call == "send" else start(comm, torch.ones(1000))
 
-    async def overdue(comm):
-        with asyncoll.deadline(0.2 if comm.rank == 0 else 60):
-            with pytest.raises(DeadlineError):
-                await waiting(comm)
+    async def overdue(late, comm):
+        reason = r"missing: rank 0\b[^;]*, and its tensor has not arrived from fake:0"
+        with asyncoll.deadline(0.1 if comm.rank == late else 60), pytest.raises(DeadlineError, match=reason) as caught:
+            await waiting(comm)
+        has_not_called = call == "solo_allreduce" and late == 0
+        assert caught.value.missing == ((0, 1) if has_not_called else (0,))
 
     async def aborted(comm):
         if comm.rank:
@@ -354,10 +358,30 @@ def test_a_device_that_stands_still(call, way):
         with pytest.raises(AbortedError, match="enough"):
             await waiting(comm)
 
-    for main in (overdue, aborted):
+    for main in (partial(overdue, 0), partial(overdue, 1), aborted):
         with fake_device(0, "program") as device:
             device.refuse_pins()  # pinned memory would have to wait for the end of its copies
             run_ranks(2, main, way)
+
+
+def test_a_rank_is_missing_while_the_first_of_its_calls_has_no_tensor():
+    """The second call of the operation, of an ordinary tensor, waits for its turn."""
+
+    async def main(comm):
+        x = torch.ones(10)
+        if comm.rank == 0:
+            calls = [comm.majority_allreduce(each, name="r") for each in (device.tensor(torch.ones(10)), x)]
+        with asyncoll.deadline(0.1 if comm.rank else 60), pytest.raises(DeadlineError) as caught:
+            await (asyncio.gather(*calls) if comm.rank == 0 else comm.majority_allreduce(x, name="r"))
+        assert (caught.value.arrived, caught.value.missing) == ((1,), (0,))
+
+    with fake_device(0, "program") as device:
+        device.refuse_pins()
+        run_ranks(2, main, "inproc")
+
+
+async def inside_of_a_task(call):
+    return await call
 
 
 def test_a_cancelled_call_has_released_its_tensor(way):
@@ -367,7 +391,7 @@ def test_a_cancelled_call_has_released_its_tensor(way):
         async def main(comm):
             x = device.tensor(torch.ones(1000))
             if comm.rank:
-                call = asyncio.ensure_future(comm.allreduce(x))
+                call = asyncio.ensure_future(inside_of_a_task(comm.allreduce(x)))
                 await asyncio.sleep(0)
                 call.cancel()
                 with pytest.raises(asyncio.CancelledError):
@@ -494,13 +518,19 @@ def test_a_rank_joins_after_its_calls(opened, transport):
     """Its own calls are under way, with tensors that have not arrived."""
     with opened(2) as device:
 
-        async def main(comm):
-            calls = [comm.solo_allreduce(started(device, 0), name="r", history=9) for _ in range(3)]
-            last = await comm.join("r", started(device, 0))
-            of_calls = [sum(device.values(x)[0] for x in (await call).results()) for call in calls]
-            return sum(of_calls) + sum(device.values(x)[0] for x in (last.results() if last else ()))
+        def values(x):
+            return device.values(x) if device.holds(x) else x.numpy()
 
-        assert run_ranks(3, main, transport) == [3 * 3 * 2] * 3
+        async def total(comm, name, given):
+            calls = [comm.solo_allreduce(started(device, 0), name=name, history=9) for _ in range(3)]
+            last = await comm.join(name, given)
+            of_calls = [sum(values(x)[0] for x in (await call).results()) for call in calls]
+            return sum(of_calls) + sum(values(x)[0] for x in (last.results() if last else ()))
+
+        async def main(comm):
+            return [await total(comm, "r", started(device, 0)), await total(comm, "s", torch.zeros(30_000))]
+
+        assert run_ranks(3, main, transport) == [[3 * 3 * 2] * 2] * 3
 
 
 def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
@@ -513,13 +543,14 @@ def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
                 await comm.solo_allreduce(np.ones(10), name="r")
             x = device.tensor(torch.ones(10, dtype=torch.float64))
             first = comm.solo_allreduce(x, name="r")
-            second = asyncio.ensure_future(comm.solo_allreduce(np.ones(10), name="r"))
+            later = [asyncio.ensure_future(comm.solo_allreduce(np.ones(10), name="r")) for _ in range(3)]
             for _ in range(10):
                 await asyncio.sleep(0)
-            assert not second.done()
+            assert not any(call.done() for call in later)
             while device.turn():
                 pass
-            assert (await first).round < (await second).round
+            rounds = [(await call).round for call in (first, *later)]
+            assert rounds == sorted(set(rounds))
             assert device.values(x)[0]
 
         run_ranks(1, main, "shm")

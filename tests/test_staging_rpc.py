@@ -291,6 +291,38 @@ def test_a_copy_to_the_device_fails_outside_of_a_world(tmp_path):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
+def test_another_coroutine_changes_a_result_that_is_not_sent(transport):
+    """On the stream of the function, so after the copy to the host."""
+
+    async def main(comm):
+        x = device.tensor(torch.zeros(50_000))
+
+        def change():
+            increment(device, x)
+            return x
+
+        async def changes():
+            asyncio.get_running_loop().call_soon(increment, device, x)
+            return x
+
+        async def items():
+            asyncio.get_running_loop().call_soon(increment, device, x)
+            yield x
+
+        for function in (change, changes, items):
+            comm.rpc.register(function)
+        await comm.barrier()
+        other = 1 - comm.rank
+        got = [await comm.rpc.call(other, "change"), await comm.rpc.call(other, "changes")]
+        got += [item async for item in comm.rpc.stream(other, "items")]
+        assert [each.unique().tolist() for each in got] == [[1], [1], [2]]
+        await comm.barrier()
+
+    with fake_device(5) as device:
+        run_ranks(2, main, transport)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("gives_up", ["deadline", "cancellation"])
 def test_a_device_that_stands_still(transport, gives_up):
     """The caller stops waiting, and nothing is left of the call at either end."""
@@ -299,9 +331,9 @@ def test_a_device_that_stands_still(transport, gives_up):
         x = device.tensor(torch.ones(1000))
         ends = {}
 
-        async def stopped(call):
+        async def stopped(call, error="did not answer"):
             if gives_up == "deadline":
-                with pytest.raises(DeadlineError), asyncoll.deadline(0.1):
+                with pytest.raises(DeadlineError, match=error), asyncoll.deadline(0.1):
                     await call
             else:
                 task = asyncio.ensure_future(call)
@@ -319,7 +351,7 @@ def test_a_device_that_stands_still(transport, gives_up):
             ends[comm.rank] = comm.rpc._exchange
             await comm.barrier()
             if comm.rank == 0:
-                await stopped(comm.rpc.call(1, "plain", x))
+                await stopped(comm.rpc.call(1, "plain", x), "its arguments have not arrived from fake:0")
                 increment(device, x)
                 await stopped(comm.rpc.call(1, "plain", torch.ones(1)))
                 await stopped(comm.rpc.call(1, "echo", Batch(torch.ones(1), {"more": [], "array": None})))

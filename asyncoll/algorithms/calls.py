@@ -133,6 +133,7 @@ class Calls:
     ) -> Coroutine[Any, Any, T]:
         """As `start`, on the runtime's loop: the caller's thread waits for no device."""
         arrival, runner = Arrival(self._member, staged), self._member.runner
+        self._pending.arrives(pending, staged)
         work = here(self._carry_out(call, collectives, arrival.before(body), pending), call.__str__)
         return runner.resuming(runner.start(arrival.then(work), discarded), arrival.join)
 
@@ -141,6 +142,7 @@ class Calls:
     ) -> Coroutine[Any, Any, T]:
         """As `start`, on the runtime's loop: `collectives` fetch what they use, and wait for it."""
         arrival, runner = Arrival(self._member, staged), self._member.runner
+        self._pending.arrives(pending, staged)
         work = self._backend.here(self._carry_out(call, collectives, body, pending), call.__str__)
         return runner.resuming(runner.start(work), arrival.join)
 

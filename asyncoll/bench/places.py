@@ -32,14 +32,21 @@ class OnHost:
         return found
 
 
+def gpu_of(local_rank: int) -> Any:
+    """The device of torch for the rank with this number on its host: the ranks take the visible GPUs in turn."""
+    import torch
+
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
 class OnGpu:
-    """A float32 tensor on a GPU. The ranks of a host take its GPUs in turn."""
+    """A float32 tensor on a GPU."""
 
     def __init__(self, comm: Communicator, count: int) -> None:
         import torch
 
         self._torch = torch
-        self._device = torch.device("cuda", comm.local_rank % torch.cuda.device_count())
+        self._device = gpu_of(comm.local_rank)
         self.x: Any = torch.empty(count, device=self._device)
 
     def fill(self, values: Array) -> None:

@@ -15,13 +15,13 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from asyncoll.arguments import text
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, ProtocolError, UsageError
 from asyncoll.rpc import codec, failure, fetching, protocol
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.codec import Encoder, Place, Types
+from asyncoll.rpc.codec import NO_TYPES, Encoder, Place, Types
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
 from asyncoll.rpc.service import METHODS, is_name
@@ -39,6 +39,17 @@ FOREIGN_LOOP = (
     "calls of functions belong to the loop that the program runs on, and this is another: make them inside an "
     "`async def` there, and from another thread pass that to asyncio.run_coroutine_threadsafe"
 )
+
+
+class Request(NamedTuple):
+    """What a caller asks for: a function at a peer."""
+
+    peer: int
+    name: str
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    types: Types = NO_TYPES  # the dataclasses that the result may contain
+    place: Place | None = None  # for tensors in the result, as of `codec.decode`
 
 
 @dataclass(slots=True)
@@ -87,66 +98,48 @@ class Client:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    async def call(
-        self,
-        peer: int,
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        types: Types,
-        place: Place | None = None,
-    ) -> Any:
-        """Call a function at `peer` and return its result. `types` are the dataclasses that the result may contain.
+    async def call(self, request: Request) -> Any:
+        """Call a function and return its result."""
+        message, arrays = await self._exchange(request)
+        return codec.decode(message.body, arrays, request.types, request.place)
 
-        `place` is that of `codec.decode`.
-        """
-        message, arrays = await self._exchange(peer, name, args, kwargs)
-        return codec.decode(message.body, arrays, types, place)
-
-    async def notify(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Call a function at `peer` without waiting for its end. Waits for a slot if all are taken."""
-        number, _ = await self._begin(protocol.NOTIFY, peer, name, args, kwargs)
+    async def notify(self, request: Request) -> None:
+        """Call a function without waiting for its end. Waits for a slot if all are taken."""
+        number, _ = await self._begin(protocol.NOTIFY, request)
         if number % _BURST == 0:
             await asyncio.sleep(0)
 
-    async def stream(
-        self,
-        peer: int,
-        name: str,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        types: Types,
-        place: Place | None = None,
-    ) -> AsyncGenerator[Any, None]:
-        """The items of an async generator at `peer`. `types` and `place` are those of `call`."""
-        number, pending = await self._begin(protocol.STREAM, peer, name, args, kwargs)
-        assert pending.items is not None
+    async def stream(self, request: Request) -> AsyncGenerator[Any, None]:
+        """The items of an async generator."""
+        number, pending = await self._begin(protocol.STREAM, request)
+        peer, items = pending.peer, pending.items
+        assert items is not None
         taken = 0
         try:
-            while (answer := await self._next_item(pending.items, name, peer)) is not None:
-                yield codec.decode(answer[0].body, answer[1], types, place)
+            while (answer := await self._next_item(items, request)) is not None:
+                yield codec.decode(answer[0].body, answer[1], request.types, request.place)
                 taken += 1
                 # In batches, but at once if the reader is about to wait: the generator may be waiting for credit.
-                if taken >= _CREDIT_EVERY or pending.items.empty():
+                if taken >= _CREDIT_EVERY or items.empty():
                     self._tell(protocol.CREDIT, peer, number, taken)
                     taken = 0
         finally:
             self._give_up(number)
 
-    async def _next_item(self, items: asyncio.Queue[Answer | None], name: str, peer: int) -> Answer | None:
+    async def _next_item(self, items: asyncio.Queue[Answer | None], request: Request) -> Answer | None:
         """The next item of a stream; None at its end. Raises the error of the generator, or that of the connection."""
         self.check()
-        answer = await self._in_time(items.get(), self._ends_s(), name, peer)
+        answer = await self._in_time(items.get(), self._ends_s(), request)
         if answer is None:  # put by `fail`
             self.check()
             return None
         if answer[0].kind == protocol.ERROR:
-            raise failure.decode(answer[0].body, self._rank_of(peer))
+            raise failure.decode(answer[0].body, self._rank_of(request.peer))
         return answer if answer[0].kind == protocol.ITEM else None
 
-    async def _exchange(self, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Answer:
+    async def _exchange(self, request: Request) -> Answer:
         """Send a call and wait for its answer. Cancelling it cancels the function at the peer."""
-        number, pending = await self._begin(protocol.CALL, peer, name, args, kwargs)
+        number, pending = await self._begin(protocol.CALL, request)
         assert pending.answer is not None
         try:
             message, arrays = await pending.answer
@@ -154,7 +147,7 @@ class Client:
             self._give_up(number)
             raise
         if message.kind == protocol.ERROR:
-            raise failure.decode(message.body, self._rank_of(peer))
+            raise failure.decode(message.body, self._rank_of(request.peer))
         return message, arrays
 
     def _ends_s(self) -> float:
@@ -165,15 +158,15 @@ class Client:
         ends_s = self._now_s() + self._patience_s
         return ends_s if expires is None else min(expires, ends_s)
 
-    async def _in_time(self, work: Coroutine[Any, Any, R], ends_s: float, name: str, peer: int) -> R:
+    async def _in_time(self, work: Coroutine[Any, Any, R], ends_s: float, request: Request) -> R:
         """Await `work`; raise DeadlineError at `ends_s`."""
         if ends_s == math.inf:
             return await work
         seconds = ends_s - self._now_s()
         if seconds <= 0:
             work.close()
-            raise self._late(name, peer)
-        async with failure.Limit(seconds, partial(self._late, name, peer)):
+            raise self._late(request)
+        async with failure.Limit(seconds, partial(self._late, request)):
             return await work
 
     def _set_timer(self, ends_s: float) -> None:
@@ -194,23 +187,22 @@ class Client:
             if pending.ends_s > now_s:
                 earliest_s = min(earliest_s, pending.ends_s)
             elif not pending.answer.done():
-                _raise_in(pending.answer, self._late(pending.name, pending.peer))
+                _raise_in(pending.answer, self._late(pending))
                 self._give_up(number)
         if earliest_s < math.inf:
             self._set_timer(earliest_s)
 
-    def _late(self, name: str, peer: int) -> DeadlineError:
-        rank = self._rank_of(peer)
-        missing = (peer,) if rank >= 0 else ()
-        return DeadlineError(f"{name} at {failure.callee(rank)} did not answer before the deadline", missing=missing)
+    def _late(self, of: Request | _Pending) -> DeadlineError:
+        rank = self._rank_of(of.peer)
+        missing = (of.peer,) if rank >= 0 else ()
+        return DeadlineError(f"{of.name} at {failure.callee(rank)} did not answer before the deadline", missing=missing)
 
-    async def _begin(
-        self, kind: int, peer: int, name: str, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> tuple[int, _Pending]:
+    async def _begin(self, kind: int, request: Request) -> tuple[int, _Pending]:
         """Take a slot, send a call and return its number. Raises UsageError, without sending, for a wrong call."""
+        peer, name, args, kwargs, *_ = request
         ends_s, seconds = self._ends_s(), remaining_s()
         if seconds is not None and seconds <= 0:
-            raise self._late(name, peer)
+            raise self._late(request)
         if self._failure is not None:
             raise self._failure()
         if asyncio.get_running_loop() is not self._loop:
@@ -237,7 +229,7 @@ class Client:
         if arrays:
             nbytes += sum(array.nbytes for array in arrays)
         if not slots.take_nowait(nbytes):
-            await self._in_time(self._unless_failed(slots.take(nbytes)), ends_s, name, peer)
+            await self._in_time(self._unless_failed(slots.take(nbytes)), ends_s, request)
             seconds = remaining_s()
         number = next(self._numbers)
         pending = self._pending[number] = _Pending(peer, name, slots, nbytes, kind, ends_s)
@@ -250,7 +242,7 @@ class Client:
         head, out = protocol.encode(kind, number, body, arrays, name=name, number=level, seconds=seconds)
         try:
             if not self._carrier.send_nowait(peer, head, out):
-                await self._in_time(self._unless_failed(self._carrier.send(peer, head, out)), ends_s, name, peer)
+                await self._in_time(self._unless_failed(self._carrier.send(peer, head, out)), ends_s, request)
         except (asyncio.CancelledError, DeadlineError):
             self._give_up(number)  # the message may have arrived
             raise
@@ -262,7 +254,8 @@ class Client:
     async def _fetch(self, staged: Sequence[Staged], ends_s: float, name: str) -> None:
         """Wait until the tensors of devices are at the host, and can be sent."""
         seconds = None if ends_s == math.inf else ends_s - self._now_s()
-        late = partial(DeadlineError, f"{name}: its tensors have not arrived from their device before the deadline")
+        devices = " and ".join(sorted({tensor.device for tensor in staged}))
+        late = partial(DeadlineError, f"{name}: its arguments have not arrived from {devices} before the deadline")
         fetching.begin(staged)
         try:
             async with failure.Limit(seconds, late):
@@ -373,7 +366,7 @@ class Client:
         level = depth.set(protocol.MAX_DEPTH)  # at this depth slots are free, so the call does not wait for other calls
         try:
             for peer in {pending.peer for pending in self._pending.values() if pending.kind == protocol.NOTIFY}:
-                await self._exchange(peer, METHODS, (), {})
+                await self._exchange(Request(peer, METHODS, (), {}))
         finally:
             depth.reset(level)
 

@@ -16,6 +16,16 @@ def begin(tensors: Sequence[Staged]) -> None:
     begin_all(tensors, _NOTHING_RETURNS)
 
 
+def begin_to_answer(tensors: Sequence[Staged]) -> None:
+    """`begin`, of what a function has returned or yielded: others of its program may change that before it is sent.
+
+    What they queue on the same stream comes after the copies.
+    """
+    begin(tensors)
+    for tensor in tensors:
+        tensor.order()
+
+
 async def arrived(tensors: Sequence[Staged]) -> None:
     """Return once the message can be sent. Raises DeviceError if the device fails."""
     for tensor in tensors:

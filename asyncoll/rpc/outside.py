@@ -16,7 +16,8 @@ from asyncoll.arguments import flag
 from asyncoll.errors import DeviceError, ProtocolError, ServiceLostError
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_socket import SocketCarrier, dial, listen
-from asyncoll.rpc.codec import NO_TYPES, Place
+from asyncoll.rpc.client import Request
+from asyncoll.rpc.codec import Place
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.failure import Limit
 from asyncoll.rpc.service import FunctionRegistry, Method
@@ -167,7 +168,7 @@ class Connection:
 
     async def call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the function `name` of the service and return its result."""
-        return await self._exchange.client.call(0, name, args, kwargs, NO_TYPES, self._place)
+        return await self._exchange.client.call(Request(0, name, args, kwargs, place=self._place))
 
     async def notify(self, name: str, /, *args: Any, **kwargs: Any) -> None:
         """Call the function `name` of the service without waiting for its end. There is no result.
@@ -175,11 +176,11 @@ class Connection:
         Returns once the arguments may be changed. The function has begun before a connection ends without an error, and
         it continues after the end of the connection. An exception of the function is logged at the service.
         """
-        await self._exchange.client.notify(0, name, args, kwargs)
+        await self._exchange.client.notify(Request(0, name, args, kwargs))
 
     def stream(self, name: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """The items that the async generator `name` of the service yields: see `Rpc.stream`."""
-        return self._exchange.client.stream(0, name, args, kwargs, NO_TYPES, self._place)
+        return self._exchange.client.stream(Request(0, name, args, kwargs, place=self._place))
 
     def to(self, device: object) -> Connection:
         """These calls, with torch tensors of `device` in results: see `Rpc.to`. A copy that fails ends all calls."""

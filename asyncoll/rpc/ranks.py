@@ -13,7 +13,7 @@ from asyncoll.arguments import flag, whole
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc import stub
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.client import FOREIGN_LOOP
+from asyncoll.rpc.client import FOREIGN_LOOP, Request
 from asyncoll.rpc.codec import Place
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.service import FunctionRegistry, Method
@@ -111,7 +111,9 @@ class Rpc:
         an async generator, which run on the loop anyway, and for an object that has one.
 
         Arrays that a function returns or yields are not copied before they are sent. Return a copy of an array that
-        other code may change meanwhile.
+        other code may change meanwhile, such as another coroutine. A tensor of a device may be changed on the stream
+        that was current where the function returned: that comes after the copy to the host. Return a clone if another
+        stream may change it.
         """
         self._registry.add(what, name, inline=flag(inline, "inline"))
         return what
@@ -122,7 +124,7 @@ class Rpc:
         The arguments may be changed once the call has returned.
         """
         types = self._registry.types_of(name)
-        return await self._exchange.client.call(self._of_world(rank), name, args, kwargs, types, self._place)
+        return await self._exchange.client.call(Request(self._of_world(rank), name, args, kwargs, types, self._place))
 
     async def call_all(self, ranks: Iterable[int], name: str, /, *args: Any, **kwargs: Any) -> dict[int, Any]:
         """Call the function `name` at each of `ranks` at the same time. Returns the results by rank.
@@ -155,7 +157,7 @@ class Rpc:
         one rank begin there in that order, and before this rank has left the world. A function that still runs at the
         end of the world is cancelled. An exception of the function is logged at `rank`.
         """
-        await self._exchange.client.notify(self._of_world(rank), name, args, kwargs)
+        await self._exchange.client.notify(Request(self._of_world(rank), name, args, kwargs))
 
     def stream(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         """The items that the async generator `name` yields at `rank`, as an async generator.
@@ -170,7 +172,7 @@ class Rpc:
         before.
         """
         types = self._registry.types_of(name)
-        return self._exchange.client.stream(self._of_world(rank), name, args, kwargs, types, self._place)
+        return self._exchange.client.stream(Request(self._of_world(rank), name, args, kwargs, types, self._place))
 
     def to(self, device: object) -> Rpc:
         """These calls, with results on `device`: torch tensors in what they return and yield are tensors of it.

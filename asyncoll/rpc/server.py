@@ -484,7 +484,7 @@ class Server:
             else:
                 body, arrays, staged = self._encoder.encode(result, function.result)
                 if staged:
-                    fetching.begin(staged)
+                    fetching.begin_to_answer(staged)
         except Exception as error:
             return self._failed(call, error)
         if not staged:
@@ -581,7 +581,7 @@ def _encoded(call: _Call, function: Function, args: list[Any], kwargs: dict[str,
     if call.message.kind != CALL:
         return _Result((b"", [], []))
     encoded = codec.encode(result, function.result)
-    fetching.begin(encoded[2])
+    fetching.begin_to_answer(encoded[2])
     return _Result(encoded)
 
 
@@ -593,7 +593,7 @@ def _drop(result: Any) -> None:
 
 async def _fetched(staged: Sequence[Staged]) -> None:
     """Fetch the tensors of a message."""
-    fetching.begin(staged)
+    fetching.begin_to_answer(staged)
     try:
         await _arrived(staged)
     finally:

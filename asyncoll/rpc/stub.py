@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 from asyncoll.arguments import text
 from asyncoll.errors import MismatchError, UsageError
 from asyncoll.rpc import hints
-from asyncoll.rpc.client import Client
+from asyncoll.rpc.client import Client, Request
 from asyncoll.rpc.codec import Place
 from asyncoll.rpc.service import METHODS, Function, Method, Parameter, public_methods
 
@@ -30,7 +30,7 @@ class Peer(NamedTuple):
 
 async def methods(peer: Peer) -> list[Method]:
     """The descriptions of the functions at `peer`."""
-    found: list[Method] = await peer.client.call(peer.number, METHODS, (), {}, _description())
+    found: list[Method] = await peer.client.call(Request(peer.number, METHODS, (), {}, _description()))
     return found
 
 
@@ -71,14 +71,16 @@ class _Stub:
     async def _call(self, function: Function, /, *args: Any, **kwargs: Any) -> Any:
         await self._match()
         peer = self._peer
-        result = await peer.client.call(peer.number, function.name, args, kwargs, function.types, peer.place)
+        request = Request(peer.number, function.name, args, kwargs, function.types, peer.place)
+        result = await peer.client.call(request)
         function.check_result(result)
         return result
 
     async def _stream(self, function: Function, /, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         await self._match()
         peer = self._peer
-        items = peer.client.stream(peer.number, function.name, args, kwargs, function.types, peer.place)
+        request = Request(peer.number, function.name, args, kwargs, function.types, peer.place)
+        items = peer.client.stream(request)
         try:
             async for item in items:
                 function.check_result(item)

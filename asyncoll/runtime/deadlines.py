@@ -30,7 +30,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
     - A collective, or a `send` or `recv`, that is overdue raises DeadlineError at every rank of its communicator, and
       ends the communicator, because its peers would wait for ever. The error names the ranks that have arrived, the
-      ranks that are missing, and where these are.
+      ranks that are missing, and where these are. A rank is also missing if its tensor has not arrived from its device.
     - A call of a wait-avoiding operation that is overdue does the same. To stop waiting for one round and continue, use
       `asyncio.timeout` instead.
     - An RPC that is overdue raises DeadlineError at its caller only. The function is cancelled at its callee. The calls

@@ -2,7 +2,8 @@
 
 A call is overdue at the end of `asyncoll.deadline` or after ASYNCOLL_DEADLINE_S seconds. Its rank then asks all ranks
 of the call where they are (message Where), waits a short time for the answers (message Here), and fails the
-communicator with a message that names the ranks that have arrived and the ranks that are missing (message Overdue).
+communicator with a message that names the ranks that have arrived and the ranks that are missing (message Overdue). A
+rank whose tensor has not arrived from its device is missing, as if it had not made the call.
 
 A call that waits for a rank which has left (see `lifetime`) fails the communicator, too.
 """
@@ -12,15 +13,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import Departed
 from asyncoll.runtime.group import Group
+from asyncoll.tensors.staged import Arriving
 from asyncoll.transport.wire import Here, Overdue, Where
 
 _ANSWER_S = 0.25  # time for the answers. The progress thread of a rank answers, also while the rank computes
@@ -48,7 +51,7 @@ class Kind(IntEnum):
     ROUND = 4  # the runtime of its ranks, which serves the rounds of others after the last call
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that takes five times as long to make
+@dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen: that takes five times as long to make
 class PendingCall:
     """One call in progress. Times are those of `deadlines.now_s`, in seconds."""
 
@@ -78,6 +81,7 @@ class PendingCalls:
         self._patience_s = endpoint.patience_s
         self._now_s = deadlines.clock()
         self._pending: dict[PendingCall, None] = {}  # an ordered set
+        self._arriving: WeakKeyDictionary[PendingCall, Sequence[Arriving]] = WeakKeyDictionary()
         self._on_idle: Callable[[], None] | None = None
         self._calls = 0  # the number of the last numbered call
         self._last: Call | None = None  # the last call of this rank
@@ -125,6 +129,10 @@ class PendingCalls:
         if self._departed:
             self._post(self._look_soon)
         return pending
+
+    def arrives(self, pending: PendingCall, tensors: Sequence[Arriving]) -> None:
+        """The call waits for `tensors`, which come from a device."""
+        self._arriving[pending] = tensors
 
     def narrow(self, pending: PendingCall, ranks: tuple[int, ...]) -> None:
         """From now on a call in progress is one of the world ranks `ranks`, and needs both."""
@@ -243,29 +251,51 @@ class PendingCalls:
 
     def _has_arrived(self, rank: int, pending: PendingCall) -> bool:
         """Whether `rank` is in this call, or has made it already."""
+        answer, key = self._answers.get(rank), pending.call.key
         if rank == self._endpoint.rank:
-            return True
-        answer = self._answers.get(rank)
-        if answer is None:
+            return key not in self._arriving_keys()
+        if answer is None or key in answer.arriving.split("\n"):
             return False
-        return pending.call.key in answer.inside.split("\n") or 0 < pending.number <= answer.calls
+        return key in answer.inside.split("\n") or 0 < pending.number <= answer.calls
+
+    def _arriving_keys(self) -> list[str]:
+        """The names of the calls whose tensors have not arrived. Calls of one name go on one after another."""
+        first: dict[str, PendingCall] = {}
+        for pending in tuple(self._pending):
+            first.setdefault(pending.call.key, pending)
+        return [key for key, pending in first.items() if self._awaited(pending)]
+
+    def _awaited(self, pending: PendingCall) -> str:
+        """The device from which a tensor of the call has not arrived; empty if there is none."""
+        return next(filter(None, (tensor.awaited for tensor in self._arriving.get(pending, ()))), "")
 
     def _location(self, rank: int) -> str:
         answer = self._answers.get(rank)
-        doing = answer.doing if answer is not None else "which does not answer"
+        if rank == self._endpoint.rank:
+            doing = self._doing()
+        else:
+            doing = answer.doing if answer is not None else "which does not answer"
         return f"{self._endpoint.membership.name(rank)}, {doing}"
 
     def _on_question(self, source: int, question: Where) -> None:
         """A Where message: answer with the calls that this rank is in, or its last call."""
         self._catch_up()
+        inside = "\n".join(pending.call.key for pending in tuple(self._pending))
+        arriving = "\n".join(self._arriving_keys())
+        self._endpoint.router.tell(source, Here(question.communicator, self._calls, inside, arriving, self._doing()))
+
+    def _doing(self) -> str:
+        """What this rank does: the calls that it is in, or its last call."""
         pending, now_s = tuple(self._pending), self._now_s()
-        if pending:
-            doing = " and ".join(f"in {pending.call} for {now_s - pending.since_s:.1f} s" for pending in pending)
-        else:
+        if not pending:
             after = f", after {self._last}" if self._last is not None else " and has made no call"
-            doing = f"in its own code for {now_s - self._idle_since_s:.1f} s{after}"
-        inside = "\n".join(pending.call.key for pending in pending)
-        self._endpoint.router.tell(source, Here(question.communicator, self._calls, inside, doing))
+            return f"in its own code for {now_s - self._idle_since_s:.1f} s{after}"
+        calls = []
+        for each in pending:
+            device = self._awaited(each)
+            why = f", and its tensor has not arrived from {device}" if device else ""
+            calls.append(f"in {each.call} for {now_s - each.since_s:.1f} s{why}")
+        return " and ".join(calls)
 
     # -- ranks that leave -------------------------------------------------------------------------
 

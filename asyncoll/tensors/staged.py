@@ -29,6 +29,10 @@ class CopiesBack(Protocol):
 class Arriving(Protocol):
     """What comes from a device before the algorithm of a call runs."""
 
+    @property
+    def awaited(self) -> str:
+        """The name of its device while the call waits for elements from there; empty otherwise. In any thread."""
+
     def begin(self, back: CopiesBack) -> None:
         """In the caller's thread: begin to copy the elements. The work that the program has queued comes before.
 
@@ -75,6 +79,9 @@ class Staged(Arriving, Protocol):
     def check_arrived(self, nbytes: int) -> None:
         """The first `nbytes` are used from here on. Raises DeviceError if they have not arrived."""
 
+    def waits_for(self, transfer: Any) -> None:
+        """The call waits for `transfer`, a copy between memories of the device, instead of `fetch`."""
+
     def put(self, nbytes: int | None = None) -> None:
         """The first `nbytes` of the mirror, or all, have the result: copy those to the tensor that were not copied yet.
 
@@ -83,6 +90,9 @@ class Staged(Arriving, Protocol):
 
     def result(self, nbytes: int) -> Any:
         """A mark of a new flat tensor of the same dtype. The device gives it its elements, and the next `like` it."""
+
+    def order(self) -> None:
+        """The work that the thread queues from here on comes after the copies so far, as after `join`; they go on."""
 
     def has_result(self) -> None:
         """The tensor itself has got the result: `put` has no effect from here on."""

@@ -170,6 +170,7 @@ class Here(NamedTuple):
     communicator: int
     calls: int  # the number of numbered calls begun so far
     inside: str  # the names of the calls that are not complete, one in each line
+    arriving: str  # of those, the names of the calls whose tensors have not arrived from their devices
     doing: str  # the current activity of the rank
 
 

@@ -144,6 +144,7 @@ class OnDevice:
 
     async def _over(self, transfer: Transfer) -> None:
         """Return once it is over. Raises DeviceError, and the failure of the communicator."""
+        self._staged.waits_for(transfer)
         turn = Turn()
         transfer.when_moved(transfer.nbytes, turn.set)
         await turn_of(turn)

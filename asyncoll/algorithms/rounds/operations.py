@@ -116,6 +116,7 @@ class Operations:
         """
         arrival, receipt, runner = Arrival(self.member, given.staged), Receipt(), self.member.runner
         turn, pending = self._turns.setdefault(call.operation.name, asyncio.Lock()), self.pending.enter(call)
+        self.pending.arrives(pending, given.staged)
         self.repeats.pop(call.operation.name, None)  # they would not wait for their turn
         work = partial(self._contribute, call, given, receipt, pending)
         started = runner.start(self._in_turn(turn, arrival, call, work, pending), receipt.take_back)
@@ -161,7 +162,7 @@ class Operations:
         rounds = self._known.get(spec.name)
         if rounds is None or rounds.operation is not spec or rounds.at_once is None or type(x) is not np.ndarray:
             return
-        if spec.name in self._turns:
+        if spec.name in self._turns or spec.name in self._joined:
             return
         if x.dtype == storage(spec.layout[0][0]):  # otherwise it is packed in another dtype, or in native byte order
             at_once, pending, begin = rounds.at_once, self.pending, partial(self._begin, rounds)
@@ -262,6 +263,7 @@ class Operations:
         """The contributions of this rank come before: it counts as one that makes no more calls from then on."""
         arrival, runner = Arrival(self.member, given.staged), self.member.runner
         turn = self._turns.setdefault(call.operation.name, asyncio.Lock())
+        self.pending.arrives(pending, given.staged)
         work = partial(self._conclude, call, given, pending)
         return runner.resuming(runner.start(self._in_turn(turn, arrival, call, work, pending), _nothing), arrival.join)
 

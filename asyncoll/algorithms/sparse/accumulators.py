@@ -130,6 +130,10 @@ class OnDevice:
         for part in staged_parts(self._made):
             part.begin(back)
 
+    @property
+    def awaited(self) -> str:
+        return next(filter(None, (part.awaited for part in staged_parts(self._made))), "")
+
     async def arrived(self) -> None:
         await self._all_arrived()
         if self._wanted.threshold:  # how many elements reach it is known now, and so memory for them

@@ -1,23 +1,27 @@
-"""The laws of wait-avoiding collectives, checked in worlds that are drawn from seeds."""
+"""The laws of wait-avoiding collectives and of gossip, checked in worlds that are drawn from seeds."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from asyncoll.testing.laws import gossip
 from asyncoll.testing.laws.rules import Breach, laws_of
 from asyncoll.testing.laws.runs import SIMULATED, tell
-from asyncoll.testing.laws.story import draw
+from asyncoll.testing.laws.story import GOSSIP, draw
 
 
 class LawBroken(AssertionError):  # noqa: N818
     """A law does not hold in a world. `replay` is the command that runs the same world again."""
 
     def __init__(self, law: str, statement: str, what: str, replay: str, where: Breach | None = None) -> None:
-        location = f"round {where.round}, rank {where.rank}: " if where else ""
+        number = f"round {where.round}, " if where and where.round else ""
+        location = f"{number}rank {where.rank}: " if where else ""
         super().__init__(f"{law} is broken: {statement}\n  {location}{what}\n  replay: {replay}")
         self.law = law
         self.replay = replay
-        self.round = where.round if where else None
+        self.round = where.round if where else None  # 0 in a world of gossip
         self.rank = where.rank if where else None
 
 
@@ -25,7 +29,7 @@ class LawBroken(AssertionError):  # noqa: N818
 class Lawful:
     """The size of a world that kept all laws."""
 
-    rounds: int
+    rounds: int  # averages, in a world of gossip
     messages: int  # 0 on a real transport, which does not count them
 
 
@@ -56,8 +60,10 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise LawBroken("completion", "Every world runs to its end.", what, replay) from error
-    for law in laws_of(kind):
+    is_gossip = kind == GOSSIP
+    laws: Iterable[Callable[[Any], Iterator[Breach]]] = gossip.LAWS if is_gossip else laws_of(kind)
+    for law in laws:
         for breach in law(story):
             statement = (law.__doc__ or "").partition("\n")[0]
             raise LawBroken(law.__name__, statement, breach.what, replay, breach)
-    return Lawful(case.rounds, story.messages)
+    return Lawful(story.averages if is_gossip else case.rounds, story.messages)

@@ -21,7 +21,7 @@ from asyncoll.testing.laws.story import NAP_S, Call, Cancelled, Case, Story
 
 @dataclass(frozen=True, slots=True)
 class Breach:
-    """The round and the rank at which a law is broken, and what is wrong there."""
+    """The round (0 in a world of gossip) and the rank at which a law is broken, and what is wrong there."""
 
     round: int
     rank: int

@@ -17,7 +17,10 @@ import numpy as np
 from asyncoll import _core
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
-from asyncoll.testing.laws.story import AlarmError, Call, Cancelled, Case, Part, Story, draw, take_part
+from asyncoll.testing.devices.of_rank import device_of
+from asyncoll.testing.laws import gossip
+from asyncoll.testing.laws.gossip import Gossiper, GossipStory
+from asyncoll.testing.laws.story import GOSSIP, AlarmError, Call, Cancelled, Case, Story, Trainer, draw
 from asyncoll.testing.worlds import run_ranks, simulate
 from asyncoll.transport.messages.simulated import Network
 from asyncoll.world.join import run
@@ -30,8 +33,8 @@ PROCESSES = {"shm-processes": "shm", "zmq-processes": "zmq", MIXED: "shm"}
 _TIMEOUT_S = 120  # a case takes about a second, so a world that runs this long has a rank that waits for ever
 
 
-def tell(case: Case, transport: str, *, devices: bool = False) -> Story:
-    """Run the world and return its story. A real transport has no drawn network and no sleeper.
+def tell(case: Case, transport: str, *, devices: bool = False) -> Any:
+    """Run the world and return its `Story`, or `GossipStory`. A real transport has no drawn network and no sleeper.
 
     Without `devices` no rank has one.
     """
@@ -57,14 +60,25 @@ def _in_processes(case: Case) -> Case:
     return replace(case, staging=tuple(rank for rank in case.staging if rank not in (case.alarmed, case.forking)))
 
 
-def _story(case: Case, parts: list[Part], messages: int) -> Story:
+async def take_part(comm: Communicator, case: Case) -> Any:
+    """The `Part` of this rank, or the `gossip.Part`."""
+    trainer = Gossiper if case.kind == GOSSIP else Trainer
+    if comm.rank not in case.staging:
+        return await trainer(comm, case).run()
+    with device_of(comm, case.seed) as device:
+        return await trainer(comm, case, device).run()  # in the end of the block the answers get their values
+
+
+def _story(case: Case, parts: list[Any], messages: int) -> Story | GossipStory:
+    if case.kind == GOSSIP:
+        return GossipStory(case, parts, messages)
     return Story(case, [calls for calls, _ in parts], [each for _, cancelled in parts for each in cancelled], messages)
 
 
 # -- processes -----------------------------------------------------------------------------------
 
 
-def _launch(case: Case, transport: str) -> list[Part]:
+def _launch(case: Case, transport: str) -> list[Any]:
     """Run every rank as a process, which draws the case itself and writes a record of its part.
 
     Each case needs a launch of its own, because a rank of a case may leave the world early.
@@ -73,7 +87,7 @@ def _launch(case: Case, transport: str) -> list[Part]:
         cores, devices = "mixed" if transport == MIXED else "same", "devices" if case.staging else "none"
         program = ["-m", "asyncoll.testing.laws", case.kind, str(case.seed), folder, cores, devices]
         _run_job(["-n", str(case.size), "--transport", PROCESSES[transport], "--timeout", str(_TIMEOUT_S), *program])
-        return [read_record(_record(folder, rank)) for rank in range(case.size)]
+        return [read_record(_record(folder, rank), case.kind) for rank in range(case.size)]
 
 
 def _run_job(arguments: list[str]) -> None:
@@ -102,7 +116,7 @@ def rank_main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
     sys.unraisablehook = _ignore_alarms
 
-    async def main(comm: Communicator) -> tuple[int, Part]:
+    async def main(comm: Communicator) -> tuple[int, Any]:
         case = _in_processes(_in_real_time(draw(kind, comm.size, int(seed))))
         return comm.rank, await take_part(comm, case if devices == "devices" else replace(case, staging=()))
 
@@ -120,15 +134,22 @@ def _ignore_alarms(unraisable: Any) -> None:
         sys.__unraisablehook__(unraisable)
 
 
-def write_record(record: Path, part: Part) -> None:
-    calls, cancelled = part
-    fields = [*map(asdict, calls)], [*map(asdict, cancelled)]
+def write_record(record: Path, part: Any) -> None:
+    fields = asdict(part) if isinstance(part, gossip.Part) else [[*map(asdict, each)] for each in part]
     record.write_text(json.dumps(fields, default=lambda array: array.tolist()))
 
 
-def read_record(record: Path) -> Part:
+def read_record(record: Path, kind: str = "") -> Any:
+    if kind == GOSSIP:
+        return _gossip(**json.loads(record.read_text()))
     calls, cancelled = json.loads(record.read_text())
     return [_call(**each) for each in calls], [Cancelled(**each) for each in cancelled]
+
+
+def _gossip(**fields: Any) -> gossip.Part:
+    fields["model"] = np.array(fields["model"])
+    updates = [gossip.Update(**update | {"model": np.array(update["model"])}) for update in fields["updates"]]
+    return gossip.Part(**fields | {"updates": updates})
 
 
 def _call(**fields: Any) -> Call:

@@ -23,18 +23,19 @@ from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices import FakeDevice
-from asyncoll.testing.devices.of_rank import device_of
 from asyncoll.testing.laws.tensors import Layout, Tensors
 from asyncoll.transport.messages.simulated import Network, Pause
 
-KINDS = ("solo", "majority", "quorum", "full", "candidates", "group")
+KINDS = ("solo", "majority", "quorum", "full", "candidates", "group")  # of rounds
+GOSSIP = "gossip"
+_DRAWN = (*KINDS, GOSSIP)
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
 _CANCELS = 4  # the most calls that the impatient rank of a world cancels
 _ALARM_S = 0.0005  # mean time from the start of a call to the signal: about as long as a call takes, so many hit it
 _OVERLAPS = (1, 1, 2, 4)  # drawn: the most calls of one rank that are in flight at the same time
-_STEP_S = 0.01  # mean computation of a trainer between two calls; the slow rank of a world takes five times as long
+STEP_S = 0.01  # mean computation of a trainer between two calls; the slow rank of a world takes five times as long
 _FORK_AT = (1, 3, 5)  # odd calls: their contributions are in registered memory
 NAP_S = 1000.0  # the sleep of a trainer, longer than all the rest of a world
 
@@ -82,6 +83,8 @@ class Case:
 
     @property
     def layout(self) -> Layout:
+        if self.kind == GOSSIP:
+            return Layout(1, self.padding, self.calls, self.size, ("float64",))
         return Layout(self.buckets, self.padding, self.calls, self.size)
 
     def is_synchronous(self, number: int) -> bool:
@@ -108,11 +111,11 @@ _STRINGS: tuple[Callable[[str], str], ...] = (str, np.str_, _String, _Name)
 
 def draw(kind: str, size: int, seed: int) -> Case:
     """The case of `kind`, `size` and `seed`. Raises UsageError for an unknown kind, no ranks or a negative seed."""
-    if kind not in KINDS:
-        raise UsageError(f"unknown kind {kind!r}: use one of {', '.join(KINDS)}")
+    if kind not in _DRAWN:
+        raise UsageError(f"unknown kind {kind!r}: use one of {', '.join(_DRAWN)}")
     if size < 1 or seed < 0:
         raise UsageError(f"a world has at least one rank, and seeds count from 0: got size {size} and seed {seed}")
-    generator = np.random.default_rng([seed, size, KINDS.index(kind)])
+    generator = np.random.default_rng([seed, size, _DRAWN.index(kind)])
 
     def one_of(*values: Any) -> Any:
         return values[generator.integers(len(values))]
@@ -204,14 +207,6 @@ class Story:
         return self.calls[rank][-1].round < number
 
 
-async def take_part(comm: Communicator, case: Case) -> Part:
-    """Make calls at random moments until one returns the last round. Returns all answers and cancelled calls."""
-    if comm.rank not in case.staging:
-        return await _Trainer(comm, case).run()
-    with device_of(comm, case.seed) as device:
-        return await _Trainer(comm, case, device).run()  # in the end of the block the answers get their values
-
-
 class AlarmError(Exception):
     """Raised by the signal handler of a case."""
 
@@ -226,7 +221,7 @@ def _ignore_alarms(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
         loop.default_exception_handler(context)
 
 
-class _Trainer:
+class Trainer:
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case, device: FakeDevice | None = None) -> None:
@@ -234,13 +229,14 @@ class _Trainer:
         self._case = case
         self._tensors = Tensors(case.layout, comm, device)
         self._generator = np.random.default_rng([case.seed, comm.rank])
-        self._step_s = _STEP_S * (5 if comm.rank == case.slow else 1)
+        self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         self._begun = 0  # number of calls for which a task was made
         self._answers: dict[int, Call] = {}  # by index of the call; `aim` as in `_aims`
         self._child = 0  # process id of the forked child; 0 if there is none
         self._aims: dict[int, int] = {}  # by index of the call: the earliest round that it aims at
 
     async def run(self) -> Part:
+        """Make calls at random moments until one returns the last round. Returns all answers and cancelled calls."""
         case, rank = self._case, self._comm.rank
         while self._seen() < case.rounds and not (rank == case.quitter and len(self._answers) >= case.quits_after):
             await asyncio.sleep(self._generator.exponential(self._step_s))
@@ -273,7 +269,7 @@ class _Trainer:
             if self._generator.random() < 0.5:
                 self._cancel_at_answer(int(self._generator.integers(victim + 1)), calls[victim])
             else:
-                await asyncio.wait(calls, timeout=float(self._generator.exponential(_STEP_S)))
+                await asyncio.wait(calls, timeout=float(self._generator.exponential(STEP_S)))
                 calls[victim].cancel()
         await asyncio.wait(calls)
         for call in calls:

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from asyncoll.errors import UsageError
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
-from asyncoll.testing.laws.story import KINDS
+from asyncoll.testing.laws.story import GOSSIP, KINDS
 
 _BATCH = 20  # the most worlds that a process checks between two updates of the progress bar
 _SHOWN = 3  # broken worlds that are shown; the others are counted, and usually have the same cause
@@ -26,11 +26,12 @@ Outcome = Lawful | str  # of a world; the text of the law that it breaks
 
 
 def parse_kinds(text: str) -> list[str]:
+    kinds = [*KINDS, GOSSIP]
     if text == "all":
-        return list(KINDS)
-    if text in KINDS:
+        return kinds
+    if text in kinds:
         return [text]
-    raise UsageError(f"unknown kind {text!r}: use all, {', '.join(KINDS)}")
+    raise UsageError(f"unknown kind {text!r}: use all, {', '.join(kinds)}")
 
 
 def parse_ranks(text: str) -> list[int]:

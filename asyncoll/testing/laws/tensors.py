@@ -13,8 +13,6 @@ from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array, build
 from asyncoll.testing.devices import FakeDevice
 
-_DTYPES = ("int64", "float64")  # of the tensors of a contribution
-
 
 class Layout(NamedTuple):
     """Of a contribution: some tensors, each with the counts of all calls of all ranks behind a padding."""
@@ -23,6 +21,7 @@ class Layout(NamedTuple):
     padding: int  # elements
     calls: int
     ranks: int
+    dtypes: tuple[str, ...] = ("int64", "float64")  # of the tensors; the counts have the first
 
 
 class Tensors:
@@ -38,7 +37,7 @@ class Tensors:
         """Zeros with a 1 in the element of call `index`, behind the padding."""
         layout = self._layout
         own = layout.padding + index * layout.ranks + self._comm.rank
-        buckets = [self._zeros(index, dtype) for dtype in _DTYPES[: layout.buckets]]
+        buckets = [self._zeros(index, dtype) for dtype in layout.dtypes[: layout.buckets]]
         for bucket in buckets:
             self._work(partial(_set, own), bucket)
         return buckets if layout.buckets > 1 else buckets[0]
@@ -49,7 +48,7 @@ class Tensors:
         If `x` is on a device, they are there once that has done its work.
         """
         layout, buckets = self._layout, _listed(x)
-        found = np.full((len(buckets), layout.calls, layout.ranks), -1, np.int64)
+        found = np.full((len(buckets), layout.calls, layout.ranks), -1, layout.dtypes[0])
         less = np.broadcast_to(less, found.shape)
         for into, bucket, subtrahend in zip(found, buckets, less, strict=True):
             self._work(partial(_count, layout.padding, into, subtrahend), bucket, writes=False)
@@ -95,4 +94,4 @@ def _set(which: int | slice, x: Array, value: int = 1) -> None:
 
 
 def _count(padding: int, into: Array, less: Array, x: Array) -> None:
-    into[...] = x[padding:].reshape(into.shape).astype(np.int64) - less
+    into[...] = x[padding:].reshape(into.shape).astype(into.dtype) - less

@@ -68,6 +68,15 @@ class Mirror:
             with self._stager.failing():
                 await arrived(self._fetched)
 
+    @property
+    def awaited(self) -> str:
+        fetched = self._fetched
+        is_awaited = fetched is not None and fetched.error is None and fetched.moved < fetched.nbytes
+        return self.device if is_awaited else ""
+
+    def waits_for(self, transfer: Transfer) -> None:
+        self._fetched = transfer
+
     def when_arrived(self, nbytes: int, callback: Callable[[], None]) -> None:
         if self._fetched is None:
             callback()
@@ -89,6 +98,11 @@ class Mirror:
             self._result, mark = self.mark.like(dtype_name(self._x.dtype), (nbytes // self._x.itemsize,))
         self._marks.append(mark)
         return mark
+
+    def order(self) -> None:
+        with self._stager.failing():
+            for mark in self._marks:
+                mark.join()
 
     def has_result(self) -> None:
         self._returned = self.mirror.nbytes
