@@ -147,7 +147,8 @@ class CudaDevice:
 
     @refusing()
     def share(self, nbytes: int) -> CudaExchange:
-        return CudaExchange(Gpu(self.place.index, self._queue_shared), loaded_runtime(), nbytes)
+        runtime = loaded_runtime()
+        return CudaExchange(Gpu(self.place.index, self._queue_shared), runtime, nbytes)
 
     def close(self) -> None:
         self._watcher.close()
