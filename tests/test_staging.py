@@ -28,7 +28,7 @@ from asyncoll.tensors.registered import RegisteredMemory
 from asyncoll.tensors.staged import stagers
 from asyncoll.testing import Hazard, fake_device, run_ranks, simulate
 from asyncoll.transport.staging import mirrors
-from asyncoll.transport.staging.mirrors import DeviceStager
+from asyncoll.transport.staging.mirrors import DeviceStager, Mirror
 from asyncoll.world import join
 
 WINDOWS = "short=64,staged=1024"  # a tensor of 1,000 float32 has several
@@ -682,20 +682,25 @@ def test_results_go_from_the_memory_that_they_were_made_in():
 
 def test_results_need_memory_of_the_host_where_ranks_share_none_of_devices(monkeypatch):
     monkeypatch.setenv("ASYNCOLL_SIZES", WINDOWS)
+    asked, defer = {}, Mirror.defer
+
+    def spied(mirror, *, may_share):
+        asked.setdefault(id(mirror._stager), []).append(may_share)
+        defer(mirror, may_share=may_share)
+
+    monkeypatch.setattr(Mirror, "defer", spied)
 
     async def main(comm):
-        may_share = []
-        staged = SimpleNamespace(mirror=np.empty(4000), defer=lambda **options: may_share.append(options["may_share"]))
         for _ in range(2):
-            comm._core.backend.overlapped(Signature("allgather", 0, "float32", 1000, "", ("", 0)), staged)
-            await comm.barrier()  # no rank has refused before all have asked
             x = await comm.allgather(device.tensor(torch.ones(400_000)))
             assert (device.values(x) == 1).all()
-        return may_share
 
     with fake_device() as device:
         device.refuse("share memory")
-        assert run_ranks(2, main, "shm") == [[True, False]] * 2
+        run_ranks(2, main, "shm")
+    firsts, seconds = zip(*asked.values(), strict=True)
+    assert any(firsts)  # the first rank that asks, since none has refused before
+    assert seconds == (False, False)
 
 
 # -- in worlds of real processes ------------------------------------------------------------------
