@@ -126,7 +126,7 @@ def test_blocks_pass_bytes_and_are_given_back():
     made, libraries = exchanges(3)
     for each in made:
         assert len(each.handle) == HANDLE_BYTES
-        each.open([other.handle for other in made])
+        each.open({rank: other.handle for rank, other in enumerate(made)})
     tensors = [torch.full((1000,), rank + 1, dtype=torch.int32) for rank in range(3)]
     marks = [Mark(x.view(torch.uint8)) for x in tensors]
     for each, mark in zip(made, marks, strict=True):
@@ -164,7 +164,7 @@ def test_an_error_of_the_driver_is_a_reason_and_leaves_nothing(function, code, r
 
 def _open(library, first):
     made = CudaExchange(HostGpu(b"U" * 16), Runtime(library), NBYTES)
-    made.open([made.handle, first.handle])
+    made.open({0: made.handle, 1: first.handle})
 
 
 def test_a_handle_that_does_not_fit():
@@ -177,7 +177,7 @@ def test_a_handle_that_does_not_fit():
         (b"", "the handle of group rank 2 has 0 bytes instead of 88"),
     ]:
         with pytest.raises(RefusedError, match=reason):
-            one.open([one.handle, same.handle, handle])
+            one.open({0: one.handle, 1: same.handle, 2: handle})
         assert not libraries[0].opened
 
 

@@ -340,7 +340,7 @@ async def _shares_memory(program: DeviceProgram) -> None:
         exchange = program.device.share(1 << 16)
     except RefusedError:
         return
-    exchange.open([exchange.handle])
+    exchange.open({0: exchange.handle})
     x = _tensor(program, _numbers(4096))
     program.add(x, 1)
     mark = program.device.mark(x)

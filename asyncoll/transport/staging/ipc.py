@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 from uuid import UUID
@@ -154,16 +154,17 @@ class CudaExchange:
         runtime.addresses[self.handle] = self._address
         self._own = gpu.bytes_at(self._address, nbytes)
         self._imported: list[int] = []  # addresses of the blocks of other processes
-        self._blocks: list[torch.Tensor] = []  # by rank
+        self._blocks: dict[int, torch.Tensor] = {}  # by rank
         self._transfers: list[Transfer] = []
 
-    def open(self, handles: Sequence[bytes]) -> None:
-        try:
-            with self._gpu.current():
-                self._blocks = [self._opened(rank, handle) for rank, handle in enumerate(handles)]
-        except RefusedError:
-            self.shut()
-            raise
+    def open(self, handles: Mapping[int, bytes]) -> None:
+        before = len(self._imported)
+        with self._gpu.current():
+            try:
+                self._blocks |= {rank: self._opened(rank, handle) for rank, handle in handles.items()}
+            except RefusedError:
+                self._close_from(before)
+                raise
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         if dtype.startswith("complex"):  # products and quotients of a GPU may be rounded in another way
@@ -191,23 +192,27 @@ class CudaExchange:
             yield self._blocks[rank][offset : offset + nbytes], mark.content[start : start + nbytes]
 
     def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> Transfer:
-        parts = [block[offset : offset + nbytes] for block in self._blocks]
+        parts = [self._blocks[rank][offset : offset + nbytes] for rank in sorted(self._blocks)]
         into = self._own[offset : offset + nbytes]
         return self._queue(nbytes, lambda: reduce_on_device(into, parts, op, dtype))
 
     def shut(self) -> bool:
         if not all(transfer.moved == transfer.nbytes or transfer.error for transfer in self._transfers):
             return False
-        self._blocks = []
+        self._blocks = {}
         with self._gpu.current():
-            while self._imported:
-                self._runtime.close(self._imported.pop())
+            self._close_from(0)
         return True
 
     def free(self) -> None:
         del self._runtime.addresses[self.handle]
         with self._gpu.current():
             self._runtime.free(self._address)
+
+    def _close_from(self, first: int) -> None:
+        """Close the blocks that were imported from number `first` on."""
+        while len(self._imported) > first:
+            self._runtime.close(self._imported.pop())
 
     def _opened(self, rank: int, handle: bytes) -> torch.Tensor:
         if len(handle) != HANDLE_BYTES:
