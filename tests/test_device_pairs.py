@@ -20,6 +20,7 @@ from asyncoll.runtime import executions
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Kill, Network, fake_device, fault, run_ranks, simulate
 from asyncoll.transport.messages.simulated import Pause
+from asyncoll.transport.staging import RefusedError
 
 SIZES = "device=64,device_window=1024"
 LONG = 1 << 12  # bytes: arrays up to this do not wait for their receive
@@ -30,8 +31,8 @@ COUNT = 3001  # of float32: 12 windows
 def short_messages(monkeypatch):
     """Long arrays begin at LONG bytes."""
     monkeypatch.setenv("ASYNCOLL_SIZES", SIZES)
-    for module in (executions, pair_memory):
-        monkeypatch.setattr(module, "SEGMENT_BYTES", LONG)
+    monkeypatch.setattr(executions, "SEGMENT_BYTES", LONG)
+    monkeypatch.setattr(pair_memory, "SEGMENT_BYTES", LONG)
 
 
 def zeros_like(x):
@@ -341,6 +342,35 @@ def test_a_rank_that_stands_still_and_goes_on_later(who):
         network = Network(faults=[Pause(who, 1e-4 + seed * 4e-4, 3.0)])
         simulate(2, lambda comm, seed=seed: main(comm, seed), network, seed, shared_memory=True)
     assert ends == {"over", "overdue"}
+
+
+@pytest.mark.parametrize("moment", ["before", "inside", "after"])
+def test_a_rank_that_stops_while_it_opens_a_block(moment):
+    """The owner, which has given it up, frees its block before, or keeps it."""
+    blocks = []
+
+    async def main(comm):
+        block = comm._core.backend._pairs._block
+        block.takes(device)
+        block.offer()
+        blocks.append(block)
+        await comm.barrier()
+        if comm.rank:
+            (owner,) = (each for each in blocks if each is not block)
+            opens = block.exchange.open
+            block.exchange.open = lambda handles: (owner.close() if moment == "inside" else None, opens(handles))
+            if moment == "before":
+                owner.close()
+                with pytest.raises(RefusedError, match="a rank has ended its calls"):
+                    block.open([0])
+            else:
+                block.open([0])
+                owner.close()
+                assert owner.exchange.handle
+        await comm.barrier()
+
+    with opened() as device:
+        run_ranks(2, main, "shm")
 
 
 def test_nothing_is_read_from_a_rank_that_is_lost(monkeypatch):

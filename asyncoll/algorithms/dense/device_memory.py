@@ -43,7 +43,10 @@ class DeviceMemory:
 
     def offers(self, device: Any) -> bool:
         """Whether this rank can show a tensor of `device` in a block."""
-        if self.is_refused or not self._block.takes(device):
+        if self.is_refused:
+            self.close()  # what can be given back now, as other ranks have closed it
+            return False
+        if not self._block.takes(device):
             return False
         if self._states()[self._staging.rank] == 0:
             try:

@@ -1,9 +1,14 @@
 """One block of device memory of each rank of a communicator, as one rank uses them: its own, and those that it opens.
 
-A rank shows the handle of its block (`transport.staging.Exchange`) in cells of the control block. The others open it
-when they need it, and count themselves in another cell. They close what they have opened when they make no more calls,
-and the owner frees its block then, if nobody has it open. A rank that is lost stays counted: then the block stays until
-the process ends.
+A rank shows the handle of its block (`transport.staging.Exchange`) in cells of the control block. The others count
+themselves in another cell, and then open it. When a rank makes no more calls, it closes what it has opened, and
+withdraws its handle. It frees its block once nobody counts. So no rank opens a block that is freed, or has one open
+that is freed, wherever it stops:
+
+| a rank is stopped | its count | when it goes on, its call has failed, and |
+|---|---|---|
+| before it counts | 0: the block may be freed | it finds no handle, and refuses |
+| after that, until it has closed it | 1: the block stays until the process ends | it reads what nobody writes |
 """
 
 from __future__ import annotations
@@ -17,6 +22,7 @@ from asyncoll.algorithms.dense.staging import BLOCK_CELLS, DEVICE_CELLS, Staging
 from asyncoll.errors import AsyncollError
 from asyncoll.transport.staging import HANDLE_BYTES, Exchange, RefusedError
 
+_NO_HANDLE = bytes(HANDLE_BYTES)
 logger = logging.getLogger("asyncoll")
 
 
@@ -64,24 +70,24 @@ class SharedBlock:
     def offer(self) -> None:
         """Allocate the block of this rank, on the device that it `takes`, and show it. Raises RefusedError."""
         self._exchange = self.device.share(self._nbytes)
-        cells, first = self._staging.control_block.cells, self._cell(self._staging.rank) + 1
         with self._staging.control_block:
-            for index, word in enumerate(memoryview(self._exchange.handle).cast("q"), first):
-                cells[index] = word
+            self._show(self._exchange.handle)
 
     def open(self, ranks: Collection[int]) -> None:
         """Open the blocks of `ranks`, which have offered them. Raises RefusedError; then none of them is open."""
-        cells, others = self._staging.control_block.cells, set(ranks) - {self._staging.rank}
-        handles = {}
+        cells, others, handles = self._staging.control_block.cells, set(ranks) - {self._staging.rank}, {}
         with self._staging.control_block:
             for rank in ranks:
                 first = self._cell(rank) + 1
                 handles[rank] = cells[first : first + HANDLE_BYTES // 8].tobytes()
-        self._count(others, 1)  # before they are opened: nobody frees them meanwhile
+            self._count(others, 1)
         try:
+            if _NO_HANDLE in handles.values():
+                raise RefusedError("a rank has ended its calls")
             self.exchange.open(handles)
         except RefusedError:
-            self._count(others, -1)
+            with self._staging.control_block:
+                self._count(others, -1)
             raise
         self._opened |= others
 
@@ -92,10 +98,12 @@ class SharedBlock:
         with self._giving_back():
             self._is_shut = self._exchange.shut()
             if self._is_shut:
-                self._count(self._opened, -1)
+                with self._staging.control_block:
+                    self._show(_NO_HANDLE)
+                    self._count(self._opened, -1)
 
     def close(self) -> None:
-        """`shut`, and free the block of this rank, unless another rank may still read it."""
+        """`shut`, and free the block of this rank, unless another rank may have it open."""
         self.shut()
         has_readers = self._staging.control_block.cells[self._cell(self._staging.rank)]
         if self._exchange is not None and self._is_shut and not has_readers:
@@ -115,10 +123,16 @@ class SharedBlock:
             self._exchange = None
 
     def _count(self, owners: Collection[int], change: int) -> None:
-        """Count this rank among those that have the blocks of `owners` open, or no more."""
-        with self._staging.control_block as control_block:
-            for rank in owners:
-                control_block.cells[self._cell(rank)] += change
+        """Count this rank among those that have the blocks of `owners` open, or no more. Under the lock."""
+        cells = self._staging.control_block.cells
+        for rank in owners:
+            cells[self._cell(rank)] += change
+
+    def _show(self, handle: bytes) -> None:
+        """Show the handle of this rank's block. Under the lock."""
+        cells, first = self._staging.control_block.cells, self._cell(self._staging.rank) + 1
+        for index, word in enumerate(memoryview(handle).cast("q"), first):
+            cells[index] = word
 
     def _cell(self, rank: int) -> int:
         """Where the number of ranks is that have the block of `rank` open. The cells of its handle follow."""

@@ -136,13 +136,16 @@ class Exchange(Protocol):
         """Reduce these bytes of all open blocks, in the order of ranks, into those of this rank's block."""
 
     def shut(self) -> bool:
-        """Close the blocks of the other ranks. Returns False, and does nothing, if copies are under way.
+        """Use the blocks of the other ranks no more. Returns False, and does nothing, if copies are under way.
 
         Raises RefusedError, as `free` does, if the device refuses.
         """
 
     def free(self) -> None:
-        """Free the block of this rank. All other ranks have shut."""
+        """Free the block of this rank, or keep it for the next `Device.share`. All other ranks have shut.
+
+        It does not wait for the device.
+        """
 
 
 class Device(Protocol):

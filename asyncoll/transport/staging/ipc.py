@@ -4,6 +4,10 @@
 driver, handles, and the bits of reductions. Handles are plain bytes. Blocks come from `cudaMalloc`, because torch's
 allocator moves and frees the memory of tensors, and torch's own sharing of tensors is private, and needs file
 descriptors with expandable segments.
+
+To free or to close a block, CUDA waits for all work of the GPU, and the runtime's loop would wait with it. So a block
+of this process that is not used any more stays for the next communicator, and one that was opened stays open. Both end
+with the process.
 """
 
 from __future__ import annotations
@@ -52,8 +56,29 @@ class Runtime:
     def __init__(self, library: Any) -> None:
         self._library = library
         self.addresses: dict[bytes, int] = {}  # of the blocks of this process, by handle: CUDA opens none where it is
+        self.opened: dict[tuple[bytes, bytes], int] = {}  # those of others, by the UUID of the reading GPU and handle
+        self._unused: dict[bytes, list[bytes]] = {}  # handles of blocks of this process, by GPU and size
         library.cudaGetErrorString.restype = ctypes.c_char_p
         library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _IpcHandle, ctypes.c_uint)
+
+    def block(self, uuid: bytes, nbytes: int) -> bytes:
+        """The handle of an unused block of the current device, whose UUID is `uuid`. Raises RefusedError."""
+        unused = self._unused.setdefault(_kind(uuid, nbytes), [])
+        if unused:
+            return unused.pop()
+        address = self.allocate(-(-nbytes // _GRAIN) * _GRAIN)
+        try:
+            handle = _HANDLE.pack(self.export(address), uuid, nbytes)
+        except RefusedError:
+            self.free(address)
+            raise
+        self.addresses[handle] = address
+        return handle
+
+    def give_back(self, handle: bytes) -> None:
+        """No rank uses the block any more. It stays allocated, for the next `block` of its kind."""
+        _, uuid, nbytes = _HANDLE.unpack(handle)
+        self._unused[_kind(uuid, nbytes)].append(handle)
 
     def allocate(self, nbytes: int) -> int:
         address = ctypes.c_void_p()
@@ -75,14 +100,16 @@ class Runtime:
         )
         return address.value or 0
 
-    def close(self, address: int) -> None:
-        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
-
     def _call(self, function: str, *arguments: Any) -> None:
         code = getattr(self._library, function)(*arguments)
         if code:
             self._library.cudaGetLastError()  # else the next call of this thread would fail with the same error
             raise RefusedError(f"{function}: {self._library.cudaGetErrorString(code).decode()}")
+
+
+def _kind(uuid: bytes, nbytes: int) -> bytes:
+    """What all blocks have in common that can replace each other."""
+    return _HANDLE.pack(b"", uuid, nbytes)
 
 
 @cache
@@ -145,26 +172,14 @@ class CudaExchange:
         self._gpu = gpu
         self._runtime = runtime
         with gpu.current():
-            self._address = runtime.allocate(-(-nbytes // _GRAIN) * _GRAIN)
-            try:
-                self.handle = _HANDLE.pack(runtime.export(self._address), gpu.uuid, nbytes)
-            except RefusedError:
-                runtime.free(self._address)
-                raise
-        runtime.addresses[self.handle] = self._address
-        self._own = gpu.bytes_at(self._address, nbytes)
-        self._imported: list[int] = []  # addresses of the blocks of other processes
+            self.handle = runtime.block(gpu.uuid, nbytes)
+        self._own = gpu.bytes_at(runtime.addresses[self.handle], nbytes)
         self._blocks: dict[int, torch.Tensor] = {}  # by rank
         self._transfers: list[Transfer] = []
 
     def open(self, handles: Mapping[int, bytes]) -> None:
-        before = len(self._imported)
         with self._gpu.current():
-            try:
-                self._blocks |= {rank: self._opened(rank, handle) for rank, handle in handles.items()}
-            except RefusedError:
-                self._close_from(before)
-                raise
+            self._blocks |= {rank: self._opened(rank, handle) for rank, handle in handles.items()}
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         if dtype.startswith("complex"):  # products and quotients of a GPU may be rounded in another way
@@ -200,19 +215,10 @@ class CudaExchange:
         if not all(transfer.moved == transfer.nbytes or transfer.error for transfer in self._transfers):
             return False
         self._blocks = {}
-        with self._gpu.current():
-            self._close_from(0)
         return True
 
     def free(self) -> None:
-        del self._runtime.addresses[self.handle]
-        with self._gpu.current():
-            self._runtime.free(self._address)
-
-    def _close_from(self, first: int) -> None:
-        """Close the blocks that were imported from number `first` on."""
-        while len(self._imported) > first:
-            self._runtime.close(self._imported.pop())
+        self._runtime.give_back(self.handle)
 
     def _opened(self, rank: int, handle: bytes) -> torch.Tensor:
         if len(handle) != HANDLE_BYTES:
@@ -222,10 +228,9 @@ class CudaExchange:
             raise RefusedError(f"the block of group rank {rank} has {nbytes} bytes instead of {self._own.numel()}")
         if not self._gpu.reads(uuid):
             raise RefusedError(f"the memory of GPU {uuid.hex()}, of group rank {rank}, cannot be read from here")
-        here = self._runtime.addresses.get(handle)
+        here = self._runtime.addresses.get(handle) or self._runtime.opened.get((self._gpu.uuid, handle))
         if here is None:
-            here = self._runtime.open(raw)
-            self._imported.append(here)
+            here = self._runtime.opened[self._gpu.uuid, handle] = self._runtime.open(raw)
         return self._gpu.bytes_at(here, nbytes)
 
     def _queue(self, nbytes: int, work: Callable[[], None], mark: Any = None) -> Transfer:

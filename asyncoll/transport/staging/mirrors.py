@@ -38,7 +38,7 @@ class Mirror:
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
         self._result: Any = None  # of `result`
-        self._is_deferred = False
+        self.is_deferred = False
         self._returned = 0  # the bytes that have been put
         self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize)
 
@@ -46,7 +46,7 @@ class Mirror:
         self._back = back
         with self._stager.failing():
             self._marks.append(self.opened_device.mark(self._x))
-        if not self._is_deferred:
+        if not self.is_deferred:
             self.fetch()
 
     @property
@@ -54,7 +54,7 @@ class Mirror:
         return self._marks[0]
 
     def defer(self) -> None:
-        self._is_deferred = True
+        self.is_deferred = True
 
     def fetch(self) -> None:
         if self._is_read:
