@@ -55,5 +55,4 @@ def _read(index: int, handle: bytes) -> str:
 
 
 if __name__ == "__main__":
-    reason = _read(int(sys.argv[1]), bytes.fromhex(sys.argv[2]))
-    sys.exit(reason)
+    sys.exit(_read(int(sys.argv[1]), bytes.fromhex(sys.argv[2])) or None)
