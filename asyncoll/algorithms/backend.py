@@ -2,7 +2,7 @@
 
 A `Backend` is chosen once for each communicator (`algorithms.choice`). It supplies the dense collectives, the rounds of
 wait-avoiding operations, the carrier of RPC and the memory of registered tensors. Point to point goes by message under
-every backend.
+every backend, but for long tensors on devices whose memory both ranks read.
 """
 
 from __future__ import annotations

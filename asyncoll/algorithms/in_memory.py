@@ -231,7 +231,7 @@ class MemoryBackend:
         return OverlappedCall(self._member, self._staging, call, staged, self._devices)
 
     def pair(self, call: Signature, context: int) -> MessageCall:
-        # By message: a rendezvous in memory is one of all ranks.
+        # By message: a rendezvous in memory is one of all ranks. A long tensor of a device may take `direct_pair`.
         return MessageCall(self._member, call, context)
 
     def direct_pair(self, call: Signature, context: int, peer: int, staged: Staged) -> DevicePair | None:
