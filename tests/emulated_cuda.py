@@ -48,6 +48,9 @@ class Tensor(torch.Tensor):
         x.inner, x.memory = inner, memory
         return x
 
+    def data_ptr(self):
+        return self.inner.data_ptr()
+
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         name, kwargs = func.__name__, kwargs or {}

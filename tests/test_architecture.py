@@ -180,6 +180,10 @@ REPLACED = {
     "test_forks.py": {"segment.check_room": "the free memory of the host"},
     "test_groups.py": {"asyncoll.algorithms.rounds.wait_avoiding.EARLY_MAX": _FAR},
     "test_interruption.py": {"mutex._try_lock": _FAULT, "progress._Crossing._settle": _FAULT},
+    "test_ipc.py": {
+        "cuda.loaded_runtime": "there is no library of CUDA to load",
+        "ipc.reduce_on_device": "emulated devices have no operations of torch",
+    },
     "test_laws.py": {
         "Communicator.method": _LAW,
         "asyncoll.testing.laws.draw": _LAW,

@@ -400,7 +400,7 @@ def test_the_doctor_without_a_device():
 @pytest.mark.parametrize("refuses", [False, True])
 def test_the_doctor_names_the_devices_and_the_routes(monkeypatch, refuses):
     def properties(index):
-        return SimpleNamespace(name="H0", uuid=f"GPU-{index}", total_memory=5 << 30)
+        return SimpleNamespace(name="H0", uuid=f"{index:032}", total_memory=5 << 30)
 
     with emulated_cuda() as gpu:
         gpu.refuses_after = 0 if refuses else 1 << 60
@@ -408,7 +408,7 @@ def test_the_doctor_names_the_devices_and_the_routes(monkeypatch, refuses):
         found = examine(with_gpu=True).sections["gpu"]
         assert list(found) == ["cuda:0", "cuda:0 between ranks", "cuda:1", "cuda:1 between ranks"]
         route = "by a detour, because the driver does not pin it: invalid argument" if refuses else "which is pinned"
-        assert found["cuda:1"].startswith("H0, GPU-1, 5.0 GiB; copies go through shared memory")
+        assert found["cuda:1"].startswith(f"H0, {1:032}, 5.0 GiB; copies go through shared memory")
         assert found["cuda:1"].endswith(route)
         assert found["cuda:1 between ranks"] == (
             "no, through memory of the host: torch has loaded 0 libraries libcudart, and one is needed"

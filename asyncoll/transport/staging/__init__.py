@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncoll.tensors.reductions import Array, ReduceOp
 
-HANDLE_BYTES = 88  # of a block: 64 of a handle of CUDA IPC, 16 of the UUID of its GPU, and 8 of its size
+HANDLE_BYTES = 96  # of a block: 64 of a handle of CUDA IPC, 16 of the UUID of its GPU, 8 of its size, 8 of a nonce
 
 
 class Transfer(Protocol):

@@ -19,8 +19,7 @@ import torch
 from asyncoll.errors import DeviceError, UsageError, describe
 from asyncoll.forks import address_of, refusal
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport.staging import RefusedError
-from asyncoll.transport.staging.ipc import CudaExchange, Gpu, loaded_runtime
+from asyncoll.transport.staging.ipc import CudaExchange, Gpu, loaded_runtime, refusing
 from asyncoll.transport.staging.landing import Landing, Watcher
 from asyncoll.transport.staging.pins import Pins
 
@@ -146,12 +145,9 @@ class CudaDevice:
             if why := self._asked("cudaHostUnregister", start):
                 logger.warning("%s does not unpin memory: %s", self.name, why)
 
+    @refusing()
     def share(self, nbytes: int) -> CudaExchange:
-        runtime = loaded_runtime()
-        try:
-            return CudaExchange(Gpu(self.place.index, self._queue_shared), runtime, nbytes)
-        except (RuntimeError, AssertionError) as error:  # of torch
-            raise RefusedError(describe(error)) from error
+        return CudaExchange(Gpu(self.place.index, self._queue_shared), loaded_runtime(), nbytes)
 
     def close(self) -> None:
         self._watcher.close()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -22,12 +23,15 @@ from uuid import UUID
 
 import torch
 
+from asyncoll.errors import describe
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError, Transfer
 
-_HANDLE = struct.Struct("=64s16sQ")  # the handle of CUDA IPC, the UUID of the GPU, the bytes of the block
+_HANDLE = struct.Struct("=64s16sQ8s")  # the handle of CUDA IPC, the UUID of the GPU, the bytes of the block, a nonce
+_NONCE_BYTES = 8  # CUDA does not say that handles differ between processes, for instance of different PID namespaces
 _GRAIN = 1 << 21  # bytes: smaller allocations of CUDA share a page of the GPU, and so would their handles
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag that there is
+_ALREADY_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
 _HALVES = ("float16", "bfloat16")
 _FUNCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -39,6 +43,16 @@ _FUNCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
     ReduceOp.BOR: torch.bitwise_or,
     ReduceOp.BXOR: torch.bitwise_xor,
 }
+
+
+@contextlib.contextmanager
+def refusing(what: str = "") -> Iterator[None]:
+    """Every error becomes a RefusedError, whose reason begins with `what`: of the driver, of torch, and of ctypes."""
+    try:
+        yield
+    except Exception as error:
+        reason = str(error) if isinstance(error, RefusedError) else describe(error)
+        raise RefusedError(what + reason) from error
 
 
 class _IpcHandle(ctypes.Structure):
@@ -68,16 +82,17 @@ class Runtime:
             return unused.pop()
         address = self.allocate(-(-nbytes // _GRAIN) * _GRAIN)
         try:
-            handle = _HANDLE.pack(self.export(address), uuid, nbytes)
-        except RefusedError:
-            self.free(address)
+            handle = _HANDLE.pack(self.export(address), uuid, nbytes, os.urandom(_NONCE_BYTES))
+        except Exception:
+            with contextlib.suppress(RefusedError):  # the reason is the first error
+                self.free(address)
             raise
         self.addresses[handle] = address
         return handle
 
     def give_back(self, handle: bytes) -> None:
         """No rank uses the block any more. It stays allocated, for the next `block` of its kind."""
-        _, uuid, nbytes = _HANDLE.unpack(handle)
+        _, uuid, nbytes, _ = _HANDLE.unpack(handle)
         self._unused[_kind(uuid, nbytes)].append(handle)
 
     def allocate(self, nbytes: int) -> int:
@@ -100,19 +115,25 @@ class Runtime:
         )
         return address.value or 0
 
-    def _call(self, function: str, *arguments: Any) -> None:
+    def enable_peer_access(self, device: int) -> None:
+        """Let the current device use the memory of that one, which is of this process."""
+        self._call("cudaDeviceEnablePeerAccess", ctypes.c_int(device), ctypes.c_uint(0), accepts=_ALREADY_ENABLED)
+
+    def _call(self, function: str, *arguments: Any, accepts: int = 0) -> None:
         code = getattr(self._library, function)(*arguments)
         if code:
             self._library.cudaGetLastError()  # else the next call of this thread would fail with the same error
+        if code not in (0, accepts):
             raise RefusedError(f"{function}: {self._library.cudaGetErrorString(code).decode()}")
 
 
 def _kind(uuid: bytes, nbytes: int) -> bytes:
     """What all blocks have in common that can replace each other."""
-    return _HANDLE.pack(b"", uuid, nbytes)
+    return _HANDLE.pack(b"", uuid, nbytes, b"")
 
 
 @cache
+@refusing()
 def loaded_runtime() -> Runtime:
     """The one that torch has loaded. Raises RefusedError if it is not found."""
     with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
@@ -141,27 +162,51 @@ class Gpu:
         """Make the device that of this thread."""
         return torch.cuda.device(self.place)
 
-    def reads(self, uuid: bytes) -> bool:
-        """Whether this GPU can read the memory of that one."""
+    def index_of(self, uuid: bytes) -> int:
+        """The number of a GPU whose memory this one can read. Raises RefusedError, with the reason, if it cannot.
+
+        NVIDIA documents that cudaIpcOpenMemHandle also opens memory of GPUs that are not visible here. It is refused
+        all the same: cudaDeviceCanAccessPeer does not know them, and what torch does with such memory was not tried.
+        """
         if uuid == self.uuid:
-            return True
-        others = [index for index in range(torch.cuda.device_count()) if _uuid(index) == uuid]
-        return any(torch.cuda.can_device_access_peer(self.place, other) for other in others)
+            return self.place.index
+        name = f"GPU-{UUID(bytes=uuid)}"  # as nvidia-smi shows it
+        index = next((each for each in range(torch.cuda.device_count()) if _uuid(each) == uuid), None)
+        if index is None:
+            raise RefusedError(
+                f"{name} is not visible here, where CUDA_VISIBLE_DEVICES is "
+                f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}: make the GPUs of all ranks visible to all ranks"
+            )
+        if not torch.cuda.can_device_access_peer(self.place, index):
+            raise RefusedError(f"{self.place} cannot read the memory of {name}: they are no peers")
+        return index
 
     def bytes_at(self, address: int, nbytes: int) -> torch.Tensor:
-        """The memory there, as a flat tensor of the device, which does not keep it allocated."""
+        """The memory there, as a flat tensor of the device, which does not keep it allocated.
+
+        Raises RefusedError if torch copies it.
+        """
 
         class Memory:
             def __init__(self) -> None:
                 shape, data = (nbytes,), (address, False)
                 self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": data, "version": 3}
 
-        return torch.as_tensor(Memory(), device=self.place)
+        x = torch.as_tensor(Memory(), device=self.place)
+        if x.data_ptr() != address:
+            raise RefusedError(
+                f"torch {torch.__version__} copies the memory of another GPU instead of using it: torch 2.9 or newer "
+                "is needed between GPUs"
+            )
+        return x
 
 
 def _uuid(index: int) -> bytes:
     """The UUID of a device that this process sees: 16 bytes."""
-    return UUID(str(torch.cuda.get_device_properties(index).uuid)).bytes
+    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    if uuid is None:
+        raise RefusedError(f"torch {torch.__version__} does not tell the UUID of a GPU: torch 2.5 or newer is needed")
+    return UUID(str(uuid)).bytes
 
 
 class CudaExchange:
@@ -173,13 +218,22 @@ class CudaExchange:
         self._runtime = runtime
         with gpu.current():
             self.handle = runtime.block(gpu.uuid, nbytes)
-        self._own = gpu.bytes_at(runtime.addresses[self.handle], nbytes)
+            try:
+                self._own = gpu.bytes_at(runtime.addresses[self.handle], nbytes)
+            except Exception:
+                runtime.give_back(self.handle)
+                raise
         self._blocks: dict[int, torch.Tensor] = {}  # by rank
         self._transfers: list[Transfer] = []
 
+    @refusing()
     def open(self, handles: Mapping[int, bytes]) -> None:
+        opened = {}
         with self._gpu.current():
-            self._blocks |= {rank: self._opened(rank, handle) for rank, handle in handles.items()}
+            for rank, handle in handles.items():
+                with refusing(f"the block of group rank {rank}: "):
+                    opened[rank] = self._opened(handle)
+        self._blocks |= opened
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         if dtype.startswith("complex"):  # products and quotients of a GPU may be rounded in another way
@@ -211,26 +265,30 @@ class CudaExchange:
         into = self._own[offset : offset + nbytes]
         return self._queue(nbytes, lambda: reduce_on_device(into, parts, op, dtype))
 
+    @refusing()
     def shut(self) -> bool:
         if not all(transfer.moved == transfer.nbytes or transfer.error for transfer in self._transfers):
             return False
         self._blocks = {}
         return True
 
+    @refusing()
     def free(self) -> None:
         self._runtime.give_back(self.handle)
 
-    def _opened(self, rank: int, handle: bytes) -> torch.Tensor:
+    def _opened(self, handle: bytes) -> torch.Tensor:
         if len(handle) != HANDLE_BYTES:
-            raise RefusedError(f"the handle of group rank {rank} has {len(handle)} bytes instead of {HANDLE_BYTES}")
-        raw, uuid, nbytes = _HANDLE.unpack(handle)
+            raise RefusedError(f"its handle has {len(handle)} bytes instead of {HANDLE_BYTES}")
+        raw, uuid, nbytes, _ = _HANDLE.unpack(handle)
         if nbytes != self._own.numel():
-            raise RefusedError(f"the block of group rank {rank} has {nbytes} bytes instead of {self._own.numel()}")
-        if not self._gpu.reads(uuid):
-            raise RefusedError(f"the memory of GPU {uuid.hex()}, of group rank {rank}, cannot be read from here")
-        here = self._runtime.addresses.get(handle) or self._runtime.opened.get((self._gpu.uuid, handle))
+            raise RefusedError(f"it has {nbytes} bytes instead of {self._own.numel()}")
+        peer, key = self._gpu.index_of(uuid), (self._gpu.uuid, handle)
+        here = self._runtime.addresses.get(handle)
         if here is None:
-            here = self._runtime.opened[self._gpu.uuid, handle] = self._runtime.open(raw)
+            here = self._runtime.opened.get(key) or self._runtime.open(raw)
+            self._runtime.opened[key] = here
+        elif uuid != self._gpu.uuid:
+            self._runtime.enable_peer_access(peer)
         return self._gpu.bytes_at(here, nbytes)
 
     def _queue(self, nbytes: int, work: Callable[[], None], mark: Any = None) -> Transfer:
