@@ -809,7 +809,7 @@ class Communicator:
             call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
             if operand.staged is None and self._calls.send_directly(call, dest, tag, operand.flat):
                 return self._core.member.runner.done(None)
-            return self._calls.start_send(call, dest, tag, body, operand.staged)
+            return self._calls.start_send(call, dest, tag, body, staged_parts([operand]))
 
         return self._start_message(detail, start)
 
@@ -866,7 +866,7 @@ class Communicator:
 
         detail = f"from rank {source} to rank {self.rank}, tag {tag}"
         call = Signature("send/recv", 0, operand.dtype, operand.flat.size, detail, _site())
-        start = partial(self._calls.start_receive, call, source, tag, body, operand.staged)
+        start = partial(self._calls.start_receive, call, source, tag, body, staged_parts([operand]))
         return self._start_message(detail, start)
 
     def recv_any(self, x: T, tag: int = 0) -> Coroutine[Any, Any, tuple[T, int]]:

@@ -203,9 +203,9 @@ class Calls:
         return True
 
     def start_send(
-        self, call: Signature, dest: int, tag: int, body: Body[T], staged: Staged | None = None
+        self, call: Signature, dest: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
     ) -> Coroutine[Any, Any, T]:
-        """Start `call`, which sends to `dest`. `staged` is its tensor, if that is on a device."""
+        """Start `call`, which sends to `dest`. `staged` has its tensor, if that is on a device."""
         source = self._member.group.rank
         # Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of
         # the communicator's calls.
@@ -213,27 +213,27 @@ class Calls:
 
         def begin() -> Coroutine[Any, Any, T]:
             pending = self._enter_pair(call, source, dest)
-            if staged and (direct := self._backend.direct_pair(call, context, dest, staged)) is not None:
-                staged.defer()
-                return self._start_overlapped(call, direct, body, pending, [staged], lambda work, _: work)
+            if staged and (direct := self._backend.direct_pair(call, context, dest, staged[0])) is not None:
+                staged[0].defer()
+                return self._start_overlapped(call, direct, body, pending, staged, lambda work, _: work)
             pair = self._backend.pair(call, context)
             if staged:
-                return self._start_staged(call, pair, body, pending, [staged], lambda work, _: work)
+                return self._start_staged(call, pair, body, pending, staged, lambda work, _: work)
             return self._member.runner.start(self._carry_out(call, pair, body, pending))
 
         return self._begin(call, begin)
 
     def start_receive(
-        self, call: Signature, source: int, tag: int, body: Body[T], staged: Staged | None = None
+        self, call: Signature, source: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
     ) -> Coroutine[Any, Any, T]:
         """Start `call`, which receives from `source`. It takes its number on the runtime's loop.
 
-        `staged` is its tensor, if that is on a device. The call does not wait for it, of which it reads nothing.
+        `staged` has its tensor, if that is on a device. The call does not wait for it, of which it reads nothing.
         """
 
         def begin() -> Coroutine[Any, Any, T]:
             pending, runner = self._enter_pair(call, source, self._member.group.rank), self._member.runner
-            arrival = Arrival(self._member, [staged] if staged else [])  # before the message may be there
+            arrival = Arrival(self._member, staged)  # before the message may be there
             started = runner.start(self._receive(call, source, tag, body, pending, staged))
             return runner.resuming(started, arrival.join) if staged else started
 
@@ -282,7 +282,7 @@ class Calls:
         return self._pending.enter(call, ranks=(ranks[source], ranks[dest]))
 
     async def _receive(
-        self, call: Signature, source: int, tag: int, body: Body[T], pending: PendingCall, staged: Staged | None
+        self, call: Signature, source: int, tag: int, body: Body[T], pending: PendingCall, staged: Sequence[Staged]
     ) -> T:
         number = self._receives.number_now(source, tag)
         if number is None:
@@ -291,7 +291,7 @@ class Calls:
         call = Signature(operation, number, dtype, elements, detail, site)
         self._pending.replace(pending, call)
         context = pair_context(self._member.communicator, source, self._member.group.rank, tag)
-        direct = self._backend.direct_pair(call, context, source, staged) if staged else None
+        direct = self._backend.direct_pair(call, context, source, staged[0]) if staged else None
         return await self._carry_out(call, direct or self._backend.pair(call, context), body, pending)
 
     async def _wait_for_number(self, call: Signature, source: int, tag: int, pending: PendingCall) -> int:
