@@ -85,7 +85,7 @@ def key(file: Path) -> None:
 
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--gpu", is_flag=True, help="Open the devices of CUDA, and show the route of copies.")
+@click.option("--gpu", is_flag=True, help="Open the devices of CUDA, and show the routes of copies.")
 def doctor(as_json: bool, gpu: bool) -> None:
     """Show what asyncoll finds on this host, and what it would choose for a job."""
     from asyncoll.doctor import examine, render

@@ -443,7 +443,8 @@ class Communicator:
 
         async def body(collectives: Collectives) -> T:
             stacked, blocks = shapes.blocks(operand, self.size)
-            blocks[self.rank][...] = operand.flat
+            if operand.staged is None or not operand.staged.is_deferred:
+                blocks[self.rank][...] = operand.flat
             await collectives.allgather(blocks)
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result

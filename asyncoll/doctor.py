@@ -207,34 +207,54 @@ def _folder() -> str:
 
 
 def _gpus() -> dict[str, str]:
-    """Each device of CUDA, and the route of copies between it and the memory that ranks share."""
+    """Each device of CUDA: the route of copies between it and the memory that ranks share, and from rank to rank."""
     try:
         import torch
     except ImportError:
         return {"cuda": "no: torch is not installed"}
     if not torch.cuda.is_available():
         return {"cuda": f"no: torch {torch.__version__} finds no device"}
-    return {f"cuda:{index}": _gpu(index) for index in range(torch.cuda.device_count())}
+    found: dict[str, str] = {}
+    for index in range(torch.cuda.device_count()):
+        found |= _gpu(index)
+    return found
 
 
-def _gpu(index: int) -> str:
+def _gpu(index: int) -> dict[str, str]:
     import torch
 
     from asyncoll.transport.staging.cuda import CudaDevice
+    from asyncoll.transport.staging.probe import why_not_shared
 
-    properties = torch.cuda.get_device_properties(index)
+    properties, name = torch.cuda.get_device_properties(index), f"cuda:{index}"
     try:
         device = CudaDevice(index)
     except DeviceError as error:
-        return f"{properties.name}, {properties.uuid}: {error}"
+        return {name: f"{properties.name}, {properties.uuid}: {error}"}
     pages = numpy.frombuffer(mmap.mmap(-1, _PROBE_BYTES), numpy.uint8)  # of the kind that ranks share
     if device.pin(pages):
         device.unpin(pages)
         route = "copies go through shared memory, which is pinned"
     else:
         route = f"copies go through memory of torch's, because the driver does not pin shared memory: {device.refusal}"
+    reason = why_not_shared(device, index)
     device.close()
-    return f"{properties.name}, {properties.uuid}, {_gib(properties.total_memory)}; {route}"
+    return {
+        name: f"{properties.name}, {properties.uuid}, {_gib(properties.total_memory)}; {route}",
+        f"{name} between ranks": f"no, through memory of the host: {reason}" if reason else _direct_route(index),
+    }
+
+
+def _direct_route(index: int) -> str:
+    """Which ranks read memory of "cuda:`index`" where it is."""
+    import torch
+
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    peers = [f"cuda:{other}" for other in others if torch.cuda.can_device_access_peer(other, index)]
+    namespace = os.readlink("/proc/self/ns/pid")  # CUDA opens memory of processes in the same one only
+    return f"read in place by ranks in {namespace} on {', '.join([f'cuda:{index}', *peers])}" + (
+        "; the other GPUs have no access as peers" if len(peers) < len(others) else ""
+    )
 
 
 def _few_files() -> Iterator[str]:

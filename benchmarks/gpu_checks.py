@@ -348,6 +348,20 @@ async def mixed(comm: asyncoll.Communicator) -> None:
     assert same(x, torch.arange(COUNT, dtype=torch.float32) * comm.size)
 
 
+@check("long messages in both directions, while the GPU computes, to receivers on the GPU and at the host")
+async def messages(comm: asyncoll.Communicator) -> None:
+    device, after, before = own(comm), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for tag in range(4):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        both = [torch.arange(2 * COUNT, dtype=torch.float32, device=device)[::2] + 100 * comm.rank + k for k in (1, 2)]
+        into = [torch.zeros(2 * COUNT, device=device)[1::2], torch.zeros(COUNT, device=device if tag % 2 else "cpu")]
+        sends = [comm.send(both[0], after, tag), comm.send(both[1], before, tag)]
+        receives = [comm.recv(into[0], before, tag), comm.recv(into[1], after, tag)]
+        await asyncio.gather(*receives, *sends)
+        for x, source, k in ((into[0], before, 1), (into[1], after, 2)):
+            assert same(x, torch.arange(0, 2 * COUNT, 2, dtype=torch.float32) + 100 * source + k)
+
+
 # -- rounds ---------------------------------------------------------------------------------------
 
 

@@ -165,7 +165,17 @@ REPLACED = {
     },
     "test_bench.py": {"algorithms.allreduce": _LAW},
     "test_collectives.py": {"on_lane.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"},
-    "test_cuda.py": {"cuda._PATIENCE_S": "so that the test does not wait for it"},
+    "test_cuda.py": {
+        "cuda._PATIENCE_S": "so that the test does not wait for it",
+        "CudaDevice.share": "memory that processes share, without CUDA",
+        "probe._pattern": "a tensor of CUDA, without CUDA",
+    },
+    "test_device_pairs.py": {
+        "DevicePair._answer": "the communicator fails at this moment",
+        "executions.SEGMENT_BYTES": _FAR,
+        "pair_memory.PairMemory.place": "a sender that lies about its block",
+        "pair_memory.SEGMENT_BYTES": _FAR,
+    },
     "test_docs.py": {"asyncoll.run": "programs of the documentation, which call it, run at ranks of this process"},
     "test_failures.py": {"WaitAvoiding._publish": _SPY},
     "test_forks.py": {"segment.check_room": "the free memory of the host"},
@@ -335,7 +345,7 @@ def test_algorithms_see_lanes_ports_and_memory_and_not_the_runtime_behind_them()
 def test_torch_is_imported_when_it_is_needed():
     """Not by `asyncoll.torch` itself either: `import torch` imports it. A tensor of CUDA imports `staging.cuda`."""
     users = {module for module in modules if package(module) in ("training", "torch", "torch.hooks")} - {"torch"}
-    users |= {"transport.staging.cuda", "transport.staging.ipc"}
+    users |= {"transport.staging.cuda", "transport.staging.ipc", "transport.staging.probe"}
     others = {module: path for module, path in modules.items() if module not in users}
     assert not {module for module, path in others.items() if "torch" in imported_at_once(parse(path))}
 

@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,12 +21,14 @@ import uvloop
 from click.testing import CliRunner
 from emulated_cuda import emulated_cuda
 
+from asyncoll import doctor
 from asyncoll.cli import main
 from asyncoll.doctor import examine
 from asyncoll.errors import AbortedError, DeviceError, UsageError
 from asyncoll.testing import check_device, run_ranks
+from asyncoll.testing.devices.exchange import FakeExchange
 from asyncoll.training.trainer import computed
-from asyncoll.transport.staging import cuda
+from asyncoll.transport.staging import cuda, probe
 from asyncoll.transport.staging.cuda import CudaDevice
 from asyncoll.transport.staging.landing import Landing
 from asyncoll.transport.staging.mirrors import DeviceStager
@@ -491,20 +494,55 @@ def test_the_doctor_without_a_device():
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-def test_the_doctor_names_the_devices_and_the_route(monkeypatch, refuses):
+def test_the_doctor_names_the_devices_and_the_routes(monkeypatch, refuses):
     def properties(index):
-        return SimpleNamespace(name="H0", uuid=f"GPU-{index}", total_memory=5 << 30)
+        return SimpleNamespace(name="H0", uuid=f"{index:032}", total_memory=5 << 30)
 
     with emulated_cuda() as gpu:
         gpu.refuses_after = 0 if refuses else 1 << 60
         monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
         found = examine(with_gpu=True).sections["gpu"]
-        assert list(found) == ["cuda:0", "cuda:1"]
+        assert list(found) == ["cuda:0", "cuda:0 between ranks", "cuda:1", "cuda:1 between ranks"]
         route = "memory of torch's, because the driver does not pin shared memory: invalid argument"
         route = route if refuses else "which is pinned"
-        assert found["cuda:1"].startswith("H0, GPU-1, 5.0 GiB; copies go through")
+        assert found["cuda:1"].startswith(f"H0, {1:032}, 5.0 GiB; copies go through")
         assert found["cuda:1"].endswith(route)
+        assert found["cuda:1 between ranks"] == (
+            "no, through memory of the host: torch has loaded 0 libraries libcudart, and one is needed"
+        )
         assert not threads_of_devices()
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        (
+            "raise SystemExit",
+            f"read in place by ranks in {os.readlink('/proc/self/ns/pid')} on cuda:1, cuda:0; the other",
+        ),
+        ("raise SystemExit('no such handle')", "no, through memory of the host: no such handle"),
+        ("import os; os._exit(7)", "no, through memory of the host: another process has ended with 7"),
+    ],
+)
+def test_the_doctor_tries_memory_between_processes(monkeypatch, tmp_path, code, shown):
+    """The other process runs `code`. The third GPU has no access to the second."""
+    program = tmp_path / "python"
+    program.write_text(f"#!{sys.executable}\n{code}\n")
+    program.chmod(0o700)
+
+    def properties(index):
+        return SimpleNamespace(name="H0", uuid=f"GPU-{index}", total_memory=5 << 30)
+
+    with emulated_cuda() as gpu:
+        exchange = FakeExchange(gpu, 1 << 12)
+        monkeypatch.setattr(CudaDevice, "share", lambda device, nbytes: exchange)
+        monkeypatch.setattr(exchange, "write", lambda mark, parts: Landing(0))
+        monkeypatch.setattr(probe, "_pattern", lambda index: gpu.tensor(torch.zeros(1 << 12, dtype=torch.uint8)))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: one == 0)
+        monkeypatch.setattr(sys, "executable", str(program))
+        assert doctor._gpu(1)["cuda:1 between ranks"].startswith(shown)
 
 
 # -- in a world of real processes ---------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Library:
         self.exported = exported
         self.allocated, self.opened, self.peers, self.pending = {}, [], set(), 0
         self.fails, self.raises = {}, {}  # codes and exceptions, by function
-        for name in ("cudaMalloc", "cudaFree", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle", "cudaIpcCloseMemHandle"):
+        for name in ("cudaMalloc", "cudaFree", "cudaIpcGetMemHandle", "cudaIpcOpenMemHandle"):
             setattr(self, name, Function(self, name))
         self.cudaDeviceEnablePeerAccess = Function(self, "cudaDeviceEnablePeerAccess")
         self.cudaGetErrorString = Function(self, "cudaGetErrorString")
@@ -67,9 +67,6 @@ class Library:
         assert flags == 1
         address._obj.value = self.exported[bytes(handle)]
         self.opened.append(address._obj.value)
-
-    def _cudaIpcCloseMemHandle(self, address):  # noqa: N802
-        self.opened.remove(address.value)
 
     def _cudaDeviceEnablePeerAccess(self, device, flags):  # noqa: N802
         assert flags.value == 0
@@ -148,11 +145,11 @@ def exchanges(count, uuids=None):
     return made, libraries
 
 
-def test_blocks_pass_bytes_and_are_given_back():
+def test_blocks_pass_bytes_and_are_used_again():
     made, libraries = exchanges(3)
     for each in made:
         assert len(each.handle) == HANDLE_BYTES
-        each.open([other.handle for other in made])
+        each.open({rank: other.handle for rank, other in enumerate(made)})
     tensors = [torch.full((1000,), rank + 1, dtype=torch.int32) for rank in range(3)]
     marks = [Mark(x.view(torch.uint8)) for x in tensors]
     for each, mark in zip(made, marks, strict=True):
@@ -161,11 +158,18 @@ def test_blocks_pass_bytes_and_are_given_back():
     made[2].read(marks[2], [Part(1, 64, 0, 400), Part(1, 464, 400, 400)])
     assert tensors[2].tolist() == [6] * 100 + [2] * 100 + [3] * 800
     assert [mark.is_changed for mark in marks] == [False, False, True]
+    before = [(list(library.opened), list(library.allocated)) for library in libraries]
+    assert [len(opened) for opened, _ in before] == [2, 2, 2]
     for each in made:
         assert each.shut()
     for each in made:
         each.free()
-    assert not any(library.opened or library.allocated for library in libraries)
+    again = [CudaExchange(HostGpu(b"U" * 16), each._runtime, NBYTES) for each in reversed(made)]
+    for each in again:
+        each.open({rank: other.handle for rank, other in enumerate(again)})
+    assert [(library.opened, list(library.allocated)) for library in libraries] == before
+    CudaExchange(HostGpu(b"U" * 16), again[0]._runtime, NBYTES)
+    assert len(libraries[2].allocated) == 2
 
 
 @pytest.mark.parametrize(
@@ -185,12 +189,12 @@ def test_an_error_of_the_driver_is_a_reason_and_leaves_nothing(function, code, r
         _open(library, first)
     assert not library.pending
     assert not library.opened
-    assert len(library.allocated) == (function == "cudaIpcOpenMemHandle")  # freed when the communicator ends
+    assert len(library.allocated) == (function == "cudaIpcOpenMemHandle")  # it waits for the next communicator
 
 
 def _open(library, first):
     made = CudaExchange(HostGpu(b"U" * 16), Runtime(library), NBYTES)
-    made.open([made.handle, first.handle])
+    made.open({0: made.handle, 1: first.handle})
 
 
 def test_a_handle_that_does_not_fit():
@@ -203,8 +207,8 @@ def test_a_handle_that_does_not_fit():
         (b"", "the block of group rank 2: its handle has 0 bytes instead of 96"),
     ]:
         with pytest.raises(RefusedError, match=reason):
-            one.open([one.handle, same.handle, handle])
-        assert not libraries[0].opened
+            one.open({0: one.handle, 1: same.handle, 2: handle})
+    assert len(libraries[0].opened) == 1
 
 
 def test_a_handle_that_another_process_has_too(monkeypatch):
@@ -212,9 +216,9 @@ def test_a_handle_that_another_process_has_too(monkeypatch):
     monkeypatch.setattr(Library, "_cudaIpcGetMemHandle", lambda self, handle, address: None)
     (one, other), (library, _) = exchanges(2)
     assert one.handle[:64] == other.handle[:64]
-    library.exported[bytes(64)] = other._address
-    one.open([one.handle, other.handle])
-    assert library.opened == [other._address]
+    library.exported[bytes(64)] = address = other._runtime.addresses[other.handle]
+    one.open({0: one.handle, 1: other.handle})
+    assert library.opened == [address]
 
 
 def test_two_gpus_of_one_process():
@@ -223,46 +227,39 @@ def test_two_gpus_of_one_process():
     library.peers.add(1)
     runtime = Runtime(library)
     one, same, other = (CudaExchange(HostGpu(each * 16, numbers), runtime, NBYTES) for each in (b"U", b"U", b"V"))
-    one.open([one.handle, same.handle])
+    one.open({0: one.handle, 1: same.handle})
     assert library.peers == {1}
-    other.open([one.handle, other.handle])
+    other.open({0: one.handle, 1: other.handle})
     assert library.peers == {0, 1}
-    one.open([one.handle, other.handle])
+    one.open({0: one.handle, 1: other.handle})
     assert not library.pending
     library.fails["cudaDeviceEnablePeerAccess"] = 217
     with pytest.raises(RefusedError, match="of group rank 1: cudaDeviceEnablePeerAccess: peer access is not supported"):
-        same.open([same.handle, other.handle])
+        same.open({0: same.handle, 1: other.handle})
 
 
 # -- what torch says, and raises --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("call", ["open", "shut", "free"])
-def test_what_torch_raises_is_a_reason(call):
+def test_what_torch_raises_is_a_reason():
     (exchange,), _ = exchanges(1)
     exchange._gpu.fails.add("current")
     with pytest.raises(RefusedError, match=f"RuntimeError: {ILLEGAL}"):
-        getattr(exchange, call)(*[[exchange.handle]] * (call == "open"))
+        exchange.open({0: exchange.handle})
 
 
 def test_a_block_that_torch_does_not_take():
-    """It is freed if it is this rank's, and closed if it is another's."""
+    """It is not allocated, or opened, another time."""
     (first, other), (library, _) = exchanges(2)
     first._gpu.fails.add("bytes_at")
-    reason = "of group rank 0: OutOfMemoryError: CUDA out of memory"
-    with pytest.raises(RefusedError, match=reason):
-        first.open([other.handle, first.handle])
-    assert not library.opened
-    library.fails["cudaIpcCloseMemHandle"] = 201
-    with pytest.raises(RefusedError, match=reason):
-        first.open([other.handle, first.handle])
     runtime = Runtime(Library({}))
-    for code in (0, 201):
-        runtime._library.fails["cudaFree"] = code
+    for _ in range(2):
+        with pytest.raises(RefusedError, match="of group rank 0: OutOfMemoryError: CUDA out of memory"):
+            first.open({0: other.handle, 1: first.handle})
+        assert len(library.opened) == 1
         with pytest.raises(torch.OutOfMemoryError):
             CudaExchange(first._gpu, runtime, NBYTES)
-        assert len(runtime._library.allocated) == (code != 0)
-    assert not runtime.addresses
+        assert len(runtime._library.allocated) == 1
 
 
 @pytest.fixture
@@ -374,7 +371,7 @@ class DeviceLibrary(Library):
         super().__init__({})
         self.gpu = gpu
         self.copies_for_others = False  # as_tensor
-        self.reductions = 0
+        self.reductions, self.runtimes = 0, []
         self._places = {}  # of blocks: that of who sees them first, and has made them
 
     def _cudaMalloc(self, address, nbytes):  # noqa: N802
@@ -383,10 +380,6 @@ class DeviceLibrary(Library):
         self.gpu.values(x)  # everything that comes later is ordered after it
         address._obj.value = x.data_ptr()
         self.allocated[x.data_ptr()] = x
-
-    def _cudaFree(self, address):  # noqa: N802
-        self.gpu.run()  # as CUDA waits for the device
-        super()._cudaFree(address)
 
     def as_tensor(self, memory, device):
         (address, _), (nbytes,) = (memory.__cuda_array_interface__[each] for each in ("data", "shape"))
@@ -410,8 +403,13 @@ def opened(seed=0, turned_by="thread", *, are_apart=False):
     """An emulated device with a library. `are_apart`: each rank has its own runtime, as in a process of its own."""
     with emulated_cuda(seed, turned_by) as gpu, pytest.MonkeyPatch.context() as patch:
         library = DeviceLibrary(gpu)
-        runtime = Runtime(library)
-        patch.setattr(cuda, "loaded_runtime", lambda: Runtime(library) if are_apart else runtime)
+        library.runtimes.append(Runtime(library))
+
+        def loaded_runtime():
+            library.runtimes.extend([Runtime(library)] * are_apart)
+            return library.runtimes[-1]
+
+        patch.setattr(cuda, "loaded_runtime", loaded_runtime)
         patch.setattr(ipc, "reduce_on_device", library.reduce)
         patch.setattr(torch, "as_tensor", library.as_tensor)
         patch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=uuid.UUID(int=index)))
@@ -432,7 +430,7 @@ def bits(gpu, x):
 @pytest.mark.usefixtures("short_windows")
 @pytest.mark.parametrize(("size", "are_apart"), [(2, True), (3, False), (5, True)])
 def test_collectives_through_blocks(size, are_apart):
-    """All of them at the same time, on two GPUs. Every block is closed and freed in the end."""
+    """All of them at the same time, on two GPUs. No block is in use in the end."""
 
     async def results(comm, make, op):
         last = comm.size - 1
@@ -453,7 +451,9 @@ def test_collectives_through_blocks(size, are_apart):
         run_ranks(size, main, "shm")
         assert library.reductions
         assert not gpu._copies_of_host
-        assert (library.allocated, library.opened) == ({}, [])
+        unused = [handle for runtime in library.runtimes for handles in runtime._unused.values() for handle in handles]
+        assert (len(library.allocated), len(unused)) == (size, size)
+        assert len(library.opened) == are_apart * size * (size - 1)
 
 
 def test_a_program_that_goes_on_while_a_block_is_written():
@@ -461,7 +461,7 @@ def test_a_program_that_goes_on_while_a_block_is_written():
     with opened(turned_by="program") as (gpu, _):
         device = cuda.CudaDevice(0)
         exchange = device.share(NBYTES)
-        exchange.open([exchange.handle])
+        exchange.open({0: exchange.handle})
         x = gpu.tensor(torch.ones(100))
         mark = device.mark(x)
         exchange.write(mark, [Part(0, 0, 0, 400)])
@@ -478,20 +478,19 @@ THROUGH_HOST = {  # what is said if a function raises before ranks use their blo
     "cudaMalloc": "tensors of cuda:[01] go through memory of the host, at all ranks: OSError: broken",
     "cudaIpcOpenMemHandle": "at all ranks: the block of group rank [01]: OSError: broken",
 }
-KEPT = dict.fromkeys(["cudaIpcCloseMemHandle", "cudaFree"], "keeps memory of its device until it ends: OSError: broken")
 
 
 @pytest.mark.usefixtures("short_windows")
-@pytest.mark.parametrize("function", [*THROUGH_HOST, *KEPT])
+@pytest.mark.parametrize("function", [*THROUGH_HOST])
 def test_what_is_raised_in_a_world(function, caplog):
-    """The calls go through the host, or memory is kept. The world ends as always."""
+    """The calls go through the host. The world ends as always."""
     with opened(are_apart=True) as (gpu, library):
         library.raises[function] = OSError("broken")
         run_ranks(2, lambda comm: sums(comm, gpu), "shm")
-        assert bool(library.reductions) == (function in KEPT)
+        assert not library.reductions
     texts = [record.getMessage() for record in caplog.records]
     assert texts
-    assert all(re.search((THROUGH_HOST | KEPT)[function], text) for text in texts)
+    assert all(re.search(THROUGH_HOST[function], text) for text in texts)
 
 
 @pytest.mark.usefixtures("short_windows")

@@ -212,6 +212,23 @@ def test_a_communicator_uses_memory_of_one_device_at_each_rank(caplog):
     ]
 
 
+@pytest.mark.parametrize("what", ["share memory", "open memory"])
+def test_blocks_are_given_back_after_a_refusal(what):
+    """At the next call, while the communicator is there."""
+    before = blocks_in_use()
+    with ExitStack() as stack:
+        devices = [stack.enter_context(opened(rank, "thread", f"fake:{rank}")) for rank in range(3)]
+        devices[1].refuse(what)
+
+        async def main(comm):
+            for _ in range(3):
+                await comm.allreduce(devices[comm.rank].tensor(torch.ones(3000)))
+            await comm.barrier()
+            return blocks_in_use() - before
+
+        assert run_ranks(3, main, "shm") == [0, 0, 0]
+
+
 # -- calls that end early -------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ import weakref
 from functools import partial
 from itertools import cycle, product
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +20,6 @@ from emulated_cuda import emulated_cuda
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
 from asyncoll.forks import address_of
-from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.operands import Operand
 from asyncoll.tensors.reductions import DTYPES, is_divisible
 from asyncoll.tensors.registered import RegisteredMemory

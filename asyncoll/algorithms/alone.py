@@ -101,6 +101,9 @@ class AloneBackend:
     def pair(self, call: Signature, context: int) -> MessageCall:
         return MessageCall(self._member, call, context)
 
+    def direct_pair(self, call: Signature, context: int, peer: int, staged: Staged) -> None:
+        """None: there is no other rank."""
+
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:

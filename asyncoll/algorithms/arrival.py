@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Body, Collectives
@@ -44,14 +44,7 @@ class Arrival:
 
     async def complete(self) -> None:
         """Return once the tensors have arrived. Raises DeviceError, or the error of the communicator if that fails."""
-        member = self._member
-        with member.endpoint.failures.watch(member.communicator, "tensors from a device") as ended:
-            arriving = asyncio.ensure_future(self._all())
-            try:
-                await asyncio.wait([arriving, ended], return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                arriving.cancel()
-            await (ended if ended.done() else arriving)
+        await unless_failed(self._member, self._all, "tensors from a device")
 
     def join(self) -> None:
         """Where the caller goes on: its work comes after all copies."""
@@ -61,6 +54,20 @@ class Arrival:
     async def _all(self) -> None:
         for tensor in self._tensors:
             await tensor.arrived()
+
+
+async def unless_failed(member: Member, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
+    """Await `work()`, which is cancelled if the communicator fails. Raises the error of the communicator then.
+
+    `what` is that of `Failures.watch`.
+    """
+    with member.watch(what) as ended:
+        task = asyncio.ensure_future(work())
+        try:
+            await asyncio.wait([task, ended], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            task.cancel()
+        await (ended if ended.done() else task)
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

@@ -2,7 +2,7 @@
 
 A `Backend` is chosen once for each communicator (`algorithms.choice`). It supplies the dense collectives, the rounds of
 wait-avoiding operations, the carrier of RPC and the memory of registered tensors. Point to point goes by message under
-every backend.
+every backend, but for long tensors on devices whose memory both ranks read.
 """
 
 from __future__ import annotations
@@ -291,6 +291,13 @@ class Backend(Part, Protocol):
 
     def pair(self, call: Signature, context: int) -> Collectives:
         """The collectives of call `call.number` of `context`, a call of two ranks. It uses `pass_on` only."""
+
+    def direct_pair(self, call: Signature, context: int, peer: int, staged: Staged) -> Collectives | None:
+        """The same, of the tensor `staged`, which the rank sends to group rank `peer` or receives from there.
+
+        They need no mirror if the two ranks read each other's device memory, and otherwise fetch it. None: the call
+        waits until the mirror has arrived, and uses `pair`. The two ranks may differ in it.
+        """
 
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]

@@ -43,6 +43,9 @@ class MessageBackend:
     def pair(self, call: Signature, context: int) -> MessageCall:
         return MessageCall(self._member, call, context)
 
+    def direct_pair(self, call: Signature, context: int, peer: int, staged: Staged) -> None:
+        """None: not all ranks share memory in which they could agree."""
+
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:

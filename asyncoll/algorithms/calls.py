@@ -108,7 +108,7 @@ class Calls:
             pending = self._pending.enter(call, call.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
             if overlapping and (overlapped := self._backend.overlapped(call, overlapping)) is not None:
-                return self._start_overlapped(call, overlapped, body, pending, staged)
+                return self._start_overlapped(call, overlapped, body, pending, staged, self._backend.here)
             collectives = self._backend.collectives(call)
             if staged:
                 return self._start_staged(call, collectives, body, pending, staged, self._backend.here, discarded)
@@ -138,12 +138,18 @@ class Calls:
         return runner.resuming(runner.start(arrival.then(work), discarded), arrival.join)
 
     def _start_overlapped(
-        self, call: Signature, collectives: Collectives, body: Body[T], pending: PendingCall, staged: Sequence[Arriving]
+        self,
+        call: Signature,
+        collectives: Collectives,
+        body: Body[T],
+        pending: PendingCall,
+        staged: Sequence[Arriving],
+        here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
     ) -> Coroutine[Any, Any, T]:
         """As `start`, on the runtime's loop: `collectives` fetch what they use, and wait for it."""
         arrival, runner = Arrival(self._member, staged), self._member.runner
         self._pending.arrives(pending, staged)
-        work = self._backend.here(self._carry_out(call, collectives, body, pending), call.__str__)
+        work = here(self._carry_out(call, collectives, body, pending), call.__str__)
         return runner.resuming(runner.start(work), arrival.join)
 
     def start_shortly(
@@ -198,9 +204,9 @@ class Calls:
         return True
 
     def start_send(
-        self, call: Signature, dest: int, tag: int, body: Body[T], staged: Sequence[Arriving] = ()
+        self, call: Signature, dest: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
     ) -> Coroutine[Any, Any, T]:
-        """Start `call`, which sends to `dest`."""
+        """Start `call`, which sends to `dest`. `staged` has its tensor, if that is on a device."""
         source = self._member.group.rank
         # Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of
         # the communicator's calls.
@@ -208,6 +214,9 @@ class Calls:
 
         def begin() -> Coroutine[Any, Any, T]:
             pending = self._enter_pair(call, source, dest)
+            if staged and (direct := self._backend.direct_pair(call, context, dest, staged[0])) is not None:
+                staged[0].defer(may_share=True)
+                return self._start_overlapped(call, direct, body, pending, staged, lambda work, _: work)
             pair = self._backend.pair(call, context)
             if staged:
                 return self._start_staged(call, pair, body, pending, staged, lambda work, _: work)
@@ -216,17 +225,17 @@ class Calls:
         return self._begin(call, begin)
 
     def start_receive(
-        self, call: Signature, source: int, tag: int, body: Body[T], staged: Sequence[Arriving] = ()
+        self, call: Signature, source: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
     ) -> Coroutine[Any, Any, T]:
         """Start `call`, which receives from `source`. It takes its number on the runtime's loop.
 
-        It does not wait for `staged`, of which it reads nothing.
+        `staged` has its tensor, if that is on a device. The call does not wait for it, of which it reads nothing.
         """
 
         def begin() -> Coroutine[Any, Any, T]:
             pending, runner = self._enter_pair(call, source, self._member.group.rank), self._member.runner
             arrival = Arrival(self._member, staged)  # before the message may be there
-            started = runner.start(self._receive(call, source, tag, body, pending))
+            started = runner.start(self._receive(call, source, tag, body, pending, staged))
             return runner.resuming(started, arrival.join) if staged else started
 
         return self._begin(call, begin)
@@ -273,7 +282,9 @@ class Calls:
         ranks = self._member.group.ranks
         return self._pending.enter(call, ranks=(ranks[source], ranks[dest]))
 
-    async def _receive(self, call: Signature, source: int, tag: int, body: Body[T], pending: PendingCall) -> T:
+    async def _receive(
+        self, call: Signature, source: int, tag: int, body: Body[T], pending: PendingCall, staged: Sequence[Staged]
+    ) -> T:
         number = self._receives.number_now(source, tag)
         if number is None:
             number = await self._wait_for_number(call, source, tag, pending)
@@ -281,7 +292,8 @@ class Calls:
         call = Signature(operation, number, dtype, elements, detail, site)
         self._pending.replace(pending, call)
         context = pair_context(self._member.communicator, source, self._member.group.rank, tag)
-        return await self._carry_out(call, self._backend.pair(call, context), body, pending)
+        direct = self._backend.direct_pair(call, context, source, staged[0]) if staged else None
+        return await self._carry_out(call, direct or self._backend.pair(call, context), body, pending)
 
     async def _wait_for_number(self, call: Signature, source: int, tag: int, pending: PendingCall) -> int:
         try:

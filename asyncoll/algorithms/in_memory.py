@@ -17,8 +17,10 @@ from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
 from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.device_memory import DeviceMemory
+from asyncoll.algorithms.dense.device_pair import DevicePair
 from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
 from asyncoll.algorithms.dense.on_device import OnDevice
+from asyncoll.algorithms.dense.pair_memory import PairMemory
 from asyncoll.algorithms.dense.short_way import ShortWay
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
@@ -200,8 +202,9 @@ class MemoryBackend:
         self._staging = StagingArea(lease, group.size, group.rank, digest(group.communicator, "staging area"), sizes)
         self._registry = OperationRegistry(lease, group.size, group.rank, group.communicator)
         self._devices = DeviceMemory(self._staging, f"rank {endpoint.rank}")
-        endpoint.at_part.append(self._devices.shut)
-        endpoint.at_close.append(self._devices.close)
+        self._pairs = PairMemory(self._staging, member)
+        endpoint.at_part += [self._devices.shut, self._pairs.shut]
+        endpoint.at_close += [self._devices.close, self._pairs.close]
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
         self._check = partial(endpoint.failures.check, group.communicator)
         self.short_way = ShortWay(self._staging, self._check, self._recent.append, self.collectives)
@@ -230,8 +233,13 @@ class MemoryBackend:
         return OverlappedCall(self._member, self._staging, call, staged, self._devices)
 
     def pair(self, call: Signature, context: int) -> MessageCall:
-        # By message: a rendezvous in memory is one of all ranks.
+        # By message: a rendezvous in memory is one of all ranks. A long tensor of a device may take `direct_pair`.
         return MessageCall(self._member, call, context)
+
+    def direct_pair(self, call: Signature, context: int, peer: int, staged: Staged) -> DevicePair | None:
+        if not self._pairs.takes(staged.mirror.nbytes, staged.opened_device, peer):
+            return None
+        return DevicePair(self._member, call, context, staged, self._pairs)
 
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
@@ -290,13 +298,15 @@ class MemoryBackend:
         endpoint.off_depart(self._registry.depart)
         endpoint.membership.off_trace(self._trace)
         self._devices.shut()
+        self._pairs.shut()
         self._give_back = self._lease.end()
 
     def forget(self) -> None:
         assert self._give_back is not None
-        self._devices.close()
-        self._member.endpoint.at_part.remove(self._devices.shut)
-        self._member.endpoint.at_close.remove(self._devices.close)
+        for memory in (self._devices, self._pairs):
+            memory.close()
+            self._member.endpoint.at_part.remove(memory.shut)
+            self._member.endpoint.at_close.remove(memory.close)
         self._give_back()
 
     # -- RPC --------------------------------------------------------------------------------------

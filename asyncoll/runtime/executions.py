@@ -195,19 +195,19 @@ class Executions:
             self._failures.broken(source, error)
             self._failures.check(identity.communicator)
             raise
-        if receive.into.nbytes > SEGMENT_BYTES:  # the sender waits for this grant
-            header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
-            self._router.send(source, [header])
+        if receive.into.nbytes > SEGMENT_BYTES:
+            self.grant(execution, source, step)  # the sender waits for it
         else:
             for payload in early:
                 self._earn(source, _cost(payload))
 
-    async def wait(self, execution: Execution, receive: Receive) -> None:
-        """Wait until `receive`, which is not complete yet, is complete. Raises the error of the communicator."""
+    async def wait(self, execution: Execution, *receives: Receive) -> None:
+        """Wait until one of `receives`, none of which is complete yet, is. Raises the error of the communicator."""
         assert execution.identity is not None
         self._failures.check(execution.identity.communicator)
         future = asyncio.get_running_loop().create_future()
-        receive.on_complete = lambda: _set(future)
+        for receive in receives:
+            receive.on_complete = lambda: _set(future)
         execution.waits[future] = None
         try:
             await future
@@ -262,17 +262,33 @@ class Executions:
             while not self.send_nowait(execution, dest, step, data):
                 await self._wait_for_credit(execution, dest)
             return
-        if offers and (dest, step) not in execution.granted:
+        if offers:
+            await self.offer(execution, dest, step)
+        else:
+            await self._wait_for_grant(execution, dest, step)
+        execution.granted.discard((dest, step))
+        raw = data.view(np.uint8)
+        for start in range(0, raw.size, SEGMENT_BYTES):
+            self._router.send(dest, _data_frames(execution, step, raw[start : start + SEGMENT_BYTES]))
+            await self._transport.drain(dest)  # bounds the copies in the queue of the transport
+
+    async def offer(self, execution: Execution, dest: int, step: int) -> None:
+        """Announce a long array to world rank `dest`, and return once its receive is posted: `send` follows."""
+        if (dest, step) not in execution.granted:
             identity = execution.identity
             assert identity is not None
             self._failures.check(identity.communicator)
             header = wire.encode(wire.OFFER, identity.context, identity.number, step, identity.fingerprint)
             self._router.send(dest, [header])
         await self._wait_for_grant(execution, dest, step)
-        raw = data.view(np.uint8)
-        for start in range(0, raw.size, SEGMENT_BYTES):
-            self._router.send(dest, _data_frames(execution, step, raw[start : start + SEGMENT_BYTES]))
-            await self._transport.drain(dest)  # bounds the copies in the queue of the transport
+
+    def grant(self, execution: Execution, source: int, step: int) -> None:
+        """Tell world rank `source` that this rank takes `step`, before it posts the receive of a long array."""
+        identity = execution.identity
+        assert identity is not None
+        if not execution.is_undone:  # else the array has been granted already
+            header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
+            self._router.send(source, [header])
 
     async def _wait_for_credit(self, execution: Execution, dest: int) -> None:
         identity = execution.identity
@@ -293,7 +309,6 @@ class Executions:
                 await future
             finally:
                 del execution.waits[future]
-        execution.granted.discard(key)
 
     def waiting(self) -> list[str]:
         """One line for each receive and each grant that this rank waits for."""

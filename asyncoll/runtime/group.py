@@ -110,6 +110,23 @@ class Lane:
         if not receive.complete:
             await self._executions.wait(self._execution, receive)
 
+    async def wait_for_one(self, *receives: Receive) -> None:
+        """Wait until one of these receives is complete."""
+        if not any(receive.complete for receive in receives):
+            await self._executions.wait(self._execution, *receives)
+
+    def grant(self, source: int, step: int) -> None:
+        """Tell `source` that this rank takes `step`. Before a long array is posted, so that its sender knows then."""
+        self._executions.grant(self._execution, self._world[source], self._phase + step)
+
+    def is_granted(self, dest: int, step: int) -> bool:
+        """Whether `dest` has said, by `grant`, that it takes `step`."""
+        return (self._world[dest], self._phase + step) in self._execution.granted
+
+    async def offer(self, dest: int, step: int) -> None:
+        """Announce an array above wire.SEGMENT_BYTES, and return once `dest` has posted its receive: `send` follows."""
+        await self._executions.offer(self._execution, self._world[dest], self._phase + step)
+
     async def send(self, dest: int, step: int, data: Array, *, offers: bool = False) -> None:
         """Send `data` to `dest`; returns when `data` may be reused.
 

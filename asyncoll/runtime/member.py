@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from typing import Any
 
 from asyncoll.errors import AbortedError, AsyncollError, ClosedError, DeviceError, ProtocolError, UsageError, describe
 from asyncoll.runtime.endpoint import Endpoint
@@ -51,6 +53,10 @@ class Member:
         failures = self.endpoint.failures
         if failures.any:  # seldom
             failures.check(self.communicator)
+
+    def watch(self, what: str) -> contextlib.AbstractContextManager[asyncio.Future[Any]]:
+        """A future of the runtime's loop that a failure of the communicator ends: `Failures.watch`."""
+        return self.endpoint.failures.watch(self.communicator, what)
 
     @property
     def has_failed(self) -> bool:

@@ -64,6 +64,10 @@ class Staged(Arriving, Protocol):
     def mark(self) -> Any:
         """Its `transport.staging.Mark`, once it has begun."""
 
+    @property
+    def is_deferred(self) -> bool:
+        """Whether the algorithm of the call fetches the elements, if it needs them at the host."""
+
     def defer(self, *, may_share: bool) -> None:
         """Before `begin`, which copies nothing then. `may_share`: the tensor may need no mirror, and no `room`."""
 

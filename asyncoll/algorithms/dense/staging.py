@@ -64,7 +64,8 @@ _PAGE = 4096
 PATIENCE = 8  # to sleep and wake takes longer than the other ranks need for their last chunks
 _CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
 _NO_CALL = -1  # in place of a number, which are from 1
-DEVICE_CELLS = 1 + HANDLE_BYTES // 8  # of each rank, for `device_memory`
+BLOCK_CELLS = 1 + HANDLE_BYTES // 8  # of each rank, for one block of `shared_block`
+DEVICE_CELLS = 1 + 2 * BLOCK_CELLS  # of each rank: the state of `device_memory`, its block, and that of `pair_memory`
 _NOTHING: Array = np.empty(0, np.uint8)
 
 

@@ -383,7 +383,7 @@ async def _shares(program: DeviceProgram, mark: Mark) -> None:
         exchange = program.device.share(4096)
     except RefusedError:
         return
-    exchange.open([exchange.handle])
+    exchange.open({0: exchange.handle})
     await arrived(exchange.write(mark, [Part(0, 0, 0, 4096)]))
     await arrived(exchange.reduce(ReduceOp.SUM, "int32", 0, 4096))
     await arrived(exchange.read(mark, [Part(0, 0, 0, 4096)]))
@@ -397,7 +397,7 @@ async def _shares_memory(program: DeviceProgram) -> None:
         exchange = program.device.share(1 << 16)
     except RefusedError:
         return
-    exchange.open([exchange.handle])
+    exchange.open({0: exchange.handle})
     x = _tensor(program, _numbers(4096))
     program.add(x, 1)
     mark = program.device.mark(x)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -76,26 +76,26 @@ class FakeExchange:
     def __init__(self, device: _Device, nbytes: int) -> None:
         self._device = device
         self._own = _Block(np.full(nbytes, POISON, np.uint8))
-        self._opened: list[_Block] = []
+        self._opened: dict[int, _Block] = {}  # by rank
         self._transfers: list[FakeTransfer] = []
         with _lock:
             self.handle = os.urandom(HANDLE_BYTES)
             _blocks[self.handle] = self._own
 
-    def open(self, handles: Sequence[bytes]) -> None:
-        self._device.check_share("open memory")
+    def open(self, handles: Mapping[int, bytes]) -> None:
+        if any(handle != self.handle for handle in handles.values()):
+            self._device.check_share("open memory")
         with _lock:
-            blocks = [_blocks.get(handle) for handle in handles]
-        if not _freed.isdisjoint(handles):
+            known = {rank: _blocks[handle] for rank, handle in handles.items() if handle in _blocks}
+        if not _freed.isdisjoint(handles.values()):
             self._device.note("a block was opened after it had been freed")
-        found = [block for block in blocks if block is not None]
-        if len(found) < len(blocks):
+        if len(known) < len(handles):
             raise RefusedError("a block is in another process, and fake devices share none with that")
-        if any(block.content.nbytes != self._own.content.nbytes for block in found):
+        if any(block.content.nbytes != self._own.content.nbytes for block in known.values()):
             raise RefusedError("the blocks have different sizes")
-        for block in found:
+        for block in known.values():
             block.readers += 1
-        self._opened = found
+        self._opened |= known
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         return True
@@ -118,7 +118,8 @@ class FakeExchange:
         return self._carry_out("read", [block], offset, into, move, (mark, start))
 
     def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> FakeTransfer:
-        parts = [block.content[offset : offset + nbytes].view(storage(dtype)) for block in self._opened]
+        opened = [self._opened[rank] for rank in sorted(self._opened)]
+        parts = [block.content[offset : offset + nbytes].view(storage(dtype)) for block in opened]
         into = self._own.content[offset : offset + nbytes]
         divisor = len(parts) if op is ReduceOp.AVG else 1
 
@@ -126,16 +127,16 @@ class FakeExchange:
             if last == nbytes:
                 reducer(op, dtype)(into.view(storage(dtype)), [part.copy() for part in parts], divisor)
 
-        others = [block for block in self._opened if block is not self._own]
+        others = [block for block in opened if block is not self._own]
         return self._carry_out("reduce", others, offset, into, move)
 
     def shut(self) -> bool:
         self._device.check_share("close memory")
         if not all(transfer.is_over for transfer in self._transfers):
             return False
-        for block in self._opened:
+        for block in self._opened.values():
             block.readers -= 1
-        self._opened = []
+        self._opened = {}
         return True
 
     def free(self) -> None:

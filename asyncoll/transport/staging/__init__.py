@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from asyncoll.tensors.reductions import Array, ReduceOp
@@ -120,10 +120,11 @@ class Exchange(Protocol):
     def handle(self) -> bytes:
         """HANDLE_BYTES bytes, by which other ranks open the block."""
 
-    def open(self, handles: Sequence[bytes]) -> None:
-        """Open the blocks of all ranks, by rank; that of this rank is among them.
+    def open(self, handles: Mapping[int, bytes]) -> None:
+        """Open the blocks of these ranks, beside those that are open. A rank uses its own once it has opened it.
 
         Raises RefusedError, with the reason, if one of them cannot be read here, or is not of the size of this one.
+        Then none of them is open.
         """
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
@@ -139,16 +140,19 @@ class Exchange(Protocol):
         """
 
     def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> Transfer:
-        """Reduce these bytes of all blocks, in the order of ranks, into those of this rank's block."""
+        """Reduce these bytes of all open blocks, in the order of ranks, into those of this rank's block."""
 
     def shut(self) -> bool:
-        """Close the blocks of the other ranks. Returns False, and does nothing, if copies are under way.
+        """Use the blocks of the other ranks no more. Returns False, and does nothing, if copies are under way.
 
         Raises RefusedError, as `free` does, if the device refuses.
         """
 
     def free(self) -> None:
-        """Free the block of this rank. All other ranks have shut."""
+        """Free the block of this rank, or keep it for the next `Device.share`. All other ranks have shut.
+
+        It does not wait for the device.
+        """
 
 
 class Device(Protocol):
@@ -216,8 +220,17 @@ async def arrived(transfer: Transfer, nbytes: int | None = None) -> None:
 
     Cancellation ends the wait, and the copy goes on.
     """
-    loop = asyncio.get_running_loop()
-    ended = loop.create_future()
+    wanted = transfer.nbytes if nbytes is None else nbytes
+    ended = asyncio.get_running_loop().create_future()
+    set_when_moved(transfer, wanted, ended)
+    await ended
+    if transfer.moved < wanted and transfer.error is not None:
+        raise transfer.error
+
+
+def set_when_moved(transfer: Transfer, nbytes: int, ended: asyncio.Future[None]) -> None:
+    """Set `ended` once `nbytes` of the copy have arrived, or never will; unless it is done by then."""
+    loop = ended.get_loop()
 
     def end() -> None:
         if not ended.done():
@@ -227,8 +240,4 @@ async def arrived(transfer: Transfer, nbytes: int | None = None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the task that waits
             loop.call_soon_threadsafe(end)
 
-    wanted = transfer.nbytes if nbytes is None else nbytes
-    transfer.when_moved(wanted, wake)
-    await ended
-    if transfer.moved < wanted and transfer.error is not None:
-        raise transfer.error
+    transfer.when_moved(nbytes, wake)

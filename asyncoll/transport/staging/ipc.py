@@ -4,6 +4,10 @@
 driver, handles, and the bits of reductions. Handles are plain bytes. Blocks come from `cudaMalloc`, because torch's
 allocator moves and frees the memory of tensors, and torch's own sharing of tensors is private, and needs file
 descriptors with expandable segments.
+
+To free or to close a block, CUDA waits for all work of the GPU, and the runtime's loop would wait with it. So a block
+of this process that is not used any more stays for the next communicator, and one that was opened stays open. Both end
+with the process.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import contextlib
 import ctypes
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 from uuid import UUID
@@ -67,8 +71,30 @@ class Runtime:
     def __init__(self, library: Any) -> None:
         self._library = library
         self.addresses: dict[bytes, int] = {}  # of the blocks of this process, by handle: CUDA opens none where it is
+        self.opened: dict[tuple[bytes, bytes], int] = {}  # those of others, by the UUID of the reading GPU and handle
+        self._unused: dict[bytes, list[bytes]] = {}  # handles of blocks of this process, by GPU and size
         library.cudaGetErrorString.restype = ctypes.c_char_p
         library.cudaIpcOpenMemHandle.argtypes = (ctypes.POINTER(ctypes.c_void_p), _IpcHandle, ctypes.c_uint)
+
+    def block(self, uuid: bytes, nbytes: int) -> bytes:
+        """The handle of an unused block of the current device, whose UUID is `uuid`. Raises RefusedError."""
+        unused = self._unused.setdefault(_kind(uuid, nbytes), [])
+        if unused:
+            return unused.pop()
+        address = self.allocate(-(-nbytes // _GRAIN) * _GRAIN)
+        try:
+            handle = _HANDLE.pack(self.export(address), uuid, nbytes, os.urandom(_NONCE_BYTES))
+        except Exception:
+            with contextlib.suppress(RefusedError):  # the reason is the first error
+                self.free(address)
+            raise
+        self.addresses[handle] = address
+        return handle
+
+    def give_back(self, handle: bytes) -> None:
+        """No rank uses the block any more. It stays allocated, for the next `block` of its kind."""
+        _, uuid, nbytes, _ = _HANDLE.unpack(handle)
+        self._unused[_kind(uuid, nbytes)].append(handle)
 
     def allocate(self, nbytes: int) -> int:
         address = ctypes.c_void_p()
@@ -90,9 +116,6 @@ class Runtime:
         )
         return address.value or 0
 
-    def close(self, address: int) -> None:
-        self._call("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
-
     def exchange_capture_mode(self, mode: int) -> int:
         """Set what this thread may not do while streams are captured. Returns what was set before."""
         exchanged = ctypes.c_int(mode)
@@ -109,6 +132,11 @@ class Runtime:
             self._library.cudaGetLastError()  # else the next call of this thread would fail with the same error
         if code not in (0, accepts):
             raise RefusedError(f"{function}: {self._library.cudaGetErrorString(code).decode()}")
+
+
+def _kind(uuid: bytes, nbytes: int) -> bytes:
+    """What all blocks have in common that can replace each other."""
+    return _HANDLE.pack(b"", uuid, nbytes, b"")
 
 
 @cache
@@ -217,31 +245,23 @@ class CudaExchange:
         self._gpu = gpu
         self._runtime = runtime
         with gpu.current():
-            self._address = runtime.allocate(-(-nbytes // _GRAIN) * _GRAIN)
+            self.handle = runtime.block(gpu.uuid, nbytes)
             try:
-                exported = runtime.export(self._address)
-                self._own = gpu.bytes_at(self._address, nbytes)
+                self._own = gpu.bytes_at(runtime.addresses[self.handle], nbytes)
             except Exception:
-                with contextlib.suppress(RefusedError):  # the reason is the first error
-                    runtime.free(self._address)
+                runtime.give_back(self.handle)
                 raise
-        self.handle = _HANDLE.pack(exported, gpu.uuid, nbytes, os.urandom(_NONCE_BYTES))
-        runtime.addresses[self.handle] = self._address
-        self._imported: list[int] = []  # addresses of the blocks of other processes
-        self._blocks: list[torch.Tensor] = []  # by rank
+        self._blocks: dict[int, torch.Tensor] = {}  # by rank
         self._transfers: list[Transfer] = []
 
     @refusing()
-    def open(self, handles: Sequence[bytes]) -> None:
-        try:
-            with self._gpu.current():
-                for rank, handle in enumerate(handles):
-                    with refusing(f"the block of group rank {rank}: "):
-                        self._blocks.append(self._opened(handle))
-        except Exception:
-            with contextlib.suppress(RefusedError):  # the reason is the first error
-                self.shut()
-            raise
+    def open(self, handles: Mapping[int, bytes]) -> None:
+        opened = {}
+        with self._gpu.current():
+            for rank, handle in handles.items():
+                with refusing(f"the block of group rank {rank}: "):
+                    opened[rank] = self._opened(handle)
+        self._blocks |= opened
 
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         if dtype.startswith("complex"):  # products and quotients of a GPU may be rounded in another way
@@ -269,7 +289,7 @@ class CudaExchange:
             yield self._blocks[rank][offset : offset + nbytes], mark.content[start : start + nbytes]
 
     def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> Transfer:
-        parts = [block[offset : offset + nbytes] for block in self._blocks]
+        parts = [self._blocks[rank][offset : offset + nbytes] for rank in sorted(self._blocks)]
         into = self._own[offset : offset + nbytes]
         return self._queue(nbytes, lambda: reduce_on_device(into, parts, op, dtype))
 
@@ -277,17 +297,12 @@ class CudaExchange:
     def shut(self) -> bool:
         if not all(transfer.moved == transfer.nbytes or transfer.error for transfer in self._transfers):
             return False
-        self._blocks = []
-        with self._gpu.current():
-            while self._imported:
-                self._runtime.close(self._imported.pop())
+        self._blocks = {}
         return True
 
     @refusing()
     def free(self) -> None:
-        del self._runtime.addresses[self.handle]
-        with self._gpu.current():
-            self._runtime.free(self._address)
+        self._runtime.give_back(self.handle)
 
     def _opened(self, handle: bytes) -> torch.Tensor:
         if len(handle) != HANDLE_BYTES:
@@ -295,11 +310,11 @@ class CudaExchange:
         raw, uuid, nbytes, _ = _HANDLE.unpack(handle)
         if nbytes != self._own.numel():
             raise RefusedError(f"it has {nbytes} bytes instead of {self._own.numel()}")
-        peer = self._gpu.index_of(uuid)
+        peer, key = self._gpu.index_of(uuid), (self._gpu.uuid, handle)
         here = self._runtime.addresses.get(handle)
         if here is None:
-            here = self._runtime.open(raw)
-            self._imported.append(here)
+            here = self._runtime.opened.get(key) or self._runtime.open(raw)
+            self._runtime.opened[key] = here
         elif uuid != self._gpu.uuid:
             self._runtime.enable_peer_access(peer)
         return self._gpu.bytes_at(here, nbytes)

@@ -39,7 +39,7 @@ class Mirror:
         self._marks: list[Mark] = []  # of the tensor, and of new ones
         self._fetched: Transfer | None = None
         self._result: Any = None  # of `result`
-        self._is_deferred = self._may_share = False
+        self.is_deferred = self._may_share = False
         self._returned = 0  # the bytes that have been put
         self._rooms: set[int] = set()  # addresses of what `room` has given
         self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize)
@@ -48,7 +48,7 @@ class Mirror:
         self._back = back
         with self._stager.failing():
             self._marks.append(self.opened_device.mark(self._x))
-        if not self._is_deferred:
+        if not self.is_deferred:
             self.fetch()
 
     @property
@@ -56,7 +56,7 @@ class Mirror:
         return self._marks[0]
 
     def defer(self, *, may_share: bool) -> None:
-        self._is_deferred = True
+        self.is_deferred = True
         self._may_share = may_share
 
     def fetch(self) -> None:
