@@ -347,7 +347,7 @@ def shared(device):
     """The blocks of two ranks."""
     both = [device.share(COUNT) for _ in range(2)]
     for each in both:
-        each.open([other.handle for other in both])
+        each.open(dict(enumerate(other.handle for other in both)))
     return both
 
 
@@ -386,7 +386,7 @@ def block_opened_after_it_was_freed(device, x):
     one, other = (device.share(COUNT) for _ in range(2))
     one.free()
     with pytest.raises(RefusedError):
-        other.open([one.handle, other.handle])
+        other.open({0: one.handle, 1: other.handle})
 
 
 def block_used_after_it_was_freed(device, x):
