@@ -283,6 +283,7 @@ def sanitize_threads() -> None:
 
 @check("work on one stream holds up no call that is made on another one")
 async def streams(comm: asyncoll.Communicator) -> None:
+    needs_hardware()  # a stream that works while the host goes on
     device, is_over = own(comm), torch.cuda.Event()
     y = torch.ones(COUNT, device=device)
     await comm.allreduce(y, asyncoll.MAX)  # memory is pinned now

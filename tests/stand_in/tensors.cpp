@@ -18,6 +18,8 @@
 #include <atomic>
 #include <cstdlib>
 #include <malloc.h>
+#include <map>
+#include <mutex>
 #include <unordered_map>
 
 namespace
@@ -156,6 +158,37 @@ struct Allocator final : c10::Allocator {
 };
 Allocator allocator;
 
+// Memory of the host that torch takes for pinned.
+std::map<const char *, size_t> pinned; // bytes, by address
+std::mutex pinned_lock;
+
+void release_pinned(void *memory)
+{
+    std::lock_guard<std::mutex> locked(pinned_lock);
+    pinned.erase(static_cast<const char *>(memory));
+    std::free(memory);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+    c10::DataPtr allocate(size_t nbytes) override
+    {
+        void *memory = nullptr;
+        TORCH_CHECK_WITH(OutOfMemoryError, !posix_memalign(&memory, 64, std::max<size_t>(nbytes, 1)), "out of memory");
+        std::lock_guard<std::mutex> locked(pinned_lock);
+        pinned[static_cast<const char *>(memory)] = nbytes;
+        return {memory, memory, &release_pinned, Device(c10::kCPU)};
+    }
+    c10::DeleterFnPtr raw_deleter() const override
+    {
+        return &release_pinned;
+    }
+    void copy_data(void *to, const void *from, size_t nbytes) const override
+    {
+        default_copy_data(to, from, nbytes);
+    }
+};
+PinnedAllocator pinned_allocator;
+
 struct Hooks final : at::CUDAHooksInterface {
     explicit Hooks(at::CUDAHooksArgs) {}
     void init() const override {}
@@ -209,7 +242,13 @@ struct Hooks final : at::CUDAHooksInterface {
     }
     c10::Allocator *getPinnedMemoryAllocator() const override
     {
-        return c10::GetCPUAllocator();
+        return &pinned_allocator;
+    }
+    bool isPinnedPtr(const void *memory) const override
+    {
+        std::lock_guard<std::mutex> locked(pinned_lock);
+        auto after = pinned.upper_bound(static_cast<const char *>(memory));
+        return after != pinned.begin() && memory < std::prev(after)->first + std::prev(after)->second;
     }
     c10::Allocator *getCUDADeviceAllocator() const override
     {
