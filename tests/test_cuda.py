@@ -123,6 +123,21 @@ def test_tensors_live_until_their_copies_are_over(gpu, device, is_packed):
         turned(gpu, transfer)
 
 
+def test_what_a_failed_copy_has_queued_comes_before_the_program_goes_on(gpu, device):
+    x, block = gpu.tensor(torch.zeros(8)), gpu.tensor(torch.ones(32, dtype=torch.uint8))
+    mark = device.mark(x)
+
+    def work():
+        mark.content.copy_(block, non_blocking=True)
+        raise RuntimeError("the next part cannot be queued")
+
+    transfer = device._queue_shared(32, work, mark)
+    mark.join()
+    gpu.compute(lambda array: array.fill(2), x)  # a hazard if it may come before the copy
+    gpu.run()
+    assert (transfer.moved, str(transfer.error)) == (0, "the next part cannot be queued")
+
+
 def test_new_tensors_are_memory_of_the_stream_of_the_mark(gpu, device):
     with gpu.stream("side"):
         mark = device.mark(gpu.tensor(torch.zeros(5)))

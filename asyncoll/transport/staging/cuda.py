@@ -277,8 +277,11 @@ class CudaDevice:
             lane = self._lane(mark, self._shared)
             if mark is not None:
                 lane.stream.wait_event(mark.ready)
-            with torch.inference_mode(), _on(lane.stream):
-                work()
+            try:
+                with torch.inference_mode(), _on(lane.stream):
+                    work()
+            except Exception as error:  # before the watch, which sees the end of what was queued before it
+                transfer.fail(error)
             self._watch(lane, mark, partial(transfer.advance, nbytes), transfer)
         except Exception as error:
             transfer.fail(error)
