@@ -254,7 +254,7 @@ def elsewhere():
     pg, made = dist.new_group(), []
     x, opts = torch.ones(2, device="meta"), dist.AllreduceOptions()
     pg._others = Other()
-    pg._device_names.append("meta")
+    pg._other_devices.append("meta")
     for name in ("allreduce", "allreduce_coalesced", "reduce", "broadcast"):
         getattr(pg, name)([x], opts)
         assert made.pop() == (name, ([x], opts), {})
