@@ -416,8 +416,10 @@ def test_a_device_that_stands_still(who):
 
     async def overdue(comm, device):
         x = device.tensor(torch.ones(COUNT))
-        with asyncoll.deadline(0.1 if comm.rank == who else 60), pytest.raises(DeadlineError):
+        with asyncoll.deadline(0.1 if comm.rank == who else 60), pytest.raises(DeadlineError) as raised:
             await (comm.recv(x, 0) if comm.rank else comm.send(x, 1))
+        assert raised.value.missing == (who,)
+        assert "its tensor has not arrived from fake:0" in str(raised.value)
 
     async def aborted(comm, device):
         x = device.tensor(torch.ones(COUNT))

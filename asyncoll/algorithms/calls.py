@@ -235,6 +235,7 @@ class Calls:
         def begin() -> Coroutine[Any, Any, T]:
             pending, runner = self._enter_pair(call, source, self._member.group.rank), self._member.runner
             arrival = Arrival(self._member, staged)  # before the message may be there
+            self._pending.arrives(pending, staged)
             started = runner.start(self._receive(call, source, tag, body, pending, staged))
             return runner.resuming(started, arrival.join) if staged else started
 

@@ -78,7 +78,10 @@ class Calls:
 
         async def body(collectives: Collectives) -> None:
             await collectives.allreduce(block.flat, ReduceOp.SUM, block.dtype)
-            block.packed.detach().div_(self.size, rounding_mode="trunc")
+            if block.flat.dtype.kind == "u":  # torch does not divide most of these
+                block.flat[...] //= self.size
+            else:
+                block.packed.detach().div_(self.size, rounding_mode="trunc")
             block.write_back()
 
         return self._start("allreduce", [row_of([block])], body, f"{ReduceOp.AVG.name}, ")

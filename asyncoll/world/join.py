@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from asyncoll import forks
+from asyncoll.algorithms.arrival import to_its_end
 from asyncoll.algorithms.choice import choose_backend
 from asyncoll.algorithms.core import ChooseBackend, Core
 from asyncoll.algorithms.dense import on_lane
@@ -330,7 +331,8 @@ class World:
             for rpc in self._core.rpcs:
                 await rpc.close()
             try:
-                await self._runner.within(self._core.memory.devices.close())  # before their memory is unmapped
+                # Before their memory is unmapped, also if this rank is cancelled: a driver goes on with pinned pages.
+                await to_its_end(self._runner.within(self._core.memory.devices.close()))
             finally:
                 await self._runner.within(self._let_go())
 

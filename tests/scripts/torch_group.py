@@ -190,6 +190,14 @@ def allreduces_together(form, layout):
         same(x, total(ReduceOp.SUM, [given(rank, shape, dtype) for rank in ranks()]))
 
 
+@check(["uint16", "uint32", "uint64"])
+def averages_of_unsigned_integers(name):
+    """torch has no division of them."""
+    x = torch.tensor([3, 4 + dist.get_rank()]).to(getattr(torch, name))
+    dist.group.WORLD.allreduce([x], ReduceOp.AVG).wait()
+    assert x.tolist() == [3, sum(4 + rank for rank in ranks()) // len(ranks())]
+
+
 @check(REDUCED, ["plain", "strided"])
 def reduces(dtype, layout):
     for root in ranks():

@@ -118,6 +118,7 @@ class DevicePair(MessageCall):
 
     async def _over(self, transfer: Transfer) -> None:
         """Return once it is over. Raises DeviceError, and the failure of the communicator."""
+        self._staged.waits_for(transfer)
         with self._member.watch("a copy of device memory") as ended:
             set_when_moved(transfer, transfer.nbytes, ended)
             await ended

@@ -291,13 +291,16 @@ async def _holds_up_no_other_stream(program: DeviceProgram) -> None:
     """copies wait for no work of other streams, and for none at all once the host has seen one of their mark"""
     with program.stream():
         early, into, transfer = _fetched(program, _tensor(program, _numbers()))
+        idle, _, fetched = _fetched(program, _tensor(program, _numbers()))
         await arrived(transfer)
+        await arrived(fetched)
         release = program.hold()
         try:
             later = _tensor(program, _numbers())
             mark, late, held = _fetched(program, later)
             unread = program.device.mark(_tensor(program, _numbers()))
             waiting = [held, unread.put(_numbers().view(np.uint8), 0), mark.queue(lambda x: x.add_(1), later)]
+            waiting.append(idle.queue(lambda x: x.add_(1), later, after=[mark]))
         except BaseException:
             release()
             raise
@@ -307,14 +310,15 @@ async def _holds_up_no_other_stream(program: DeviceProgram) -> None:
             other = program.device.mark(_tensor(program, _numbers()))
             await _copies_in_all_ways(program, other, _host(other.nbytes))
             await _shares(program, other)
-        assert [transfer.moved for transfer in waiting] == [0, 0, 0]
+        assert not any(transfer.moved for transfer in waiting)
     finally:
         release()
     for transfer in waiting:
         await arrived(transfer)
     assert (late.view(np.int32) == _numbers()).all()
     mark.join()
-    assert (program.values(later) == _numbers() + 1).all()
+    idle.join()
+    assert (program.values(later) == _numbers() + 2).all()
 
 
 async def _copies_in_all_ways(program: DeviceProgram, mark: Mark, into: Array) -> None:

@@ -247,7 +247,8 @@ class FakeDevice:
     def queue_after(
         self, marks: Sequence[FakeMark], work: Callable[..., object], writes: Sequence[Any], reads: Sequence[Any]
     ) -> FakeTransfer:
-        with self._streams.lock, self.stream(self._lane(_IN, marks[0])):
+        late = next((mark for mark in marks if not mark.event.is_over), marks[0])
+        with self._streams.lock, self.stream(self._lane(_IN, late)):
             self._wait(self._stream, [operation for mark in marks for operation in (mark.event, *mark.copies)])
             written = np.empty(sum(x.nbytes for x in writes), np.uint8)
             operation = self._compute(self._in_torch(work, (*writes, *reads)), writes, reads)

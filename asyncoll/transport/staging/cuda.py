@@ -208,7 +208,7 @@ class CudaDevice:
     ) -> Landing:
         """`mark.queue(work, *writes, reads=reads, after=others)` of the first mark."""
         mark, transfer = marks[0], Landing(sum(x.nbytes for x in writes))
-        lane = self._lane(mark, self._in)
+        lane = self._lane(next((each for each in marks if not each.has_come), mark), self._in)
         for event in (event for each in marks for event in each.events()):
             lane.stream.wait_event(event)
         with _on(lane.stream):

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import os
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -70,6 +71,7 @@ class Runtime:
 
     def __init__(self, library: Any) -> None:
         self._library = library
+        self.lock = threading.Lock()  # of the blocks: the ranks of this process share them
         self.addresses: dict[bytes, int] = {}  # of the blocks of this process, by handle: CUDA opens none where it is
         self.opened: dict[tuple[bytes, bytes], int] = {}  # those of others, by the UUID of the reading GPU and handle
         self._unused: dict[bytes, list[bytes]] = {}  # handles of blocks of this process, by GPU and size
@@ -78,9 +80,9 @@ class Runtime:
 
     def block(self, uuid: bytes, nbytes: int) -> bytes:
         """The handle of an unused block of the current device, whose UUID is `uuid`. Raises RefusedError."""
-        unused = self._unused.setdefault(_kind(uuid, nbytes), [])
-        if unused:
-            return unused.pop()
+        with self.lock:
+            if unused := self._unused.setdefault(_kind(uuid, nbytes), []):
+                return unused.pop()
         address = self.allocate(-(-nbytes // _GRAIN) * _GRAIN)
         try:
             handle = _HANDLE.pack(self.export(address), uuid, nbytes, os.urandom(_NONCE_BYTES))
@@ -313,8 +315,9 @@ class CudaExchange:
         peer, key = self._gpu.index_of(uuid), (self._gpu.uuid, handle)
         here = self._runtime.addresses.get(handle)
         if here is None:
-            here = self._runtime.opened.get(key) or self._runtime.open(raw)
-            self._runtime.opened[key] = here
+            with self._runtime.lock:
+                here = self._runtime.opened.get(key) or self._runtime.open(raw)
+                self._runtime.opened[key] = here
         elif uuid != self._gpu.uuid:
             self._runtime.enable_peer_access(peer)
         return self._gpu.bytes_at(here, nbytes)
