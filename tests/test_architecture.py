@@ -167,6 +167,7 @@ REPLACED = {
     "test_collectives.py": {"on_lane.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"},
     "test_cuda.py": {
         "cuda._PATIENCE_S": "so that the test does not wait for it",
+        "DeviceStager._settled": "the rank is cancelled at this moment",
         "CudaDevice.share": "memory that processes share, without CUDA",
         "probe._pattern": "a tensor of CUDA, without CUDA",
     },

@@ -123,6 +123,36 @@ def test_tensors_live_until_their_copies_are_over(gpu, device, is_packed):
         turned(gpu, transfer)
 
 
+def test_a_rank_that_is_cancelled_as_it_leaves_unpins_its_memory(monkeypatch):
+    settled = DeviceStager._settled
+
+    async def cancelled(stager):
+        assert stager._under_way
+        leaving[0].cancel()
+        asyncio.get_running_loop().call_soon(release[0])
+        return await settled(stager)
+
+    monkeypatch.setattr(DeviceStager, "_settled", cancelled)
+    leaving, release = [], []
+
+    async def main(comm):
+        with gpu.stream("side"):
+            x = gpu.tensor(torch.ones(3000))
+            release.append(gpu.hold())
+            work = comm.allreduce(x)
+        comm.abort("enough")
+        with pytest.raises(AbortedError):
+            await work
+        leaving.append(asyncio.current_task())
+        raise RuntimeError("the program fails")
+
+    with emulated_cuda() as gpu:
+        run_ranks(1, main, "shm")  # the cancellation takes the place of the error
+        assert release
+        assert not gpu.registered
+        assert not threads_of_devices()
+
+
 def test_what_a_failed_copy_has_queued_comes_before_the_program_goes_on(gpu, device):
     x, block = gpu.tensor(torch.zeros(8)), gpu.tensor(torch.ones(32, dtype=torch.uint8))
     mark = device.mark(x)

@@ -4,8 +4,8 @@ A rank offers one block (`SharedBlock`) at its first message through it, and ano
 that it gets from there. So two ranks agree, and no other takes part. A rank that cannot offer its block uses mirrors
 from then on, and one that cannot open another's uses them with that rank. It logs the reason, once.
 
-The block has some places of two windows. A message keeps one place from its first window to the last, so messages
-never wait for each other in a circle.
+The block has some places of two windows. A message keeps one place from its first window to the last, so messages do
+not wait for each other's windows in a circle. One whose tensor waits for work on its stream keeps its place meanwhile.
 """
 
 from __future__ import annotations
