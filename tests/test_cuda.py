@@ -427,6 +427,41 @@ def test_a_driver_without_pinned_memory(monkeypatch, caplog):
         device.close()
 
 
+def test_calls_without_any_pinned_memory(monkeypatch):
+    def fail(nbytes):
+        raise RuntimeError("out of memory")
+
+    async def main(comm):
+        text = r"cuda:0 has no pinned memory, .* \(invalid argument\) .* \(RuntimeError: out of memory\): free memory"
+        with pytest.raises((DeviceError, AbortedError), match=text):
+            await reduced(comm, gpu)
+
+    with emulated_cuda() as gpu:
+        gpu.refuses_after = 0
+        monkeypatch.setattr(gpu, "host_memory", fail)
+        run_ranks(2, main, "shm")
+
+
+def test_a_thread_that_does_not_get_to_its_device(monkeypatch):
+    """Nothing waits for ever: what it was to see has failed. The memory of a copy stays until that is over."""
+
+    @contextlib.contextmanager
+    def relaxed():
+        if threading.current_thread().name == "asyncoll-cuda:0":
+            raise RuntimeError("no device")
+        yield
+
+    async def main(comm):
+        with pytest.raises((DeviceError, AbortedError), match="cuda:0 has failed: RuntimeError: no device"):
+            await reduced(comm, gpu)
+
+    monkeypatch.setattr(cuda, "relaxed", relaxed)
+    with emulated_cuda() as gpu:
+        run_ranks(2, main, "shm")
+        assert not gpu.registered
+        assert not threads_of_devices()
+
+
 def test_a_call_on_a_captured_stream_has_not_begun():
     async def main(comm):
         gpu.captured.add("side")

@@ -221,7 +221,7 @@ class CudaDevice:
 
         def copy(first: int, last: int, is_pinned: bool) -> Callable[[], None]:
             host, content = into[first:last], mark.content[start + first : start + last]
-            target = torch.from_numpy(host) if is_pinned else _pinned(last - first)
+            target = torch.from_numpy(host) if is_pinned else self._bounce(last - first)
             target.copy_(content, non_blocking=True)
 
             def landed() -> None:
@@ -242,7 +242,7 @@ class CudaDevice:
             if is_pinned:
                 staged = torch.from_numpy(host)
             else:
-                staged = _pinned(last - first)
+                staged = self._bounce(last - first)
                 staged.numpy()[:] = host
             content.copy_(staged, non_blocking=True)
             return lambda: transfer.advance(last)
@@ -269,6 +269,17 @@ class CudaDevice:
         except Exception as error:
             transfer.fail(error)
         return transfer
+
+    def _bounce(self, nbytes: int) -> torch.Tensor:
+        """Pinned memory of torch's, through which memory that is not pinned is copied."""
+        try:
+            return _pinned(nbytes)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"{self.name} has no pinned memory, which copies need, neither of ours "
+                f"({self.refusal or 'not tried'}) nor of torch's ({describe(error)}): free memory of the host, or "
+                "allow this process more of it (ulimit, containers), or pass x.cpu()"
+            ) from error
 
     def _queue_shared(self, nbytes: int, work: Callable[[], None], mark: CudaMark | None) -> Landing:
         """Queue `work` on blocks of device memory that ranks share: that of `ipc.Gpu`."""

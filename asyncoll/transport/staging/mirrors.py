@@ -235,6 +235,8 @@ class DeviceStager:
             raise self.failure(error) from error
 
     def failure(self, error: BaseException) -> DeviceError:
+        if isinstance(error, DeviceError):
+            return DeviceError(str(error))
         return DeviceError(f"{self.device.name} has failed: {describe(error)}")
 
     async def close(self) -> None:
