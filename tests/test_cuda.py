@@ -161,7 +161,7 @@ def test_what_a_failed_copy_has_queued_comes_before_the_program_goes_on(gpu, dev
         mark.content.copy_(block, non_blocking=True)
         raise RuntimeError("the next part cannot be queued")
 
-    transfer = device._queue_shared(32, work, mark)
+    transfer = device.queue_shared(32, work, mark)
     mark.join()
     gpu.compute(lambda array: array.fill(2), x)  # a hazard if it may come before the copy
     gpu.run()

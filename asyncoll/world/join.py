@@ -332,9 +332,16 @@ class World:
                 await rpc.close()
             try:
                 # Before their memory is unmapped, also if this rank is cancelled: a driver goes on with pinned pages.
-                await to_its_end(self._runner.within(self._core.memory.devices.close()))
+                await to_its_end(self._runner.within(self._close_devices()))
             finally:
                 await self._runner.within(self._let_go())
+
+    async def _close_devices(self) -> None:
+        """First the memory that ranks share, and then the devices that copy it."""
+        try:
+            await self._endpoint.end()
+        finally:
+            await self._core.memory.devices.close()
 
     async def _join(self) -> Communicator:
         try:

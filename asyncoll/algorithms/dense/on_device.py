@@ -34,7 +34,6 @@ class OnDevice:
     def __init__(self, call: SharedCall, memory: DeviceMemory, staged: Staged) -> None:
         self._call = call
         self._memory = memory
-        self._exchange = memory.exchange
         self._staged = staged
         self._total: int = staged.mark.nbytes
         self._window = memory.window
@@ -108,7 +107,7 @@ class OnDevice:
         rendezvous, nbytes = await self._call.come(), self._nbytes(start)
         self._call.traffic.sent(nbytes)
         part = self._part(rendezvous, self._call.rank, 0, nbytes, start)
-        return rendezvous, self._exchange.write(self._staged.mark, [part])
+        return rendezvous, self._memory.exchange.write(self._staged.mark, [part])
 
     def _deal(
         self, rendezvous: Rendezvous, chunks: Sequence[int], pieces: Sequence[int], start: int, apart: int
@@ -119,20 +118,20 @@ class OnDevice:
             parts.append(self._part(rendezvous, me, rank * apart, rank * apart + nbytes, begin + start))
             begin += chunks[rank]
         self._call.traffic.sent(sum(pieces) - pieces[me])
-        return self._exchange.write(self._staged.mark, [part for part in parts if part.nbytes])
+        return self._memory.exchange.write(self._staged.mark, [part for part in parts if part.nbytes])
 
     async def _reduce(self, rendezvous: Rendezvous, op: ReduceOp, dtype: str, part: tuple[int, int]) -> None:
         """Reduce a part of the window of all ranks into that of this rank, whose part is read by no other rank yet."""
         first, last = part
         if first < last:
             offset = self._memory.offset(rendezvous.turn) + first
-            await self._over(self._exchange.reduce(op, dtype, offset, last - first))
+            await self._over(self._memory.exchange.reduce(op, dtype, offset, last - first))
             self._call.traffic.received((last - first) * (self._call.size - 1))
 
     async def _read(self, mark: Mark, parts: Sequence[Part]) -> None:
         """Copy the parts from the blocks into the tensor."""
         self._call.traffic.received(sum(part.nbytes for part in parts if part.rank != self._call.rank))
-        await self._over(self._exchange.read(mark, [part for part in parts if part.nbytes]))
+        await self._over(self._memory.exchange.read(mark, [part for part in parts if part.nbytes]))
 
     def _part(self, rendezvous: Rendezvous, rank: int, first: int, last: int, start: int) -> Part:
         """Bytes `first` to `last` of the window that `rank` shows, and those of a tensor from `start` on."""

@@ -299,7 +299,12 @@ async def _holds_up_no_other_stream(program: DeviceProgram) -> None:
             later = _tensor(program, _numbers())
             mark, late, held = _fetched(program, later)
             unread = program.device.mark(_tensor(program, _numbers()))
-            waiting = [held, unread.put(_numbers().view(np.uint8), 0), mark.queue(lambda x: x.add_(1), later)]
+            waiting = [
+                held,
+                unread.come(),
+                unread.put(_numbers().view(np.uint8), 0),
+                mark.queue(lambda x: x.add_(1), later),
+            ]
             waiting.append(idle.queue(lambda x: x.add_(1), later, after=[mark]))
         except BaseException:
             release()
@@ -322,6 +327,7 @@ async def _holds_up_no_other_stream(program: DeviceProgram) -> None:
 
 
 async def _copies_in_all_ways(program: DeviceProgram, mark: Mark, into: Array) -> None:
+    await arrived(mark.come())
     await arrived(mark.fetch(0, into))
     await arrived(mark.put(into, 0))
     await arrived(mark.queue(lambda x: x.add_(1), _tensor(program, _numbers(5)), after=[mark]))

@@ -130,9 +130,12 @@ class FakeExchange:
         others = [block for block in opened if block is not self._own]
         return self._carry_out("reduce", others, offset, into, move)
 
+    def under_way(self) -> list[FakeTransfer]:
+        return [transfer for transfer in self._transfers if not transfer.is_over]
+
     def shut(self) -> bool:
         self._device.check_share("close memory")
-        if not all(transfer.is_over for transfer in self._transfers):
+        if self.under_way():
             return False
         for block in self._opened.values():
             block.readers -= 1
@@ -158,7 +161,7 @@ class FakeExchange:
     ) -> FakeTransfer:
         """Queue `move`, which reads these bytes of `sources`, and writes to the own block unless it is a "read"."""
         transfer = self._device.queue_copy(f"exchange: {kind}", into, move, mark, writes=kind == "read")
-        self._transfers = [*(each for each in self._transfers if not each.is_over), transfer]
+        self._transfers = [*self.under_way(), transfer]
         written = [] if kind == "read" else [self._own]
         for block in (*sources, *written):
             self._use(block, _Use(offset, offset + into.nbytes, block in written, transfer))

@@ -105,6 +105,9 @@ class FakeMark:
         """Their bytes."""
         return self.memory.content[self.start : self.start + self.nbytes]
 
+    def come(self) -> FakeTransfer:
+        return self._device.come(self)
+
     def fetch(self, start: int, into: Array) -> FakeTransfer:
         return self._device.fetch(self, start, into)
 
@@ -272,6 +275,13 @@ class FakeDevice:
                 memory, start = _Memory(packed), 0
                 self._use(ticket, memory, 0, packed.nbytes, writes=True)
             return FakeMark(self, x, memory, start, self._stream, self._add(ticket, steps))
+
+    def come(self, mark: FakeMark) -> FakeTransfer:
+        with self._streams.lock:
+            ticket = self._order.queue(self._lane(_IN, mark), mark.event.ticket)
+            transfer = FakeTransfer(self._order, ticket, np.empty(1, np.uint8), self._streams.lock)
+            self._add(ticket, _once(lambda: transfer.advance(0 if self._broken else 1, self._broken)), [mark.event])
+            return transfer
 
     def fetch(self, mark: FakeMark, start: int, into: Array) -> FakeTransfer:
         source = mark.elements[start : start + into.nbytes]

@@ -56,6 +56,9 @@ class Mark(Protocol):
     def nbytes(self) -> int:
         """The bytes of its elements, which copies see packed, in the order of a contiguous tensor."""
 
+    def come(self) -> Transfer:
+        """A transfer of one byte, which copies nothing: it is over once the device has come to the mark."""
+
     def fetch(self, start: int, into: Array) -> Transfer:
         """Copy the bytes of the tensor from `start` on into the flat uint8 array `into`.
 
@@ -141,6 +144,9 @@ class Exchange(Protocol):
 
     def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> Transfer:
         """Reduce these bytes of all open blocks, in the order of ranks, into those of this rank's block."""
+
+    def under_way(self) -> Sequence[Transfer]:
+        """The copies and reductions of this rank that are not over."""
 
     def shut(self) -> bool:
         """Use the blocks of the other ranks no more. Returns False, and does nothing, if copies are under way.

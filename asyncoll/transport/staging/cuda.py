@@ -48,6 +48,9 @@ class CudaMark:
         self.is_changed = False  # by a copy
         self._unpacked: torch.cuda.Event | None = None
 
+    def come(self) -> Landing:
+        return self._device.queue_shared(1, _do_nothing, self)
+
     def fetch(self, start: int, into: Array) -> Landing:
         return self._device.copy_to_host(self, start, into)
 
@@ -190,7 +193,7 @@ class CudaDevice:
     @refusing()
     def share(self, nbytes: int) -> CudaExchange:
         runtime = loaded_runtime()
-        return CudaExchange(Gpu(self.place.index, self._queue_shared), runtime, nbytes)
+        return CudaExchange(Gpu(self.place.index, self.queue_shared), runtime, nbytes)
 
     def close(self) -> bool:
         for watcher in self._watchers:
@@ -281,7 +284,7 @@ class CudaDevice:
                 "allow this process more of it (ulimit, containers), or pass x.cpu()"
             ) from error
 
-    def _queue_shared(self, nbytes: int, work: Callable[[], None], mark: CudaMark | None) -> Landing:
+    def queue_shared(self, nbytes: int, work: Callable[[], None], mark: CudaMark | None) -> Landing:
         """Queue `work` on blocks of device memory that ranks share: that of `ipc.Gpu`."""
         transfer = Landing(nbytes)
         try:
@@ -403,6 +406,9 @@ def _recorded(stream: torch.cuda.Stream, *, is_awaited: bool = False) -> torch.c
 def _pinned(nbytes: int) -> torch.Tensor:
     """Pinned memory of torch's, which torch does not reuse before the copies of it are over."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _do_nothing() -> None: ...
 
 
 def _carry_out(work: Callable[..., object], writes: Sequence[torch.Tensor], reads: Sequence[torch.Tensor]) -> None:

@@ -296,9 +296,12 @@ class CudaExchange:
         into = self._own[offset : offset + nbytes]
         return self._queue(nbytes, lambda: reduce_on_device(into, parts, op, dtype))
 
+    def under_way(self) -> list[Transfer]:
+        return [each for each in self._transfers if each.moved < each.nbytes and each.error is None]
+
     @refusing()
     def shut(self) -> bool:
-        if not all(transfer.moved == transfer.nbytes or transfer.error for transfer in self._transfers):
+        if self.under_way():
             return False
         self._blocks = {}
         return True
@@ -325,8 +328,7 @@ class CudaExchange:
 
     def _queue(self, nbytes: int, work: Callable[[], None], mark: Any = None) -> Transfer:
         transfer = self._gpu.queue(nbytes, work, mark)
-        under_way = [each for each in self._transfers if each.moved < each.nbytes and each.error is None]
-        self._transfers = [*under_way, transfer]
+        self._transfers = [*self.under_way(), transfer]
         return transfer
 
 
