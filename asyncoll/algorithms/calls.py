@@ -234,6 +234,8 @@ class Calls:
 
         def begin() -> Coroutine[Any, Any, T]:
             pending, runner = self._enter_pair(call, source, self._member.group.rank), self._member.runner
+            if staged and self._backend.direct_pair(call, 0, source, staged[0]) is not None:
+                staged[0].defer(may_share=True)
             arrival = Arrival(self._member, staged)  # before the message may be there
             self._pending.arrives(pending, staged)
             started = runner.start(self._receive(call, source, tag, body, pending, staged))

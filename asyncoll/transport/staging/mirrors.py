@@ -42,12 +42,14 @@ class Mirror:
         self.is_deferred = self._may_share = False
         self._returned = 0  # the bytes that have been put
         self._rooms: set[int] = set()  # addresses of what `room` has given
-        self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize)
+        self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize, is_copied=False)
 
     def begin(self, back: CopiesBack) -> None:
         self._back = back
         with self._stager.failing():
             self._marks.append(self.opened_device.mark(self._x))
+        if not self._may_share:  # here, because to pin memory takes long, and other threads must not wait for it
+            self._stager.pool.pin(self.mirror)
         if not self.is_deferred:
             self.fetch()
 
@@ -61,6 +63,7 @@ class Mirror:
 
     def fetch(self) -> None:
         if self._is_read:
+            self._stager.pool.pin(self.mirror)
             self._fetched = self._stager.under_way(self.mark.fetch(0, self.mirror))
 
     async def arrived(self) -> None:
@@ -91,6 +94,7 @@ class Mirror:
     def put(self, nbytes: int | None = None) -> None:
         start, self._returned = self._returned, self.mirror.nbytes if nbytes is None else nbytes
         if start < self._returned:
+            self._stager.pool.pin(self.mirror)
             self._put(self.mirror[start : self._returned], self.mark, start)
 
     def result(self, nbytes: int) -> Mark:
