@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from asyncoll.errors import DeviceError, UsageError, describe
@@ -115,6 +116,12 @@ class Staged(Arriving, Protocol):
 
     def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
         """Carry out `work(*writes, *reads)` on the device, after all copies to it so far; `join` comes after it."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Work that this thread queues meanwhile comes after the copies so far, and not after the program's later work.
+
+        After `begin`.
+        """
 
     def made(self, work: Work, dtype: str, shape: tuple[int, ...], reads: Sequence[Any]) -> Any:
         """A new tensor of the device, to which `queue` has `work` write. Raises DeviceError as `like`."""

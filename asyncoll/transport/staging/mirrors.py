@@ -135,6 +135,11 @@ class Mirror:
             transfer = self.mark.queue(work, *writes, reads=reads, after=self._marks)
         self._tell_end(transfer)
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        with self._stager.failing(), self.mark.aside():
+            yield
+
     def made(self, work: Work, dtype: str, shape: tuple[int, ...], reads: Sequence[Any]) -> Any:
         with self._stager.failing():
             x, mark = self.mark.like(dtype, shape)
