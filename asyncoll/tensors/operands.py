@@ -176,10 +176,10 @@ def _numpy_operand(x: Array, writable: bool) -> Operand:
 def _plain_torch_operand(x: torch.Tensor) -> Operand | None:
     """The operand of a tensor that a view in numpy shows as it is; None for any other. It saves most of the checks."""
     dtype = _torch_names().get(x.dtype)
-    if dtype is None or x.requires_grad or not (x.is_cpu and x.is_contiguous()) or x.is_neg():
-        return None
-    shape = x.shape
     try:
+        if dtype is None or x.requires_grad or not (x.is_cpu and x.is_contiguous()) or x.is_neg():
+            return None
+        shape = x.shape
         return Operand(x, (x if len(shape) == 1 else x.reshape(-1)).numpy(), dtype, tuple(shape), copied=False)
     except RuntimeError:  # it has no memory: the general way says so
         return None

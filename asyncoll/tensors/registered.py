@@ -17,7 +17,7 @@ from asyncoll import forks
 from asyncoll.arguments import whole
 from asyncoll.errors import UsageError
 from asyncoll.tensors import reductions
-from asyncoll.tensors.staged import Devices, Stager
+from asyncoll.tensors.staged import Devices, Stager, check_plain
 
 _current: ContextVar[RegisteredMemory | None] = ContextVar("registry", default=None)
 _of_process: list[RegisteredMemory] = []  # that of a world which all threads of this process are in, if there is one
@@ -160,8 +160,9 @@ async def of_context(open_stager: OpenStager) -> AsyncIterator[None]:
 def stager_of(x: Any) -> Stager:
     """What stages the torch tensor `x`, which is on a device, for the rank that this task is in.
 
-    Raises UsageError if the device cannot be used.
+    Raises UsageError if the device cannot be used, or `x` has no plain memory on it.
     """
+    check_plain(x)
     return current().devices.stager_of(x)
 
 

@@ -193,6 +193,26 @@ def is_hidden(x: Any) -> bool:
     return any(device.holds(x) for device in hidden)
 
 
+def check_plain(x: Any) -> None:
+    """Raise UsageError unless the elements of the torch tensor `x`, of a device, are in memory that `x` has there."""
+    if not _is_plain(x):
+        raise UsageError(
+            f"a {type(x).__name__} without plain memory on {x.device} is not supported: pass a dense tensor that has "
+            "its storage, such as x.to_local() of a DTensor, and make the call outside of vmap, grad and compiled code"
+        )
+
+
+def _is_plain(x: Any) -> bool:
+    import torch
+
+    # A subclass that carries its operations out itself, such as a masked or a fake tensor, has other tensors inside.
+    # One that does not, such as a parameter, is the memory alone.
+    is_apart = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if is_apart or torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_nested or x._is_zerotensor():
+        return False
+    return x.layout is not torch.strided or not x.numel() or bool(x.untyped_storage().nbytes())
+
+
 class Devices:
     """The devices of one rank's tensors."""
 
