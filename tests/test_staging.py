@@ -333,6 +333,25 @@ def test_a_copy_to_the_host_fails(way):
         assert run_ranks(3, main, way) == [AbortedError, DeviceError, AbortedError]
 
 
+def test_nothing_is_logged_of_a_call_that_fails_and_is_held(caplog):
+    """The program hears of the failure from its other calls."""
+    with fake_device() as device:
+        device.fail_copy(0, OSError("no such bus"))
+
+        async def main(comm):
+            call = comm.allreduce(device.tensor(torch.ones(1000)))
+            with pytest.raises(AbortedError, match="no such bus"):
+                async with asyncio.timeout(20):
+                    while True:
+                        await comm.barrier()
+                        await asyncio.sleep(0)
+            call.close()
+
+        run_ranks(1, main, "inproc")
+    gc.collect()
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_contribution_does_not_arrive(transport):
     with fake_device() as device:
