@@ -6,8 +6,9 @@ the function that its `Devices` have got.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -130,6 +131,10 @@ class Staged(Arriving, Protocol):
 class Stager(Protocol):
     """Stages the tensors of one device for one rank."""
 
+    @property
+    def name(self) -> str:
+        """That of the device."""
+
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""
 
@@ -193,6 +198,17 @@ def is_hidden(x: Any) -> bool:
     return any(device.holds(x) for device in hidden)
 
 
+@contextlib.contextmanager
+def naming(owner: str) -> Iterator[None]:
+    """Errors of devices that are raised in it name their `owner`, such as "rank 3", if there is one."""
+    try:
+        yield
+    except (UsageError, DeviceError) as error:
+        if not owner:
+            raise
+        raise type(error)(f"{owner}: {error}") from error.__cause__
+
+
 def check_plain(x: Any) -> None:
     """Raise UsageError unless the elements of the torch tensor `x`, of a device, are in memory that `x` has there."""
     if not _is_plain(x):
@@ -216,15 +232,20 @@ def _is_plain(x: Any) -> bool:
 class Devices:
     """The devices of one rank's tensors."""
 
-    def __init__(self, open_stager: Callable[[Any], Stager]) -> None:
-        """`open_stager(x)` opens the device of the tensor `x`. Raises UsageError if it cannot be used."""
+    def __init__(self, open_stager: Callable[[Any], Stager], owner: str = "") -> None:
+        """`open_stager(x)` opens the device of the tensor `x`. Raises UsageError if it cannot be used.
+
+        Errors name the `owner`, such as "rank 3", if there is one.
+        """
         self._open = open_stager
+        self._owner = owner
         self._stagers: list[Stager] = []
         self._lock = threading.Lock()
 
     def stager_of(self, x: Any) -> Stager:
         """What stages the torch tensor `x`, which is on a device. Raises UsageError if that cannot be used."""
-        with self._lock:
+        with self._lock, self.naming():
+            check_plain(x)
             for known in self._stagers:
                 if known.holds(x):
                     return known
@@ -238,7 +259,18 @@ class Devices:
 
         Raises UsageError if that cannot be used.
         """
-        return self.stager_of(_tensor_of(device))
+        with self.naming():
+            x = _tensor_of(device)
+        return self.stager_of(x)
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Errors of devices that are raised in it name the owner."""
+        return naming(self._owner)
+
+    @property
+    def names(self) -> str:
+        """The names of those that are open, for errors."""
+        return ", ".join(stager.name for stager in self._stagers)
 
     async def close(self) -> None:
         """Before the memory of mirrors is unmapped."""

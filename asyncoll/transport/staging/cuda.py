@@ -376,7 +376,7 @@ def open_device(index: int) -> CudaDevice:
     if not torch.cuda.is_available():
         raise UsageError(
             f"{name}, but torch {torch.__version__} finds no device of CUDA: use a build of torch with CUDA on a host "
-            "whose nvidia-smi shows a GPU, or pass x.cpu()"
+            "whose nvidia-smi shows a GPU, or tensors of the CPU"
         )
     if index >= torch.cuda.device_count():
         raise UsageError(
