@@ -467,7 +467,7 @@ def test_a_call_on_a_captured_stream_has_not_begun():
         gpu.captured.add("side")
         with gpu.stream("side"):
             for call in (comm.allreduce, comm.solo_allreduce, comm.allgather):
-                with pytest.raises(UsageError, match="captured by a CUDA graph"):
+                with pytest.raises(UsageError, match=f"^rank {comm.rank}: the current stream of cuda:0 is"):
                     call(gpu.tensor(torch.ones(10)))
         await reduced(comm, gpu)
 
@@ -478,7 +478,7 @@ def test_a_call_on_a_captured_stream_has_not_begun():
 def test_tensors_of_several_devices_in_one_call():
     async def main(comm):
         x, y, z = gpu.tensor(torch.ones(4)), gpu.tensor(torch.ones(4), index=1), torch.ones(4)
-        with pytest.raises(UsageError, match="one call got tensors on cuda:0, cuda:1: pass tensors of one device"):
+        with pytest.raises(UsageError, match=f"^rank {comm.rank}: one call got tensors on cuda:0, cuda:1"):
             comm.solo_allreduce([x, y])
         with pytest.raises(UsageError, match="tensors on cuda:1, the host"):
             comm.solo_allreduce([z, y])
@@ -547,9 +547,11 @@ def test_devices_that_cannot_be_used(monkeypatch):
             alone(main)
 
     async def others(comm):
-        with pytest.raises(UsageError, match="a tensor on meta is not supported"):
+        with pytest.raises(UsageError, match="rank 0: tensors on meta are not supported: use those of the CPU"):
             comm.allreduce(torch.ones(3, device="meta"))
-        with pytest.raises(UsageError, match="cuda:3, but this process sees 2 devices of CUDA, from cuda:0 on"):
+        with pytest.raises(UsageError, match="rank 0: tensors on meta are not supported: use those of the CPU"):
+            comm.empty(3, torch.float32, device="meta")
+        with pytest.raises(UsageError, match="rank 0: a tensor on cuda:3, but this process sees 2 devices of CUDA"):
             comm.allreduce(gpu.tensor(torch.ones(3), 3))
         x = gpu.tensor(torch.ones(3))
         with ThreadPoolExecutor(1) as thread, pytest.raises(UsageError, match="this thread does not know the world"):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import warnings
 import weakref
 from functools import partial
 from itertools import cycle, product
@@ -16,15 +17,18 @@ import pytest
 import torch
 from cancelling import nothing_is_pending
 from emulated_cuda import emulated_cuda
+from torch._subclasses import FakeTensorMode
+from torch.masked import masked_tensor
 
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
 from asyncoll.forks import address_of
-from asyncoll.tensors.operands import Operand
+from asyncoll.tensors.operands import Operand, as_operand
 from asyncoll.tensors.reductions import DTYPES, is_divisible
 from asyncoll.tensors.registered import RegisteredMemory
-from asyncoll.tensors.staged import stagers
+from asyncoll.tensors.staged import check_plain, stagers
 from asyncoll.testing import Hazard, fake_device, run_ranks, simulate
+from asyncoll.torch.memory import copyable, reducible, writable
 from asyncoll.transport.staging import mirrors
 from asyncoll.transport.staging.mirrors import DeviceStager, Mirror
 from asyncoll.world import join
@@ -254,17 +258,103 @@ def test_a_call_that_is_refused_has_not_begun():
         run_ranks(1, main, "inproc")
 
 
+class Wrapper(torch.Tensor):
+    """Has its elements elsewhere."""
+
+    @staticmethod
+    def __new__(cls, device="cpu"):
+        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32, device=device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+class Named(torch.Tensor):
+    """Is the memory alone."""
+
+
+def without_plain_memory():
+    inside = []
+    torch.func.vmap(lambda x: inside.append(x) or x)(torch.ones(2, 3))
+    torch.func.grad(lambda x: inside.append(x) or x.sum())(torch.ones(3))
+    with FakeTensorMode(), warnings.catch_warnings():
+        inside.append(torch.empty(3))
+        inside.append(torch.empty(0))
+    with warnings.catch_warnings(action="ignore"):
+        inside.append(masked_tensor(torch.ones(2), torch.tensor([True, False])))
+        inside.append(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    return [*inside, Wrapper(), torch._efficientzerotensor(3)]
+
+
+def test_which_tensors_have_plain_memory():
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    for x in [*without_plain_memory(), freed]:
+        with pytest.raises(UsageError, match=f"a {type(x).__name__} without plain memory on cpu is not supported"):
+            check_plain(x)
+    plain = torch.ones(4)
+    for x in (plain, torch.nn.Parameter(plain), plain.as_subclass(Named), plain[:0], plain.to_sparse()):
+        check_plain(x)
+
+
+def test_a_nested_tensor_of_the_host_is_refused():
+    with warnings.catch_warnings(action="ignore"):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(UsageError, match="a Tensor without plain memory"):
+        as_operand(nested)
+
+
+def test_a_tensor_without_plain_memory_is_refused_before_the_call():
+    with emulated_cuda() as device:
+
+        async def main(comm):
+            x = Wrapper("cuda:0")
+            calls = [comm.allreduce, comm.allgather, comm.solo_allreduce, partial(comm.sparse_allreduce, density=0.5)]
+            calls += [lambda x: comm.send(x, dest=0), lambda x: comm.rpc.call(0, "f", x), reducible, copyable, writable]
+            for call in calls:
+                with pytest.raises(UsageError, match="a Wrapper without plain memory on cuda:0 is not supported"):
+                    await call(x)
+            await comm.allreduce(device.tensor(torch.ones(3)))
+
+        run_ranks(1, main, "shm")
+
+
 def test_a_copy_to_the_host_fails(way):
     with fake_device() as device:
         device.fail_copy(0, OSError("no such bus"))
 
         async def main(comm):
             x = torch.ones(1000)
-            with pytest.raises((DeviceError, AbortedError), match="fake:0 has failed: OSError: no such bus") as caught:
+            with pytest.raises(
+                (DeviceError, AbortedError), match="rank 1: fake:0 has failed: OSError: no such bus"
+            ) as caught:
                 await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
             return type(caught.value)
 
         assert run_ranks(3, main, way) == [AbortedError, DeviceError, AbortedError]
+
+
+def test_nothing_is_logged_of_a_call_that_fails_and_is_held(caplog):
+    """The program hears of the failure from its other calls."""
+    with fake_device() as device:
+        device.fail_copy(0, OSError("no such bus"))
+
+        async def main(comm):
+            call = comm.allreduce(device.tensor(torch.ones(1000)))
+
+            async def others():
+                while True:
+                    await comm.barrier()
+                    await asyncio.sleep(0)
+
+            with pytest.raises(AbortedError, match="no such bus"):
+                await asyncio.wait_for(others(), 20)
+            call.close()
+
+        run_ranks(1, main, "inproc")
+    gc.collect()
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -608,9 +698,9 @@ def test_memory_stays_pinned_when_its_copies_do_not_end(monkeypatch, caplog):
     monkeypatch.setattr(mirrors, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(join, "_RETURN_S", 0.0)
     with pytest.raises(Hazard, match="1 blocks were never unpinned"), fake_device(0, "program") as device:
-        with pytest.raises(DeviceError, match="has not taken all results 0 s after the last call of this rank"):
+        with pytest.raises(DeviceError, match="rank 0: fake:0 has not taken all results 0 s after the last call"):
             run_ranks(1, lambda comm: leaves_with_a_copy_under_way(comm, device), "shm")
-    assert "fake:0 has not ended its work" in caplog.text
+    assert "fake:0 has not ended its work 0 s after rank 0 has left the world" in caplog.text
 
 
 class Back:

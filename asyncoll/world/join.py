@@ -321,7 +321,10 @@ class World:
                 ends = [over, failed]
                 is_late = not (await asyncio.wait(ends, timeout=_RETURN_S, return_when=asyncio.FIRST_COMPLETED))[0]
         if is_late:
-            raise DeviceError(f"a device has not taken all results {_RETURN_S:g} s after the last call of this rank")
+            names = self._core.memory.devices.names or "a device"
+            raise DeviceError(
+                f"rank {self._endpoint.rank}: {names} has not taken all results {_RETURN_S:g} s after the last call"
+            )
         returns.check()
 
     async def _end(self, error: BaseException | None) -> None:

@@ -138,9 +138,10 @@ class OnDevice:
         await self._all_arrived()
         if self._wanted.threshold:  # how many elements reach it is known now, and so memory for them
             assert self._back is not None, "the call has begun"
-            self._made = self._rooms(int(self._made[0].flat[0]))
-            self._queue(partial(on_device.select, least=self._least))
-            self.begin(self._back)
+            with self._first.aside():
+                self._made = self._rooms(int(self._made[0].flat[0]))
+                self._queue(partial(on_device.select, least=self._least))
+                self.begin(self._back)
             await self._all_arrived()
 
     def join(self) -> None:

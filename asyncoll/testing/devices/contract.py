@@ -331,6 +331,12 @@ async def _copies_in_all_ways(program: DeviceProgram, mark: Mark, into: Array) -
     await arrived(mark.fetch(0, into))
     await arrived(mark.put(into, 0))
     await arrived(mark.queue(lambda x: x.add_(1), _tensor(program, _numbers(5)), after=[mark]))
+    with mark.aside():
+        x = _tensor(program, _numbers(5))
+        program.add(x, 1)
+        _, found, transfer = _fetched(program, x)
+    await arrived(transfer)
+    assert (found.view(np.int32) == _numbers(5) + 1).all()
 
 
 async def _makes_tensors_beside(program: DeviceProgram) -> None:

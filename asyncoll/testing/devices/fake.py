@@ -119,6 +119,11 @@ class FakeMark:
     ) -> FakeTransfer:
         return self._device.queue_after((self, *after), work, writes, reads)
 
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        with self._device.stream(self._device.stream_after([self])):
+            yield
+
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, FakeMark]:
         with self._device.stream(self.stream):
             x = self._device.empty(dtype, shape)
@@ -250,9 +255,7 @@ class FakeDevice:
     def queue_after(
         self, marks: Sequence[FakeMark], work: Callable[..., object], writes: Sequence[Any], reads: Sequence[Any]
     ) -> FakeTransfer:
-        late = next((mark for mark in marks if not mark.event.is_over), marks[0])
-        with self._streams.lock, self.stream(self._lane(_IN, late)):
-            self._wait(self._stream, [operation for mark in marks for operation in (mark.event, *mark.copies)])
+        with self._streams.lock, self.stream(self.stream_after(marks)):
             written = np.empty(sum(x.nbytes for x in writes), np.uint8)
             operation = self._compute(self._in_torch(work, (*writes, *reads)), writes, reads)
             transfer = FakeTransfer(self._order, operation.ticket, written, self._streams.lock)
@@ -262,6 +265,14 @@ class FakeDevice:
 
             marks[0].copies.append(self._add(self._order.queue(self._stream), _once(end)))
             return transfer
+
+    def stream_after(self, marks: Sequence[FakeMark]) -> str:
+        """A stream of the device whose work comes after the marks and their copies."""
+        with self._streams.lock:
+            late = next((mark for mark in marks if not mark.event.is_over), marks[0])
+            lane = self._lane(_IN, late)
+            self._wait(lane, [operation for mark in marks for operation in (mark.event, *mark.copies)])
+            return lane
 
     def mark(self, x: Any) -> FakeMark:
         with self._streams.lock:

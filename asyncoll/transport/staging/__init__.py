@@ -82,6 +82,12 @@ class Mark(Protocol):
         comes after it. Returns a transfer of the bytes of `writes`, whose end is that of the work.
         """
 
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Makes a stream of the device the current one of this thread, for work that belongs to the mark.
+
+        That comes after the mark and all its copies, and does not wait for what the program queues later.
+        """
+
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, Mark]:
         """A new contiguous tensor with undefined content, as if the program had made it where it was in `Device.mark`.
 

@@ -75,6 +75,9 @@ class CudaMark:
     ) -> Landing:
         return self._device.queue_after((self, *after), work, writes, reads)
 
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        return _on(self._device.stream_after([self]))
+
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, CudaMark]:
         with _on(self.stream):  # else its memory would be reused in the order of another stream
             x = self._device.empty(dtype, shape)
@@ -132,7 +135,8 @@ class CudaDevice:
         watcher = self._watcher()
         self._out, self._in, self._shared = (_Lane(stream, watcher) for stream in streams)
         self._watchers = [watcher]
-        self._lanes: dict[torch.cuda.Stream, _Lane] = {}  # by stream of the program; torch has at most 32 of a priority
+        # By stream of the program, of which torch has at most 32 of a priority; and of work that is `aside`.
+        self._lanes: dict[torch.cuda.Stream, _Lane] = {self._in.stream: self._in}
         self._lock = threading.Lock()  # of the lanes
 
     def holds(self, x: Any) -> bool:
@@ -211,13 +215,15 @@ class CudaDevice:
     ) -> Landing:
         """`mark.queue(work, *writes, reads=reads, after=others)` of the first mark."""
         mark, transfer = marks[0], Landing(sum(x.nbytes for x in writes))
-        lane = self._lane(next((each for each in marks if not each.has_come), mark), self._in)
-        for event in (event for each in marks for event in each.events()):
-            lane.stream.wait_event(event)
+        lane = self._lane_after(marks)
         with _on(lane.stream):
             _carry_out(work, writes, reads)
         self._watch(lane, mark, partial(transfer.advance, transfer.nbytes), transfer, writes, reads)
         return transfer
+
+    def stream_after(self, marks: Sequence[CudaMark]) -> torch.cuda.Stream:
+        """A stream of the device whose work comes after the marks and their copies."""
+        return self._lane_after(marks).stream
 
     def copy_to_host(self, mark: CudaMark, start: int, into: Array) -> Landing:
         """`mark.fetch(start, into)`."""
@@ -310,9 +316,17 @@ class CudaDevice:
         with self._lock:
             lane = self._lanes.get(mark.stream)
             if lane is None:
-                lane = self._lanes[mark.stream] = _Lane(self._stream(), self._watcher())
+                lane = _Lane(self._stream(), self._watcher())
+                self._lanes[mark.stream] = self._lanes[lane.stream] = lane
                 self._watchers.append(lane.watcher)
             return lane
+
+    def _lane_after(self, marks: Sequence[CudaMark]) -> _Lane:
+        """Where what comes after the marks and their copies waits."""
+        lane = self._lane(next((each for each in marks if not each.has_come), marks[0]), self._in)
+        for event in (event for each in marks for event in each.events()):
+            lane.stream.wait_event(event)
+        return lane
 
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.place, priority=_URGENT)
@@ -376,7 +390,7 @@ def open_device(index: int) -> CudaDevice:
     if not torch.cuda.is_available():
         raise UsageError(
             f"{name}, but torch {torch.__version__} finds no device of CUDA: use a build of torch with CUDA on a host "
-            "whose nvidia-smi shows a GPU, or pass x.cpu()"
+            "whose nvidia-smi shows a GPU, or tensors of the CPU"
         )
     if index >= torch.cuda.device_count():
         raise UsageError(
