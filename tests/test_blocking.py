@@ -19,6 +19,7 @@ FOR_SEVERAL = [
     "dropped",
     "unfetched",
     "leaves",
+    "unwaited",
     "closes",
     "begins",
     "awaited",
@@ -74,7 +75,7 @@ def test_handles_of_a_world_of_one(play, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["collectives", "threads", "late"])
+@pytest.mark.parametrize("case", ["collectives", "threads", "late", "unwaited"])
 @pytest.mark.parametrize("more", [{"ASYNCOLL_TRANSPORT": "zmq"}, {"ASYNCOLL_CORE": "python"}], ids=["zmq", "python"])
 def test_handles_by_message_and_without_the_core(play, case, more):
     play(3, case, **more)

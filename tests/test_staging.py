@@ -9,7 +9,7 @@ import os
 import warnings
 import weakref
 from functools import partial
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -665,6 +665,21 @@ def started(device, number):
 
 
 # -- the end of a world -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_world_ends_after_the_collectives_that_nothing_awaits(size, transport):
+    with fake_device() as device:
+
+        async def main(comm):
+            part = await comm.split(0)
+            xs = [move(torch.ones(30_000)) for move in (lambda x: x, device.tensor) for _ in range(2)]
+            return [(x, (part if number % 2 else comm).allreduce(x)) for number, x in enumerate(xs)]
+
+        for x, call in chain.from_iterable(run_ranks(size, main, transport)):
+            assert ((device.values(x) if device.holds(x) else x.numpy()) == size).all()
+            call.close()
 
 
 async def leaves_with_a_copy_under_way(comm, device):
