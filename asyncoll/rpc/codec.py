@@ -55,6 +55,7 @@ class Expected(NamedTuple):
 
 Types = Mapping[str, Expected]  # by qualified name
 NO_TYPES: Types = {}
+NOTHING_SHOWN: Mapping[int, Any] = {}
 Place = Callable[[Any], Any]  # takes a torch tensor on the CPU, which nothing else uses; returns it on another device
 Encoded = tuple[bytes, list[Array], list[Staged]]  # structured bytes, arrays beside them, and tensors of devices
 
@@ -213,15 +214,22 @@ def _raise_for_leaf(value: object, path: str) -> None:
         raise UsageError(f"{path} is a {type(value)}, which cannot be sent; these types can: {ALLOWED}") from None
 
 
-def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES, place: Place | None = None) -> Any:
+def decode(
+    body: bytes,
+    arrays: Sequence[Array] = (),
+    types: Types = NO_TYPES,
+    place: Place | None = None,
+    shown: Mapping[int, Any] = NOTHING_SHOWN,
+) -> Any:
     """The value that `encode` was given. Its tensors use the memory of `arrays`, without a copy.
 
-    Its torch tensors are those that `place` returns, if it is given.
+    Its torch tensors are those that `place` returns, if it is given. Of the arrays in `shown`, which are empty, it has
+    the bytes in these flat tensors of its device.
 
     Raises ProtocolError for bytes that `encode` does not make, and UsageError for a dataclass that is not in `types`,
     has other fields, or cannot be made of them.
     """
-    decoder = _Decoder(arrays, types) if place is None else _PlacingDecoder(arrays, types, place)
+    decoder = _Decoder(arrays, types) if place is None else _PlacingDecoder(arrays, types, place, shown)
     try:
         if len(body) <= _UNCHECKED_BYTES:
             value = msgpack.unpackb(body, ext_hook=decoder.extension, strict_map_key=False)
@@ -332,13 +340,28 @@ class _Decoder:
 class _PlacingDecoder(_Decoder):
     """Its torch tensors go to a device."""
 
-    def __init__(self, arrays: Sequence[Array], types: Types, place: Place) -> None:
+    def __init__(self, arrays: Sequence[Array], types: Types, place: Place, shown: Mapping[int, Any]) -> None:
         super().__init__(arrays, types)
         self._place = place
+        self._shown = shown
 
     def _array(self, body: bytes) -> Any:
+        if self._shown and (x := self._shown_array(body)) is not None:
+            return x
         value = super()._array(body)
         return value if isinstance(value, np.ndarray | np.generic) else self._place(value)
+
+    def _shown_array(self, body: bytes) -> Any:
+        """The array, if it is among those that are shown."""
+        family, dtype, where, dimensions = _ARRAY_HEADER.unpack_from(body)
+        form = _FORMS[dimensions]
+        if where != _OUTSIDE or (x := self._shown.get(*_INDEX.unpack(body[form.size :]))) is None:
+            return None
+        shape = form.unpack_from(body)[4:]
+        self._take(body[form.size :])
+        if family != _TORCH or math.prod(shape) * _STORAGE[dtype].itemsize != x.numel():
+            raise ProtocolError(f"{x.numel()} bytes were shown for an array of shape {shape} and dtype {DTYPES[dtype]}")
+        return x.view(getattr(sys.modules["torch"], DTYPES[dtype])).view(shape)
 
 
 class _Known(NamedTuple):

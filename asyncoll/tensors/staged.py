@@ -71,6 +71,9 @@ class Staged(Arriving, Protocol):
     def defer(self, *, may_share: bool) -> None:
         """Before `begin`, which copies nothing then. `may_share`: the tensor may need no mirror, and no `room`."""
 
+    def keep(self) -> None:
+        """After `defer`, before `begin`: copy the tensor on its device, so that the program may change its own."""
+
     def fetch(self) -> None:
         """Begin to copy the elements to the mirror. After `defer` and `begin`, at most once."""
 
@@ -94,6 +97,9 @@ class Staged(Arriving, Protocol):
 
     def result(self, nbytes: int) -> Any:
         """A mark of a new flat tensor of the same dtype. The device gives it its elements, and the next `like` it."""
+
+    def fresh(self, nbytes: int) -> tuple[Any, Any]:
+        """A new flat tensor of so many bytes, and its mark, which `join` leaves out. Raises as `like`."""
 
     def order(self) -> None:
         """The work that the thread queues from here on comes after the copies so far, as after `join`; they go on."""
@@ -122,6 +128,8 @@ class Staged(Arriving, Protocol):
 
 class Stager(Protocol):
     """Stages the tensors of one device for one rank."""
+
+    device: Any  # its `transport.staging.Device`
 
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""

@@ -59,6 +59,9 @@ class Mirror:
         self.is_deferred = True
         self._may_share = may_share
 
+    def keep(self) -> None:
+        self._x = self._stager.clone(self._x.detach())
+
     def fetch(self) -> None:
         if self._is_read:
             self._fetched = self._stager.under_way(self.mark.fetch(0, self.mirror))
@@ -98,6 +101,10 @@ class Mirror:
             self._result, mark = self.mark.like(dtype_name(self._x.dtype), (nbytes // self._x.itemsize,))
         self._marks.append(mark)
         return mark
+
+    def fresh(self, nbytes: int) -> tuple[Any, Mark]:
+        with self._stager.failing():
+            return self.mark.like("uint8", (nbytes,))
 
     def order(self) -> None:
         with self._stager.failing():
