@@ -392,7 +392,8 @@ async def rpc_direct(comm: asyncoll.Communicator) -> None:
     for tensors, seed in zip(found, (rank + seed for rank in others for seed in (1, 9)), strict=True):
         expected = [values(torch.float32, seed + k, COUNT) for k in range(2)]
         for x, y in zip(tensors, [*expected, values(torch.bfloat16, seed, 2 * COUNT)[::2]], strict=True):
-            assert x.device == device and same(x, y), f"other bits of seed {seed}"
+            assert x.device == device
+            assert same(x, y), f"other bits of seed {seed}"
     for rank in others:
         assert same(await comm.rpc.to(device).call(rank, "changes", 5), values(torch.float32, 5, COUNT))
         assert same(await comm.rpc.call(rank, "changes", 5), values(torch.float32, 5, COUNT))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from functools import partial
 
 import numpy as np
@@ -14,7 +15,9 @@ from test_on_device import bits, increment, normal, opened
 from test_on_device import nothing_is_shared as nothing_is_shared
 
 import asyncoll
-from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, PeerLostError
+from asyncoll.algorithms.dense import pair_memory
+from asyncoll.errors import AbortedError, AsyncollError, DeadlineError, DeviceError, PeerLostError, ProtocolError
+from asyncoll.rpc import protocol
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Kill, Network, fake_device, fault, run_ranks, simulate
 from asyncoll.transport.messages.simulated import Pause
@@ -343,3 +346,33 @@ def test_a_device_that_stands_still():
                 await comm.barrier()
 
         run_ranks(2, main, "shm")
+
+
+@pytest.mark.parametrize("body", [b"\1", struct.pack("<IQQ", 0, 0, 1), struct.pack("<IQQ", 0, 1 << 60, 1)])
+def test_a_callee_that_shows_no_tensor(body):
+    async def main(comm):
+        with opened(0, "loop", f"fake:{comm.rank}") as device:
+            served(comm, device)
+            await comm.barrier()
+            if comm.rank == 1:
+                await comm.rpc._exchange._carrier.send(0, *protocol.encode(protocol.SHOW, 0, body))
+            else:
+                await asyncio.sleep(1)
+            await comm.barrier()
+
+    with pytest.raises((ProtocolError, AbortedError), match="broke the protocol"):
+        simulate(2, main, shared_memory=True)
+
+
+def test_a_callee_that_names_no_place_of_its_block(monkeypatch):
+    async def main(comm, device):
+        served(comm, device)
+        await comm.barrier()
+        with pytest.raises(AbortedError, match="of a block of device memory"):
+            await (comm.barrier() if comm.rank else ask(comm, device, 1))
+
+    async def nowhere(memory):
+        return memory.nbytes
+
+    monkeypatch.setattr(pair_memory.PairMemory, "place", nowhere)
+    world(["fake:0", "fake:1"], main)
