@@ -177,7 +177,7 @@ REPLACED = {
         "pair_memory.PairMemory.place": "a sender that lies about its block",
         "pair_memory.SEGMENT_BYTES": _FAR,
     },
-    "test_device_results.py": {"pair_memory.PairMemory.place": "a sender that lies about its block"},
+    "test_device_rpc.py": {"pair_memory.PairMemory.place": "a sender that lies about its block"},
     "test_docs.py": {"asyncoll.run": "programs of the documentation, which call it, run at ranks of this process"},
     "test_failures.py": {"WaitAvoiding._publish": _SPY},
     "test_forks.py": {"segment.check_room": "the free memory of the host"},

@@ -364,13 +364,27 @@ def test_bools_are_normalized_to_0_and_1():
     assert codec.decode(an_array(form)).view(torch.uint8).tolist() == [1, 1]
 
 
+class AtTheHost:
+    """A place that leaves tensors where they are."""
+
+    def __init__(self, shown):
+        self.shown = shown.get
+
+    def take(self, x):
+        return x
+
+    def as_bools(self, flat):
+        flat.clamp_(max=1)
+
+
 def test_tensors_that_were_shown():
-    body, _, _ = codec.encode([torch.ones(50, 20), torch.zeros(1000)])
-    arrays = [np.empty(0, np.uint8), np.zeros(4000, np.uint8)]
-    shown = {0: torch.ones(1000).view(torch.uint8)}
-    first, second = codec.decode(body, arrays, place=lambda x: x, shown=shown)
+    body, _, _ = codec.encode([torch.ones(50, 20), torch.zeros(1000), torch.ones(3000, dtype=torch.bool)])
+    arrays = [np.empty(0, np.uint8), np.zeros(4000, np.uint8), np.empty(0, np.uint8)]
+    shown = {0: torch.ones(1000).view(torch.uint8), 2: torch.full((3000,), 7, dtype=torch.uint8)}
+    first, second, third = codec.decode(body, arrays, place=AtTheHost(shown))
     assert torch.equal(first, torch.ones(50, 20))
     assert torch.equal(second, torch.zeros(1000))
+    assert third.view(torch.uint8).tolist() == [1] * 3000
 
 
 @pytest.mark.parametrize("shown", [{}, {0: torch.ones(999).view(torch.uint8)}, {1: torch.ones(1000).view(torch.uint8)}])
@@ -378,14 +392,20 @@ def test_tensors_that_were_shown():
 def test_tensors_that_were_shown_with_other_bytes(shown, value):
     body, _, _ = codec.encode([value])
     with pytest.raises(ProtocolError, match="bytes"):
-        codec.decode(body, [np.empty(0, np.uint8)], place=lambda x: x, shown=shown)
+        codec.decode(body, [np.empty(0, np.uint8)], place=AtTheHost(shown))
+
+
+def test_a_tensor_that_was_shown_and_sent():
+    body, arrays, _ = codec.encode([torch.ones(1000)])
+    with pytest.raises(ProtocolError, match="4000 bytes were shown"):
+        codec.decode(body, arrays, place=AtTheHost({0: torch.ones(1000).view(torch.uint8)}))
 
 
 # -- messages ------------------------------------------------------------------------------------
 
 
 @given(
-    st.sampled_from(range(protocol.CALL, protocol.SHOW + 1)),
+    st.sampled_from(range(protocol.CALL, protocol.SHOW_RESULT + 1)),
     st.integers(0, (1 << 64) - 1),
     st.text(max_size=200),
     st.booleans(),

@@ -18,7 +18,7 @@ from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.device_memory import DeviceMemory
 from asyncoll.algorithms.dense.device_pair import DevicePair
-from asyncoll.algorithms.dense.device_results import DeviceResults
+from asyncoll.algorithms.dense.device_rpc import DeviceRpc
 from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
 from asyncoll.algorithms.dense.on_device import OnDevice
 from asyncoll.algorithms.dense.pair_memory import PairMemory
@@ -204,7 +204,7 @@ class MemoryBackend:
         self._registry = OperationRegistry(lease, group.size, group.rank, group.communicator)
         self._devices = DeviceMemory(self._staging, f"rank {endpoint.rank}")
         self._pairs = PairMemory(self._staging, member)
-        self.device_route = DeviceResults(member, self._pairs)
+        self.device_route = DeviceRpc(member, self._pairs)
         endpoint.at_part += [self._devices.shut, self._pairs.shut]
         endpoint.at_close += [self._devices.close, self._pairs.close]
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)

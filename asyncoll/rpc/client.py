@@ -21,11 +21,13 @@ from asyncoll.arguments import text
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, ProtocolError, UsageError
 from asyncoll.rpc import codec, failure, fetching, protocol
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.codec import NO_TYPES, NOTHING_SHOWN, Encoder, Types
-from asyncoll.rpc.device_route import Arrivals, DevicePlace, DeviceRoute, Landing, Reader
+from asyncoll.rpc.codec import NO_TYPES, Encoder, Types
+from asyncoll.rpc.device_place import NONE_LANDED, Arrivals, DevicePlace
+from asyncoll.rpc.device_route import Landing
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
 from asyncoll.rpc.service import METHODS, is_name
+from asyncoll.rpc.shown import Reader
 from asyncoll.rpc.window import Slots
 from asyncoll.runtime.deadlines import clock, expires_s, remaining_s
 from asyncoll.tensors.reductions import Array
@@ -46,13 +48,16 @@ class Answer(NamedTuple):
 
     message: Message
     arrays: Sequence[Array]
-    landings: Mapping[int, Landing] = NOTHING_SHOWN
-    arrivals: Arrivals | None = None
+    landed: Mapping[int, Landing] = NONE_LANDED
 
     def value(self, request: Request) -> Any:
         """Where the caller goes on. Raises DeviceError."""
-        shown = self.arrivals.joined(self.landings) if self.arrivals is not None else NOTHING_SHOWN
-        return codec.decode(self.message.body, self.arrays, request.types, request.place, shown)
+        if request.place is None:
+            return codec.decode(self.message.body, self.arrays, request.types)
+        place = request.place.placing(self.landed)
+        value = codec.decode(self.message.body, self.arrays, request.types, place)
+        place.join()
+        return value
 
 
 class Request(NamedTuple):
@@ -63,7 +68,7 @@ class Request(NamedTuple):
     args: Sequence[Any]
     kwargs: dict[str, Any]
     types: Types = NO_TYPES  # the dataclasses that the result may contain
-    place: DevicePlace | None = None  # for tensors in the result, as of `codec.decode`
+    place: DevicePlace | None = None  # for tensors in the result
 
 
 @dataclass(slots=True)
@@ -91,10 +96,10 @@ class Client:
     def __init__(
         self,
         carrier: Carrier,
+        reader: Reader,
         rank_of: Callable[[int], int],
         name: str,
         patience_s: float,
-        route: DeviceRoute | None = None,
     ) -> None:
         """`rank_of` returns the rank of a peer for errors, -1 for a service; `name` is the subject of the ClosedError.
 
@@ -102,7 +107,7 @@ class Client:
         precedence.
         """
         self._carrier = carrier
-        self._reader = Reader(route)
+        self._reader = reader
         self._name = name
         self._patience_s = patience_s
         self._rank_of = rank_of
@@ -245,7 +250,7 @@ class Client:
                 codec.encode(value, f"{name}: argument {which}")  # raises an error that names the argument
             raise
         place = request.place if kind != protocol.NOTIFY else None
-        arrivals = None if place is None else place.arrivals(peer)
+        arrivals = place.arrivals() if place is not None and place.reads(peer) else None
         if staged:
             await self._fetch(staged, ends_s, name)
             seconds = remaining_s()
@@ -322,8 +327,7 @@ class Client:
             raise ProtocolError(f"an answer to call {message.call}, which was sent to another peer")
         if message.kind != protocol.ITEM:
             self._forget(message.call)
-        arrivals = pending.arrivals
-        answer = Answer(message, arrays) if arrivals is None else Answer(message, arrays, arrivals.come(), arrivals)
+        answer = Answer(message, arrays, NONE_LANDED if pending.arrivals is None else pending.arrivals.come())
         if pending.answer is not None:
             if message.kind == protocol.ITEM:
                 raise ProtocolError("a stream item in answer to a call")
@@ -412,7 +416,6 @@ class Client:
         self._failure = closed  # also after a loss: peers disappear as they leave the world in good order
         if self._background_sends:
             await asyncio.wait(self._background_sends)
-        await self._reader.close()
 
 
 def _raise_in(waiting: asyncio.Future[Answer], error: AsyncollError) -> None:

@@ -17,7 +17,7 @@ from asyncoll.errors import DeviceError, ProtocolError, ServiceLostError
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_socket import SocketCarrier, dial, listen
 from asyncoll.rpc.client import Request
-from asyncoll.rpc.device_route import DevicePlace
+from asyncoll.rpc.device_place import DevicePlace
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.failure import Limit
 from asyncoll.rpc.service import FunctionRegistry, Method

@@ -26,7 +26,7 @@ CREDIT: Final = 5  # the caller has taken `number` items of that stream
 RESULT: Final = 6
 ERROR: Final = 7  # the body is an exception, encoded by `failure`
 ITEM: Final = 8
-SHOW: Final = 9  # a tensor of the next answer to a call can be read: see `device_route`
+SHOW_RESULT: Final = 9  # a tensor of the next answer to a call can be read: see `shown`
 
 MAX_DEPTH: Final = 32  # nested calls, each of which waits for the next
 CALLS_MAX: Final = 256  # calls under way from one peer to another, at each depth
@@ -84,7 +84,7 @@ def decode(head: bytes, arrays: Sequence[Array]) -> tuple[Message, Sequence[Arra
         raise ProtocolError(f"not a message of RPC: {error}") from None
     if version != VERSION:
         raise ProtocolError(f"version {version} of RPC, expected {VERSION}: run the same asyncoll at both ends")
-    is_known = CALL <= kind <= SHOW and flags <= _APART + _ON_DEVICE
+    is_known = CALL <= kind <= SHOW_RESULT and flags <= _APART + _ON_DEVICE
     if not is_known or len(head) < start or not seconds >= 0 or number > MAX_DEPTH:
         raise ProtocolError(f"a message of kind {kind}, {seconds} seconds, number {number}")
     if flags & _APART:

@@ -14,7 +14,8 @@ from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc import stub
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.client import FOREIGN_LOOP, Request
-from asyncoll.rpc.device_route import DevicePlace, DeviceRoute
+from asyncoll.rpc.device_place import DevicePlace
+from asyncoll.rpc.device_route import DeviceRoute
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy

@@ -20,13 +20,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, ProtocolError, UsageError
-from asyncoll.rpc import codec, failure, fetching, protocol
+from asyncoll.rpc import codec, failure, fetching, protocol, shown
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import Encoded, Encoder
-from asyncoll.rpc.device_route import DeviceRoute, Results
 from asyncoll.rpc.failure import CallerError, FetchError, LateError, Limit
-from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
+from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, SHOW_RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
+from asyncoll.rpc.shown import Sender
 from asyncoll.rpc.threads import SETTLED, Done, Threads
 from asyncoll.runtime.deadlines import clock, expiry, lift
 from asyncoll.tensors.reductions import Array
@@ -110,13 +110,13 @@ class Server:
     def __init__(
         self,
         carrier: Carrier,
+        sender: Sender,
         registry: FunctionRegistry,
         broken: Callable[[int, ProtocolError], None],
-        route: DeviceRoute | None = None,
     ) -> None:
         """`broken` handles a message with which a peer violates the protocol."""
         self._carrier = carrier
-        self._results = Results(carrier, route)
+        self._sender = sender
         self._registry = registry
         self._broken = broken
         self._calls: dict[tuple[int, int], _Call] = {}  # by peer and call
@@ -229,7 +229,6 @@ class Server:
                 tasks.add(self._leader)
             if tasks:
                 await asyncio.wait(tasks)
-            await self._results.close()
         finally:
             if self._threads is not None:
                 self._threads.close()
@@ -559,12 +558,15 @@ class Server:
                     await self._carrier.send(peer, *protocol.encode(protocol.ERROR, call, failure.encode(error)))
 
     def _begin_to_answer(self, call: _Call, staged: Sequence[Staged]) -> None:
-        self._results.begin(call.peer, staged, are_shown=call.message.is_on_device)
+        """Begin to fetch the tensors of an answer, but for those that are shown. In the thread of the function."""
+        if call.message.is_on_device:
+            self._sender.defer(call.peer, staged, are_kept=True)
+        fetching.begin_to_answer(staged)
 
     async def _ready(self, call: _Call, arrays: Sequence[Array], staged: Sequence[Staged]) -> list[Array]:
         """What goes beside an answer, once its tensors have arrived from their devices or are at the caller's."""
         try:
-            left = await self._results.show(call.peer, call.message.call, arrays, staged)
+            left = await self._sender.show(shown.Message(SHOW_RESULT, *call.key), arrays, staged)
             await fetching.arrived(staged)
         except DeviceError as error:
             raise FetchError(str(error)) from None

@@ -11,7 +11,7 @@ from asyncoll.arguments import text
 from asyncoll.errors import MismatchError, UsageError
 from asyncoll.rpc import hints
 from asyncoll.rpc.client import Client, Request
-from asyncoll.rpc.device_route import DevicePlace
+from asyncoll.rpc.device_place import DevicePlace
 from asyncoll.rpc.service import METHODS, Function, Method, Parameter, public_methods
 
 S = TypeVar("S")

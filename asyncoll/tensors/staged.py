@@ -149,13 +149,6 @@ class Stager(Protocol):
         Raises UsageError if there is too little memory, or the device takes no copies now.
         """
 
-    def take(self, x: Any, back: CopiesBack) -> Any:
-        """A new tensor of the device with the elements of `x`, a contiguous CPU tensor which does not change any more.
-
-        The work that the current thread queues from here on comes after the copy; the host does not wait. `back` is
-        that of `Staged.begin`. Raises DeviceError if the device has too little memory, for instance.
-        """
-
     async def close(self) -> None:
         """Return once no copy is under way, and the memory of mirrors can be unmapped."""
 

@@ -14,7 +14,6 @@ import numpy as np
 from asyncoll.errors import DeviceError, UsageError, describe
 from asyncoll.forks import address_of
 from asyncoll.tensors import staged
-from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.reductions import Array, dtype_name
 from asyncoll.tensors.staged import CopiesBack, Work
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
@@ -216,14 +215,6 @@ class DeviceStager:
         with self.failing():
             self.device.check()
         return Mirror(self, x, is_read=is_read)
-
-    def take(self, x: Any, back: CopiesBack) -> Any:
-        operand = as_operand(x)
-        place = self.stage(self.empty(operand.dtype, (0,)), is_read=False)
-        place.begin(back)
-        taken = place.like(operand.flat, operand.dtype, operand.shape)
-        place.join()
-        return taken
 
     def under_way(self, transfer: Transfer) -> Transfer:
         """Note that memory of the pool is in use until the end of `transfer`."""

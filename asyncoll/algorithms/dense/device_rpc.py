@@ -1,24 +1,22 @@
-"""Results of RPC that go from the device of the callee to that of the caller, through device memory that both read.
+"""Tensors of RPC that go from the device of one rank to that of another, through device memory that both read.
 
-The callee tells its caller by RPC that a tensor comes, and shows it in its block (`PairMemory`), window by window, as a
-message between two ranks (`device_pair`). The caller answers each window. Unlike a message, this may end early without
-harm to the communicator: a callee whose caller has given up, or whose device fails, says END in the place of a window,
-and a caller that cannot read a window answers so, and to each one after it. So both know when nobody reads the place of
+The sender tells its peer by RPC that a tensor comes, and shows it in its block (`PairMemory`), window by window, as a
+message between two ranks (`device_pair`). The peer answers each window. Unlike a message, this may end early without
+harm to the communicator: a sender whose call is cancelled, or whose device fails, says END in the place of a window,
+and a peer that cannot read a window answers so, and to each one after it. So both know when nobody reads the place of
 the block any more, and it returns.
-
-A rank shows one tensor at a time to each other one, so a rank that stands still holds one place of the block.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, defaultdict, deque
+import threading
+from collections import deque
 
 import numpy as np
 
 from asyncoll.algorithms.dense.pair_memory import PairMemory
 from asyncoll.arguments import digest
-from asyncoll.errors import AsyncollError, DeviceError, ProtocolError
+from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.rpc.device_route import Landing
 from asyncoll.runtime.group import Lane
 from asyncoll.runtime.matching import Receive
@@ -31,17 +29,14 @@ from asyncoll.transport.staging import Part, Transfer, set_when_moved
 # Answers: read; the block cannot be read here; nobody wants the tensor, or a copy has failed.
 _READ, _REFUSED, _UNREAD = 1, 0, 2
 _END = -1  # in the place of a window
-_AHEAD = 2  # windows that are shown at a time
 
 
-class DeviceResults:
+class DeviceRpc:
     """Implements `rpc.device_route.DeviceRoute`."""
 
     def __init__(self, member: Member, memory: PairMemory) -> None:
         self.member = member
         self.memory = memory
-        self.turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)  # by group rank
-        self._numbers: Counter[int] = Counter()  # of tensors, by group rank
 
     def reads(self, peer: int, device: object) -> bool:
         return self._takes(peer, 1 << 62, device)
@@ -50,24 +45,22 @@ class DeviceResults:
         return self._takes(peer, tensor.mirror.nbytes, tensor.opened_device)
 
     def showing(self, peer: int, tensor: Staged) -> Showing:
-        dest = self.member.group.ranks.index(peer)
-        self._numbers[dest] += 1
-        return Showing(self, dest, self._numbers[dest], tensor)
+        return Showing(self, self.member.group.ranks.index(peer), tensor)
 
     async def read(self, peer: int, number: int, nbytes: int, landing: Landing | None) -> None:
         source = self.member.group.ranks.index(peer)
         try:
             await self.member.runner.start(self._read(source, number, nbytes, landing))
         except ProtocolError as error:
-            self.member.failed("a result of RPC", error)
+            self.member.failed("a tensor of RPC", error)
         except AsyncollError:  # the communicator has failed, which its calls raise
             pass
 
     def lane(self, source: int, dest: int, number: int, nbytes: int) -> Lane:
         group = self.member.group
-        context = digest(group.communicator, "result of RPC", source, dest)
-        site = Site(DeviceResults.lane.__code__, 0, f"from rank {group.ranks[source]} to rank {group.ranks[dest]}")
-        return self.member.lane(Signature("result of RPC", number, "uint8", nbytes, "", site), context)
+        context = digest(group.communicator, "a tensor of RPC", source, dest)
+        site = Site(DeviceRpc.lane.__code__, 0, f"from rank {group.ranks[source]} to rank {group.ranks[dest]}")
+        return self.member.lane(Signature("a tensor of RPC", number, "uint8", nbytes, "", site), context)
 
     def windows(self, nbytes: int) -> range:
         """Where they begin."""
@@ -116,69 +109,66 @@ class DeviceResults:
 class Showing:
     """Implements `rpc.device_route.Showing`: one tensor, at its sender."""
 
-    def __init__(self, route: DeviceResults, dest: int, number: int, tensor: Staged) -> None:
-        self.number = number
+    def __init__(self, route: DeviceRpc, dest: int, tensor: Staged) -> None:
+        self._is_given_up = False
         self._route = route
+        self._memory = route.memory
         self._dest = dest
         self._tensor = tensor
-        self._is_given_up = False
         self._shown = deque[tuple[Receive, Array]]()  # windows that are not answered, with their answers
         self._begun = 0  # windows that were shown, or END
+        self._error: BaseException | None = None  # of the device
+        self._lock = threading.Lock()  # after `give_up` no copy begins
 
     def give_up(self) -> None:
-        self._is_given_up = True
+        with self._lock:
+            self._is_given_up = True
 
-    async def run(self) -> bool:
-        return await self._route.member.runner.start(self._run())
+    async def run(self, number: int) -> bool:
+        return await self._route.member.runner.start(self._run(number))
 
-    async def _run(self) -> bool:
-        route, error = self._route, None
-        mark, device = self._tensor.mark, self._tensor.opened_device
-        async with route.turns[self._dest]:
-            with route.lane(route.member.group.rank, self._dest, self.number, mark.nbytes) as lane:
-                is_taken = route.memory.takes(mark.nbytes, device, self._dest)  # until another one is refused
-                if self._is_given_up or not is_taken or not route.memory.offers(device):
-                    await self._say(lane, _END)
-                    return False
-                place = await route.memory.place()
-                try:
-                    has_read = await self._show(lane, place)
-                except DeviceError as failed:  # raised below: the lane has come to its end
-                    has_read, error = False, failed
-                if not has_read:
-                    await self._end(lane)
-                route.memory.give_back(place)
-        if error is not None:
-            raise error
-        return has_read
+    async def _run(self, number: int) -> bool:
+        memory = self._memory
+        with self._route.lane(self._route.member.group.rank, self._dest, number, self._tensor.mark.nbytes) as lane:
+            if not memory.offers(self._tensor.opened_device):
+                await self._say(lane, _END)
+                return False
+            place = await memory.place()
+            is_read = await self._show(lane, place)
+            await self._end(lane)
+            memory.give_back(place)
+        if self._error is not None:
+            raise self._tensor.failure(self._error)
+        return is_read
 
     async def _show(self, lane: Lane, place: int) -> bool:
-        """Show all windows. Returns whether the peer has read them; it has answered all of them then."""
-        memory, mark = self._route.memory, self._tensor.mark
-        for index, start in enumerate(self._route.windows(mark.nbytes)):
-            if len(self._shown) == _AHEAD and not await self._is_read(lane):
+        """Show the windows, to the last one if all goes well. Returns whether the peer has read all of them."""
+        memory, nbytes = self._memory, self._tensor.mark.nbytes
+        ahead = 2 if memory.is_read_by(self._dest) else 1  # windows that are shown at a time
+        for index, start in enumerate(self._route.windows(nbytes)):
+            if len(self._shown) == ahead and not await self._is_read(lane):
                 return False
-            if self._is_given_up:
+            part = Part(lane.rank, place + index % 2 * memory.window, start, min(memory.window, nbytes - start))
+            if not await self._is_written(part):
                 return False
-            part = Part(
-                lane.rank, place + index % _AHEAD * memory.window, start, min(memory.window, mark.nbytes - start)
-            )
-            await self._write(part)
             await self._say(lane, part.offset)
         while self._shown:
             if not await self._is_read(lane):
                 return False
         return True
 
-    async def _write(self, part: Part) -> None:
+    async def _is_written(self, part: Part) -> bool:
+        """Copy a window to the block, unless it is given up. Returns whether it is there."""
         try:
-            failed = await self._route.over(self._route.memory.exchange.write(self._tensor.mark, [part]))
-        except AsyncollError:
-            raise
+            with self._lock:
+                if self._is_given_up:
+                    return False
+                transfer = self._memory.exchange.write(self._tensor.mark, [part])
         except Exception as error:
-            failed = error
-        if failed is not None:
-            raise self._tensor.failure(failed)
+            self._error = error
+        else:
+            self._error = await self._route.over(transfer)
+        return self._error is None
 
     async def _say(self, lane: Lane, where: int) -> None:
         index, self._begun = self._begun, self._begun + 1
@@ -192,7 +182,7 @@ class Showing:
         receive, answer = self._shown.popleft()
         await lane.wait(receive)
         if answer[0] != _UNREAD:
-            self._route.memory.answered(self._dest, has_read=bool(answer[0] == _READ))
+            self._memory.answered(self._dest, has_read=bool(answer[0] == _READ))
         return bool(answer[0] == _READ)
 
     async def _end(self, lane: Lane) -> None:

@@ -21,7 +21,6 @@ from asyncoll.rpc import protocol
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Kill, Network, fake_device, fault, run_ranks, simulate
 from asyncoll.transport.messages.simulated import Pause
-from asyncoll.transport.staging import RefusedError
 
 
 def served(comm, device):
@@ -39,9 +38,9 @@ def served(comm, device):
 
     async def each(times: int, count: int):
         x = device.tensor(torch.zeros(count))
-        for _ in range(times):
+        for number in range(1, times + 1):
             increment(device, x)
-            yield x
+            yield x if number % 2 else device.tensor(torch.full((5,), float(number)))
 
     for function in (made, several, each):
         comm.rpc.register(function)
@@ -70,19 +69,35 @@ async def check_calls(comm, device, peer, seed):
         found = await rpc.call(peer, "several", seed, counts)
         assert (found["array"] == np.arange(seed)).all()
         for count, y in zip(counts, found["tensors"], strict=True):
-            assert bits(device, y) == bits(device, normal("float32", [seed, count], count)), count
             increment(device, y)
+            expected = normal("float32", [seed, count], count) + 1
+            assert bits(device, y) == bits(device, expected), count
 
     async def stream():
         number = 0
         async for item in rpc.stream(peer, "each", 4, COUNT):
             number += 1
-            assert (device.values(item) == number).all()
             increment(device, item)
+            assert (device.values(item) == number + 1).all()
         assert number == 4
 
     calls = [one(number, dtype) for number, dtype in enumerate(DTYPES if comm.size == 2 else ["float32", "bfloat16"])]
-    await asyncio.gather(*calls, some([COUNT, 7, 0, COUNT - 5]), some([COUNT]), stream())
+    async with asyncio.timeout(60):
+        await asyncio.gather(*calls, some([7, COUNT, 0, COUNT - 5]), some([COUNT]), stream())
+
+
+async def settled(comm, places=4):
+    """Nothing is shown any more, and all places are free."""
+    async with asyncio.timeout(60):
+        exchange = comm.rpc._exchange
+        while exchange._sender._tasks or exchange._reader._tasks:
+            await asyncio.sleep(1e-4)
+    assert free(comm) == places
+
+
+def free(comm):
+    """How many places of the block of this rank are free."""
+    return len(comm._core.backend._pairs._free)
 
 
 @pytest.mark.usefixtures("nothing_is_shared")
@@ -120,7 +135,8 @@ def test_a_device_for_each_rank_in_virtual_time(seed):
 
 async def ask(comm, device, peer, count=COUNT):
     """A result of `peer` that is right."""
-    y = await comm.rpc.to(device.name).call(peer, "made", "float32", [5], count, False)
+    async with asyncio.timeout(60):
+        y = await comm.rpc.to(device.name).call(peer, "made", "float32", [5], count, False)
     assert bits(device, y) == bits(device, normal("float32", [5], count))
     return y
 
@@ -141,62 +157,108 @@ def test_a_caller_that_wants_tensors_at_the_host_and_short_results():
 
 
 @pytest.mark.usefixtures("nothing_is_shared")
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("what", ["share", "open"])
-def test_a_refusal_is_logged_once_and_mirrors_take_its_place(caplog, monkeypatch, what, who):
-    """Rank 0 calls rank 1."""
+@pytest.mark.parametrize(
+    ("what", "who", "shown"), [("share memory", 0, 1), ("share memory", 1, 0), ("open memory", 0, 1)]
+)
+def test_a_refusal_is_logged_once_and_mirrors_take_its_place(caplog, what, who, shown):
+    """Rank 0 calls rank 1, and gets messages from it at the same time."""
 
     async def main(comm, device):
         served(comm, device)
-        if comm.rank == who:
-            monkeypatch.setattr(device, "share", refuse) if what == "share" else device_opens_no_other(device)
         await comm.barrier()
         if comm.rank == 0:
             await asyncio.gather(*(ask(comm, device, 1) for _ in range(3)))
-            asked = device.copies["in"]
             await ask(comm, device, 1)
-            assert device.copies["in"] >= asked
+        await comm.barrier()
+        assert device.copies["exchange: write"] == (shown if comm.rank else 0)
+
+    routes = world(["fake:0", "fake:1"], main, lambda devices: devices[who].refuse(what))
+    assert "mirrors" in routes[0]
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"rank {who}: tensors of fake:{who} go through memory of the host, in ")
+
+
+def test_messages_and_results_that_are_refused_at_the_same_time(caplog):
+    async def main(comm, device):
+        served(comm, device)
+        await comm.barrier()
+        x = device.tensor(torch.zeros(COUNT))
+        other = comm.recv(x, 1) if comm.rank == 0 else comm.send(x, 0)
+        await asyncio.gather(other, *([ask(comm, device, 1)] if comm.rank == 0 else []))
         await comm.barrier()
 
-    def refuse(nbytes):
-        raise RefusedError("no way")
+    world(["fake:0", "fake:1"], main, lambda devices: devices[0].refuse("open memory"))
+    assert len(caplog.records) == 1
 
-    def device_opens_no_other(device):
-        share = device.share
 
-        def shared(nbytes):
-            exchange = share(nbytes)
-            opens = exchange.open
+def test_a_device_without_memory_for_a_copy_or_a_landing(monkeypatch):
+    """The result goes by its mirror. The next one does not."""
 
-            def open_own(handles):
-                if any(handle != exchange.handle for handle in handles.values()):
-                    raise RefusedError("no way")
-                opens(handles)
+    async def main(comm, device):
+        served(comm, device)
+        await comm.barrier()
+        for what in ("clone", "empty"):
+            routes = []
+            for is_full in (True, False):
+                device.copies.clear()
+                await comm.barrier()
+                with monkeypatch.context() as patch:
+                    if is_full and comm.rank == (what == "clone"):
+                        patch.setattr(device, what, fails_once(getattr(device, what)))
+                    await comm.barrier()
+                    if comm.rank == 0:
+                        await ask(comm, device, 1)
+                    await comm.barrier()
+                routes.append(device.route)
+            assert "mirrors" in routes[0]
+            assert routes[1] == {"blocks"}
 
-            exchange.open = open_own
-            return exchange
+    def fails_once(function):
+        def failing(*arguments):
+            if len(failed) < 1 and arguments != ("uint8", (0,)):
+                failed.append(arguments)
+                raise MemoryError("full")
+            return function(*arguments)
 
-        monkeypatch.setattr(device, "share", shared)
+        failed = []
+        return failing
 
-    routes = world(["fake:0", "fake:1"], main)
-    if what == "share" or who == 0:  # the callee opens no block of another
-        assert "mirrors" in routes[0]
-        assert [record.getMessage() for record in caplog.records if "no way" in record.getMessage()] != []
-        assert len([record for record in caplog.records if "no way" in record.getMessage()]) == 1
-    else:
-        assert routes == [{"blocks"}, {"blocks"}]
+    world(["fake:0", "fake:1"], main)
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+def test_a_result_is_used_in_another_thread():
+    """That has not seen the ends of the copies itself."""
+
+    async def main(comm, device):
+        served(comm, device)
+        await comm.barrier()
+        if comm.rank == 0:
+            y = await comm.rpc.to(device.name).call(1, "made", "float32", [5], COUNT, False)
+            await asyncio.to_thread(increment, device, y)
+            assert bits(device, y) == bits(device, normal("float32", [5], COUNT) + 1)
+        await comm.barrier()
+
+    assert world(["fake:0", "fake:1"], main) == [{"blocks"}, {"blocks"}]
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+def test_bools_become_0_or_1():
+    async def main(comm, device):
+        def bools() -> torch.Tensor:
+            return device.tensor((torch.arange(2 * LONG) % 256).to(torch.uint8)).view(torch.bool)
+
+        comm.rpc.register(bools)
+        await comm.barrier()
+        found = await comm.rpc.to(device.name).call(1 - comm.rank, "bools")
+        assert found.dtype == torch.bool
+        assert (device.values(found).view(np.uint8) == (np.arange(2 * LONG) % 256 > 0)).all()
+        await comm.barrier()
+
+    assert world(["fake:0", "fake:1"], main) == [{"blocks"}, {"blocks"}]
 
 
 # -- calls that end early -------------------------------------------------------------------------
-
-
-def places(comm):
-    return len(comm._core.backend._pairs._free)
-
-
-def under_way(comm):
-    exchange = comm.rpc._exchange
-    return exchange._server._results._tasks | exchange.client._reader._tasks
 
 
 @pytest.mark.usefixtures("nothing_is_shared")
@@ -219,16 +281,62 @@ def test_a_caller_gives_up_at_any_moment():
                 calls[2].result()
                 reads.add(device.copies["exchange: read"] - before)
                 await ask(comm, device, 1)
+                over.append(seed)
+            while seed not in over:
+                least.add(free(comm))
+                await asyncio.sleep(1e-5)
             await comm.barrier()
-            while under_way(comm):
-                await asyncio.sleep(1e-4)
-            assert places(comm) == 4
+            await settled(comm)
 
+    over, least = [], set()  # seeds, and free places
     for seed in range(40):
         simulate(2, partial(main, seed=seed), seed=seed, shared_memory=True)
     assert min(reads) == 12  # the windows of the call that goes on
     assert max(reads) > 24
+    assert min(least) == 3  # one tensor at a time
     assert len(reads) > 5
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+def test_the_rest_of_a_result_that_nobody_waits_for_is_not_shown():
+    async def main(comm):
+        with opened(0, "loop", f"fake:{comm.rank}") as device:
+            served(comm, device)
+            await comm.barrier()
+            if comm.rank == 0:
+                call = asyncio.ensure_future(ask(comm, device, 1, 10 * COUNT))
+                while device.copies["exchange: read"] < 10:
+                    await asyncio.sleep(1e-5)
+                call.cancel()
+                await settled(comm)
+                assert device.copies["exchange: read"] < 20
+            await comm.barrier()
+            await settled(comm)
+
+    simulate(2, main, shared_memory=True)
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+def test_a_place_is_taken_while_it_is_read():
+    """The caller gives up, and its device stands still in the middle of a copy."""
+
+    async def main(comm):
+        with opened(0, "loop" if comm.rank else "program", f"fake:{comm.rank}") as device:
+            served(comm, device)
+            await comm.barrier()
+            if comm.rank == 0:
+                call = asyncio.ensure_future(ask(comm, device, 1))
+                while not device.copies["exchange: read"]:
+                    await asyncio.sleep(1e-4)
+                call.cancel()
+                await asyncio.sleep(1)
+            await comm.barrier()
+            assert free(comm) == (3 if comm.rank else 4)
+            await comm.barrier()
+            device.finish()
+            await settled(comm)
+
+    simulate(2, main, shared_memory=True)
 
 
 @pytest.mark.parametrize("stream", ["exchange: read", "exchange: write"])
@@ -249,9 +357,7 @@ def test_a_copy_of_a_window_fails(monkeypatch, stream):
                 assert not failing
                 await ask(comm, device, 1)
         await comm.barrier()
-        while under_way(comm):
-            await asyncio.sleep(0)
-        assert places(comm) == 4
+        await settled(comm)
 
     def prepare(devices):
         device = devices[stream == "exchange: write"]
@@ -320,9 +426,7 @@ def test_a_rank_that_stands_still_and_goes_on_later(who):
                 await asyncio.sleep(4)
                 await ask(comm, device, 1)
             await comm.barrier()
-            while under_way(comm):
-                await asyncio.sleep(1e-4)
-            assert places(comm) == 4
+            await settled(comm)
 
     for seed in range(20):
         network = Network(faults=[Pause(who, 1e-4 + seed * 4e-4, 3.0)])
@@ -348,14 +452,36 @@ def test_a_device_that_stands_still():
         run_ranks(2, main, "shm")
 
 
-@pytest.mark.parametrize("body", [b"\1", struct.pack("<IQQ", 0, 0, 1), struct.pack("<IQQ", 0, 1 << 60, 1)])
+def test_nothing_is_read_from_a_rank_that_is_lost():
+    """The communicator fails here when a window is shown."""
+
+    async def main(comm):
+        with opened(0, "loop", f"fake:{comm.rank}") as device:
+            served(comm, device)
+            await comm.barrier()
+            route = comm._core.backend.device_route
+            copy = route._copy
+
+            async def fail_and_copy(*arguments):
+                comm.abort("enough")
+                return await copy(*arguments)
+
+            route._copy = fail_and_copy
+            with pytest.raises(AbortedError, match="enough"):
+                await (comm.barrier() if comm.rank else ask(comm, device, 1))
+            assert not device.copies["exchange: read"]
+
+    simulate(2, main, shared_memory=True)
+
+
+@pytest.mark.parametrize("body", [b"\1", struct.pack("<IQ", 0, 0), struct.pack("<IQ", 0, 1 << 60)])
 def test_a_callee_that_shows_no_tensor(body):
     async def main(comm):
         with opened(0, "loop", f"fake:{comm.rank}") as device:
             served(comm, device)
             await comm.barrier()
             if comm.rank == 1:
-                await comm.rpc._exchange._carrier.send(0, *protocol.encode(protocol.SHOW, 0, body))
+                await comm.rpc._exchange._carrier.send(0, *protocol.encode(protocol.SHOW_RESULT, 0, body))
             else:
                 await asyncio.sleep(1)
             await comm.barrier()
