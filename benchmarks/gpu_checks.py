@@ -200,12 +200,18 @@ async def bits(comm: asyncoll.Communicator) -> None:
         assert same(x, y), f"another average of {dtype}"
 
 
-@check("long dense calls pass through memory of the GPU, with the bits of the host")
-async def direct(comm: asyncoll.Communicator) -> None:
+def warnings_of_asyncoll() -> list[str]:
+    """Those from here on."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("asyncoll").addHandler(handler)
+    return said
+
+
+@check("long dense calls pass through memory of the GPU, with the bits of the host")
+async def direct(comm: asyncoll.Communicator) -> None:
+    said = warnings_of_asyncoll()
     x = values(torch.float32, comm.rank, COUNT // comm.size * comm.size)
     y = x.to(own(comm))
     for call in (
@@ -361,6 +367,40 @@ async def messages(comm: asyncoll.Communicator) -> None:
         await asyncio.gather(*receives, *sends)
         for x, source, k in ((into[0], before, 1), (into[1], after, 2)):
             assert same(x, torch.arange(0, 2 * COUNT, 2, dtype=torch.float32) + 100 * source + k)
+
+
+@check("long results of functions come from the GPU of another rank to that of the caller, in both directions")
+async def rpc_direct(comm: asyncoll.Communicator) -> None:
+    device, said = own(comm), warnings_of_asyncoll()
+
+    def made(seed: int) -> list[Tensor]:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        tensors = [values(torch.float32, seed + k, COUNT).to(device) for k in range(2)]
+        return [*tensors, values(torch.bfloat16, seed, 2 * COUNT).to(device)[::2]]
+
+    async def changes(seed: int) -> Tensor:
+        x = values(torch.float32, seed, COUNT).to(device)
+        asyncio.get_running_loop().call_soon(x.zero_)
+        return x
+
+    for function in (made, changes):
+        comm.rpc.register(function)
+    await comm.barrier()
+    others = [rank for rank in range(comm.size) if rank != comm.rank]
+    calls = [comm.rpc.to(device).call(rank, "made", rank + seed) for rank in others for seed in (1, 9)]
+    found = await asyncio.gather(*calls)
+    for tensors, seed in zip(found, (rank + seed for rank in others for seed in (1, 9)), strict=True):
+        expected = [values(torch.float32, seed + k, COUNT) for k in range(2)]
+        for x, y in zip(tensors, [*expected, values(torch.bfloat16, seed, 2 * COUNT)[::2]], strict=True):
+            assert x.device == device
+            assert same(x, y), f"other bits of seed {seed}"
+    for rank in others:
+        assert same(await comm.rpc.to(device).call(rank, "changes", 5), values(torch.float32, 5, COUNT))
+        assert same(await comm.rpc.call(rank, "changes", 5), values(torch.float32, 5, COUNT))
+    for text in said:
+        if "through memory of the host" in text:
+            raise NotHereError(text)
+    await comm.barrier()
 
 
 # -- rounds ---------------------------------------------------------------------------------------

@@ -179,6 +179,7 @@ REPLACED = {
         "pair_memory.SEGMENT_BYTES": _FAR,
         "shared_block._PATIENCE_S": "so that the test does not wait for it",
     },
+    "test_device_rpc.py": {"pair_memory.PairMemory.place": "a sender that lies about its block"},
     "test_docs.py": {"asyncoll.run": "programs of the documentation, which call it, run at ranks of this process"},
     "test_failures.py": {"WaitAvoiding._publish": _SPY},
     "test_forks.py": {"segment.check_room": "the free memory of the host"},

@@ -1297,6 +1297,7 @@ def test_invalid_segments_end_the_world(segment):
     [
         (protocol.CALL, 1, b"\xc1", "add"),
         (protocol.CALL, 1, b"\x01", "add"),
+        (protocol.SHOW_RESULT, 1, b"\x01", ""),
         (protocol.CALL, 1, b"\x92\x90\x81\x01\x02", "add"),
     ],
     ids=repr,

@@ -364,14 +364,56 @@ def test_bools_are_normalized_to_0_and_1():
     assert codec.decode(an_array(form)).view(torch.uint8).tolist() == [1, 1]
 
 
+class AtTheHost:
+    """A place that leaves tensors where they are."""
+
+    def __init__(self, shown):
+        self.shown = shown.get
+
+    def take(self, x):
+        return x
+
+    def as_bools(self, flat):
+        flat.clamp_(max=1)
+
+
+def test_tensors_that_were_shown():
+    body, _, _ = codec.encode([torch.ones(50, 20), torch.zeros(1000), torch.ones(3000, dtype=torch.bool)])
+    arrays = [np.empty(0, np.uint8), np.zeros(4000, np.uint8), np.empty(0, np.uint8)]
+    shown = {0: torch.ones(1000).view(torch.uint8), 2: torch.full((3000,), 7, dtype=torch.uint8)}
+    first, second, third = codec.decode(body, arrays, place=AtTheHost(shown))
+    assert torch.equal(first, torch.ones(50, 20))
+    assert torch.equal(second, torch.zeros(1000))
+    assert third.view(torch.uint8).tolist() == [1] * 3000
+
+
+@pytest.mark.parametrize("shown", [{}, {0: torch.ones(999).view(torch.uint8)}, {1: torch.ones(1000).view(torch.uint8)}])
+@pytest.mark.parametrize("value", [torch.ones(1000), np.ones(1000, np.float32)])
+def test_tensors_that_were_shown_with_other_bytes(shown, value):
+    body, _, _ = codec.encode([value])
+    with pytest.raises(ProtocolError, match="bytes"):
+        codec.decode(body, [np.empty(0, np.uint8)], place=AtTheHost(shown))
+
+
+def test_a_tensor_that_was_shown_and_sent():
+    body, arrays, _ = codec.encode([torch.ones(1000)])
+    with pytest.raises(ProtocolError, match="4000 bytes were shown"):
+        codec.decode(body, arrays, place=AtTheHost({0: torch.ones(1000).view(torch.uint8)}))
+
+
 # -- messages ------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from(range(protocol.CALL, protocol.ITEM + 1)), st.integers(0, (1 << 64) - 1), st.text(max_size=200))
-def test_messages_round_trip(kind, call, name):
-    head, arrays = protocol.encode(kind, call, b"body", name=name, number=3, seconds=1.5)
+@given(
+    st.sampled_from(range(protocol.CALL, protocol.SHOW_RESULT + 1)),
+    st.integers(0, (1 << 64) - 1),
+    st.text(max_size=200),
+    st.booleans(),
+)
+def test_messages_round_trip(kind, call, name, is_on_device):
+    head, arrays = protocol.encode(kind, call, b"body", name=name, number=3, seconds=1.5, is_on_device=is_on_device)
     message, rest = protocol.decode(head, arrays)
-    assert message == (kind, call, 3, 1.5, name, b"body")
+    assert message == (kind, call, 3, 1.5, name, b"body", is_on_device)
     assert not rest
 
 

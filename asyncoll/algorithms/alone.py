@@ -84,6 +84,7 @@ class AloneBackend:
 
     memory = None
     short_way = None
+    device_route = None
 
     def __init__(self, member: Member) -> None:
         self._member = member

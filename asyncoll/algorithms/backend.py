@@ -15,6 +15,7 @@ from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.device_route import DeviceRoute
 from asyncoll.runtime.lifetime import Part
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.runtime.work import Driven
@@ -274,6 +275,10 @@ class Backend(Part, Protocol):
     @property
     def short_way(self) -> ShortWay | None:
         """The way of short calls. None: they go like all others."""
+
+    @property
+    def device_route(self) -> DeviceRoute | None:
+        """How results of RPC go from device to device. None: through the host."""
 
     def short_calls(self, host: Host) -> ShortCalls | None:
         """Make what starts usual calls for `host`. None: all calls go the general way."""

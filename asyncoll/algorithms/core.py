@@ -94,7 +94,7 @@ class Core:
         self.member.endpoint.check_not_forked()
         if self._rpc is None:
             self.member.check_caller()
-            self._rpc = Rpc(self.member, self.backend.carrier)
+            self._rpc = Rpc(self.member, self.backend.carrier, self.backend.device_route)
             self.rpcs.append(self._rpc)
         return self._rpc
 

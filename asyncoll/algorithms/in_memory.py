@@ -18,6 +18,7 @@ from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.device_memory import DeviceMemory
 from asyncoll.algorithms.dense.device_pair import DevicePair
+from asyncoll.algorithms.dense.device_rpc import DeviceRpc
 from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
 from asyncoll.algorithms.dense.on_device import OnDevice
 from asyncoll.algorithms.dense.pair_memory import PairMemory
@@ -203,6 +204,7 @@ class MemoryBackend:
         self._registry = OperationRegistry(lease, group.size, group.rank, group.communicator)
         self._devices = DeviceMemory(self._staging, member)
         self._pairs = PairMemory(self._staging, member)
+        self.device_route = DeviceRpc(member, self._pairs)
         self._blocks = (self._devices.block, self._pairs.block)
         endpoint.at_part += [block.shut for block in self._blocks]
         endpoint.at_end += [block.end for block in self._blocks]

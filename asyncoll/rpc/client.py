@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -21,17 +21,19 @@ from asyncoll.arguments import text
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, ProtocolError, UsageError
 from asyncoll.rpc import codec, failure, fetching, protocol
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.codec import NO_TYPES, Encoder, Place, Types
+from asyncoll.rpc.codec import NO_TYPES, Encoder, Types
+from asyncoll.rpc.device_place import NONE_LANDED, Arrivals, DevicePlace
+from asyncoll.rpc.device_route import Landing
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
 from asyncoll.rpc.service import METHODS, is_name
+from asyncoll.rpc.shown import Reader
 from asyncoll.rpc.window import Slots
 from asyncoll.runtime.deadlines import clock, expires_s, remaining_s
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
 
 R = TypeVar("R")
-Answer = tuple[Message, Sequence[Array]]
 _CREDIT_EVERY = ITEMS_MAX // 4
 _BURST = 32  # notifications that may be sent before other tasks of the loop get a turn
 _TICK_S = 1e-6  # a deadline that is as close is over: a timer cannot wait for less
@@ -39,6 +41,23 @@ FOREIGN_LOOP = (
     "calls of functions belong to the loop that the program runs on, and this is another: make them inside an "
     "`async def` there, and from another thread pass that to asyncio.run_coroutine_threadsafe"
 )
+
+
+class Answer(NamedTuple):
+    """What the callee has sent, and the tensors beside it that have come to a device."""
+
+    message: Message
+    arrays: Sequence[Array]
+    landed: Mapping[int, Landing] = NONE_LANDED
+
+    def value(self, request: Request) -> Any:
+        """Where the caller goes on. Raises DeviceError."""
+        if request.place is None:
+            return codec.decode(self.message.body, self.arrays, request.types)
+        place = request.place.placing(self.landed)
+        value = codec.decode(self.message.body, self.arrays, request.types, place)
+        place.join()
+        return value
 
 
 class Request(NamedTuple):
@@ -49,7 +68,7 @@ class Request(NamedTuple):
     args: Sequence[Any]
     kwargs: dict[str, Any]
     types: Types = NO_TYPES  # the dataclasses that the result may contain
-    place: Place | None = None  # for tensors in the result, as of `codec.decode`
+    place: DevicePlace | None = None  # for tensors in the result
 
 
 @dataclass(slots=True)
@@ -62,6 +81,7 @@ class _Pending:
     nbytes: int  # of the arguments
     kind: int
     ends_s: float  # when its caller stops waiting
+    arrivals: Arrivals | None = None  # of results on a device
     answer: asyncio.Future[Answer] | None = None  # of a call
     items: asyncio.Queue[Answer | None] | None = None  # of a stream; the item None says that all calls have failed
 
@@ -73,13 +93,21 @@ class Client:
     connection has ended). Out: CALL, NOTIFY, STREAM, CANCEL and CREDIT messages through the carrier.
     """
 
-    def __init__(self, carrier: Carrier, rank_of: Callable[[int], int], name: str, patience_s: float) -> None:
+    def __init__(
+        self,
+        carrier: Carrier,
+        reader: Reader,
+        rank_of: Callable[[int], int],
+        name: str,
+        patience_s: float,
+    ) -> None:
         """`rank_of` returns the rank of a peer for errors, -1 for a service; `name` is the subject of the ClosedError.
 
         `patience_s` is the longest time that a caller waits, for a slot and for an answer. A shorter deadline takes
         precedence.
         """
         self._carrier = carrier
+        self._reader = reader
         self._name = name
         self._patience_s = patience_s
         self._rank_of = rank_of
@@ -100,8 +128,7 @@ class Client:
 
     async def call(self, request: Request) -> Any:
         """Call a function and return its result."""
-        message, arrays = await self._exchange(request)
-        return codec.decode(message.body, arrays, request.types, request.place)
+        return (await self._exchange(request)).value(request)
 
     async def notify(self, request: Request) -> None:
         """Call a function without waiting for its end. Waits for a slot if all are taken."""
@@ -117,7 +144,7 @@ class Client:
         taken = 0
         try:
             while (answer := await self._next_item(items, request)) is not None:
-                yield codec.decode(answer[0].body, answer[1], request.types, request.place)
+                yield answer.value(request)
                 taken += 1
                 # In batches, but at once if the reader is about to wait: the generator may be waiting for credit.
                 if taken >= _CREDIT_EVERY or items.empty():
@@ -133,22 +160,22 @@ class Client:
         if answer is None:  # put by `fail`
             self.check()
             return None
-        if answer[0].kind == protocol.ERROR:
-            raise failure.decode(answer[0].body, self._rank_of(request.peer))
-        return answer if answer[0].kind == protocol.ITEM else None
+        if answer.message.kind == protocol.ERROR:
+            raise failure.decode(answer.message.body, self._rank_of(request.peer))
+        return answer if answer.message.kind == protocol.ITEM else None
 
     async def _exchange(self, request: Request) -> Answer:
         """Send a call and wait for its answer. Cancelling it cancels the function at the peer."""
         number, pending = await self._begin(protocol.CALL, request)
         assert pending.answer is not None
         try:
-            message, arrays = await pending.answer
+            answer = await pending.answer
         except asyncio.CancelledError:
             self._give_up(number)
             raise
-        if message.kind == protocol.ERROR:
-            raise failure.decode(message.body, self._rank_of(request.peer))
-        return message, arrays
+        if answer.message.kind == protocol.ERROR:
+            raise failure.decode(answer.message.body, self._rank_of(request.peer))
+        return answer
 
     def _ends_s(self) -> float:
         """When a caller in this context stops waiting: after `patience_s`, or at its own deadline."""
@@ -222,6 +249,8 @@ class Client:
             for which, value in (*enumerate(args, 1), *kwargs.items()):
                 codec.encode(value, f"{name}: argument {which}")  # raises an error that names the argument
             raise
+        place = request.place if kind != protocol.NOTIFY else None
+        arrivals = place.arrivals() if place is not None and place.reads(peer) else None
         if staged:
             await self._fetch(staged, ends_s, name)
             seconds = remaining_s()
@@ -232,14 +261,17 @@ class Client:
             await self._in_time(self._unless_failed(slots.take(nbytes)), ends_s, request)
             seconds = remaining_s()
         number = next(self._numbers)
-        pending = self._pending[number] = _Pending(peer, name, slots, nbytes, kind, ends_s)
+        pending = self._pending[number] = _Pending(peer, name, slots, nbytes, kind, ends_s, arrivals)
         if kind == protocol.CALL:
             pending.answer = self._loop.create_future()
             if ends_s < self._timer_s:
                 self._set_timer(ends_s)
         elif kind == protocol.STREAM:
             pending.items = asyncio.Queue()
-        head, out = protocol.encode(kind, number, body, arrays, name=name, number=level, seconds=seconds)
+        on_device = arrivals is not None
+        head, out = protocol.encode(
+            kind, number, body, arrays, name=name, number=level, seconds=seconds, is_on_device=on_device
+        )
         try:
             if not self._carrier.send_nowait(peer, head, out):
                 await self._in_time(self._unless_failed(self._carrier.send(peer, head, out)), ends_s, request)
@@ -295,15 +327,22 @@ class Client:
             raise ProtocolError(f"an answer to call {message.call}, which was sent to another peer")
         if message.kind != protocol.ITEM:
             self._forget(message.call)
+        answer = Answer(message, arrays, NONE_LANDED if pending.arrivals is None else pending.arrivals.come())
         if pending.answer is not None:
             if message.kind == protocol.ITEM:
                 raise ProtocolError("a stream item in answer to a call")
             if not pending.answer.done():
-                pending.answer.set_result((message, arrays))
+                pending.answer.set_result(answer)
         elif pending.items is not None:
             if pending.items.qsize() > ITEMS_MAX:  # one more than that: the end of the stream
                 raise ProtocolError(f"more than {ITEMS_MAX} stream items without credit")
-            pending.items.put_nowait((message, arrays))
+            pending.items.put_nowait(answer)
+
+    def shown(self, peer: int, message: Message) -> None:
+        """A peer shows a tensor. Raises ProtocolError if it may not."""
+        pending = self._pending.get(message.call)
+        is_wanted = pending is not None and pending.peer == peer and (pending.answer or pending.items) is not None
+        self._reader.read(peer, message.body, pending.arrivals if pending is not None and is_wanted else None)
 
     def _forget(self, number: int) -> None:
         """Free the slot of a call that is over at both ends, or that was not sent."""

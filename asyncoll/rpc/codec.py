@@ -13,7 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgpack
 import numpy as np
@@ -55,8 +55,23 @@ class Expected(NamedTuple):
 
 Types = Mapping[str, Expected]  # by qualified name
 NO_TYPES: Types = {}
-Place = Callable[[Any], Any]  # takes a torch tensor on the CPU, which nothing else uses; returns it on another device
 Encoded = tuple[bytes, list[Array], list[Staged]]  # structured bytes, arrays beside them, and tensors of devices
+
+
+class Place(Protocol):
+    """The device on which the torch tensors of one value belong."""
+
+    def take(self, x: Any) -> Any:
+        """`x`, a tensor on the CPU which nothing else uses, on the device."""
+
+    def shown(self, index: int) -> Any:
+        """The bytes of that array as a flat tensor of the device, to which they have come already. None: they have not.
+
+        The array itself is empty then.
+        """
+
+    def as_bools(self, flat: Any) -> None:
+        """Make all bytes of a tensor that was `shown` 0 or 1."""
 
 
 def encode(value: object, name: str = "value") -> Encoded:
@@ -213,10 +228,15 @@ def _raise_for_leaf(value: object, path: str) -> None:
         raise UsageError(f"{path} is a {type(value)}, which cannot be sent; these types can: {ALLOWED}") from None
 
 
-def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES, place: Place | None = None) -> Any:
+def decode(
+    body: bytes,
+    arrays: Sequence[Array] = (),
+    types: Types = NO_TYPES,
+    place: Place | None = None,
+) -> Any:
     """The value that `encode` was given. Its tensors use the memory of `arrays`, without a copy.
 
-    Its torch tensors are those that `place` returns, if it is given.
+    Its torch tensors are those of `place`, if that is given.
 
     Raises ProtocolError for bytes that `encode` does not make, and UsageError for a dataclass that is not in `types`,
     has other fields, or cannot be made of them.
@@ -337,8 +357,21 @@ class _PlacingDecoder(_Decoder):
         self._place = place
 
     def _array(self, body: bytes) -> Any:
+        family, dtype, where, dimensions = _ARRAY_HEADER.unpack_from(body)
+        if where == _OUTSIDE and family == _TORCH and dimensions <= MAX_DIMENSIONS:
+            form = _FORMS[dimensions]
+            if (flat := self._place.shown(*_INDEX.unpack(body[form.size :]))) is not None:
+                return self._shown(flat, DTYPES[dtype], form.unpack_from(body)[4:], body[form.size :])
         value = super()._array(body)
-        return value if isinstance(value, np.ndarray | np.generic) else self._place(value)
+        return value if isinstance(value, np.ndarray | np.generic) else self._place.take(value)
+
+    def _shown(self, flat: Any, dtype: str, shape: tuple[int, ...], index: bytes) -> Any:
+        nbytes = math.prod(shape) * reductions.storage(dtype).itemsize
+        if self._take(index).nbytes or nbytes != flat.numel():
+            raise ProtocolError(f"{flat.numel()} bytes were shown for an array of shape {shape} and dtype {dtype}")
+        if dtype == "bool":
+            self._place.as_bools(flat)
+        return flat.view(getattr(sys.modules["torch"], dtype)).view(shape)
 
 
 class _Known(NamedTuple):

@@ -9,9 +9,11 @@ from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.rpc import protocol
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.client import Client
-from asyncoll.rpc.protocol import CALL, CANCEL, CREDIT, NOTIFY, STREAM
+from asyncoll.rpc.device_route import DeviceRoute
+from asyncoll.rpc.protocol import CALL, CANCEL, CREDIT, NOTIFY, SHOW_RESULT, STREAM
 from asyncoll.rpc.server import Server
 from asyncoll.rpc.service import FunctionRegistry
+from asyncoll.rpc.shown import Reader, Sender
 from asyncoll.tensors.reductions import Array
 
 
@@ -29,14 +31,17 @@ class Exchange:
         broken: Callable[[int, ProtocolError], None],
         name: str,
         patience_s: float = math.inf,
+        route: DeviceRoute | None = None,
     ) -> None:
         """`rank_of` returns the rank of a peer for errors, -1 for a service; `broken` handles protocol errors.
 
         `name` is the subject of the ClosedError after the end; `patience_s` is the longest time that a caller waits.
+        Tensors on devices may take `route`.
         """
         self._carrier = carrier
-        self.client = Client(carrier, rank_of, name, patience_s)
-        self._server = Server(carrier, registry, broken)
+        self._sender, self._reader = Sender(carrier, route), Reader(route)
+        self.client = Client(carrier, self._reader, rank_of, name, patience_s)
+        self._server = Server(carrier, self._sender, registry, broken)
         carrier.open(self._deliver)
 
     def fail(self, make: Callable[[], AsyncollError]) -> None:
@@ -53,6 +58,8 @@ class Exchange:
         try:
             await self.client.close()
             await self._server.close()
+            await self._sender.close()
+            await self._reader.close()
         finally:
             await self._carrier.close()
 
@@ -65,5 +72,7 @@ class Exchange:
             self._server.cancel(peer, message.call)
         elif message.kind == CREDIT:
             self._server.taken(peer, message.call, message.number)
+        elif message.kind == SHOW_RESULT:
+            self.client.shown(peer, message)
         else:
             self.client.received(peer, message, arrays)

@@ -17,7 +17,7 @@ from asyncoll.errors import DeviceError, ProtocolError, ServiceLostError
 from asyncoll.rpc import stub
 from asyncoll.rpc.by_socket import SocketCarrier, dial, listen
 from asyncoll.rpc.client import Request
-from asyncoll.rpc.codec import Place
+from asyncoll.rpc.device_place import DevicePlace
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.failure import Limit
 from asyncoll.rpc.service import FunctionRegistry, Method
@@ -147,7 +147,7 @@ class Connection:
         self._url = url
         self._key = key
         self._loop = asyncio.get_running_loop()
-        self._place: Place | None = None
+        self._place: DevicePlace | None = None
         self._version: asyncio.Future[int] = self._loop.create_future()
         carrier = SocketCarrier(self._dial, self._broken, self._lost)
         self._exchange = Exchange(carrier, FunctionRegistry(), lambda service: -1, self._broken, "this connection")
@@ -186,7 +186,7 @@ class Connection:
         """These calls, with torch tensors of `device` in results: see `Rpc.to`. A copy that fails ends all calls."""
         on_device = copy.copy(self)
         stager = registered.current().devices.stager_named(device)
-        on_device._place = partial(stager.take, back=_CopiesBack(self._exchange, self._loop))
+        on_device._place = DevicePlace(stager, _CopiesBack(self._exchange, self._loop))
         return on_device
 
     async def methods(self) -> list[Method]:

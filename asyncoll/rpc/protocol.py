@@ -17,7 +17,7 @@ from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import HEAD_BYTES
 from asyncoll.tensors.reductions import Array
 
-VERSION: Final = 1
+VERSION: Final = 2
 CALL: Final = 1  # call a function with these arguments; answered by RESULT or ERROR
 NOTIFY: Final = 2  # the same without a result: RESULT has no body
 STREAM: Final = 3  # the same for a generator: answered by any number of ITEM, then RESULT or ERROR
@@ -26,12 +26,14 @@ CREDIT: Final = 5  # the caller has taken `number` items of that stream
 RESULT: Final = 6
 ERROR: Final = 7  # the body is an exception, encoded by `failure`
 ITEM: Final = 8
+SHOW_RESULT: Final = 9  # a tensor of the next answer to a call can be read: see `shown`
 
 MAX_DEPTH: Final = 32  # nested calls, each of which waits for the next
 CALLS_MAX: Final = 256  # calls under way from one peer to another, at each depth
 ITEMS_MAX: Final = 16  # items of one stream that have been sent and not taken
 
-_HEADER = struct.Struct("<BBBBHQd")  # version, kind, body is an array, number, bytes of the name, call, seconds
+_HEADER = struct.Struct("<BBBBHQd")  # version, kind, flags, number, bytes of the name, call, seconds
+_APART, _ON_DEVICE = 1, 2  # flags: the body is an array; results may be shown
 _BODY_MAX = HEAD_BYTES - _HEADER.size
 
 
@@ -48,6 +50,7 @@ class Message(NamedTuple):
     seconds: float
     name: str
     body: bytes
+    is_on_device: bool = False  # the caller reads results on its device, if they are shown
 
 
 def encode(
@@ -59,6 +62,7 @@ def encode(
     name: str = "",
     number: int = 0,
     seconds: float | None = None,
+    is_on_device: bool = False,
 ) -> tuple[bytes, Sequence[Array]]:
     """The head of a message, and the arrays that travel beside it. `seconds` is as `remaining_s` returns it."""
     raw = name.encode() if name else b""
@@ -66,23 +70,25 @@ def encode(
     if apart:
         arrays, body = [np.frombuffer(body, np.uint8), *arrays], b""
     seconds = math.inf if seconds is None else max(0.0, seconds)
-    return _HEADER.pack(VERSION, kind, apart, number, len(raw), call, seconds) + raw + body, arrays
+    flags = apart * _APART + is_on_device * _ON_DEVICE
+    return _HEADER.pack(VERSION, kind, flags, number, len(raw), call, seconds) + raw + body, arrays
 
 
 def decode(head: bytes, arrays: Sequence[Array]) -> tuple[Message, Sequence[Array]]:
     """The message, and the arrays that its body refers to. Raises ProtocolError for other bytes."""
     try:
-        version, kind, apart, number, length, call, seconds = _HEADER.unpack_from(head)
+        version, kind, flags, number, length, call, seconds = _HEADER.unpack_from(head)
         start = _HEADER.size + length
         name, body = head[_HEADER.size : start].decode() if length else "", head[start:]
     except (struct.error, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a message of RPC: {error}") from None
     if version != VERSION:
         raise ProtocolError(f"version {version} of RPC, expected {VERSION}: run the same asyncoll at both ends")
-    if not CALL <= kind <= ITEM or len(head) < start or not seconds >= 0 or number > MAX_DEPTH:
+    is_known = CALL <= kind <= SHOW_RESULT and flags <= _APART + _ON_DEVICE
+    if not is_known or len(head) < start or not seconds >= 0 or number > MAX_DEPTH:
         raise ProtocolError(f"a message of kind {kind}, {seconds} seconds, number {number}")
-    if apart:
+    if flags & _APART:
         if body or not arrays:
             raise ProtocolError("a message whose body is missing")
         body, arrays = arrays[0].tobytes(), arrays[1:]
-    return Message(kind, call, number, seconds, name, body), arrays
+    return Message(kind, call, number, seconds, name, body, bool(flags & _ON_DEVICE)), arrays

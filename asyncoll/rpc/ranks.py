@@ -14,7 +14,8 @@ from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.rpc import stub
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.client import FOREIGN_LOOP, Request
-from asyncoll.rpc.codec import Place
+from asyncoll.rpc.device_place import DevicePlace
+from asyncoll.rpc.device_route import DeviceRoute
 from asyncoll.rpc.exchange import Exchange
 from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
@@ -79,20 +80,27 @@ class Rpc:
     be stopped and runs to its end; its result is dropped. Other calls are not affected.
     """
 
-    def __init__(self, member: Member, make_carrier: MakeCarrier) -> None:
+    def __init__(self, member: Member, make_carrier: MakeCarrier, route: DeviceRoute | None) -> None:
         """Made on the program's loop, on which all calls are made. Raises UsageError on another loop."""
         self._loop = asyncio.get_running_loop()
         if self._loop is not member.runner.home:
             raise UsageError(FOREIGN_LOOP)
         endpoint = member.endpoint
         self._member = member
-        self._place: Place | None = None
+        self._route = route
+        self._place: DevicePlace | None = None
         self._ranks = member.group.ranks
         self._check_not_forked = endpoint.check_not_forked
         self._registry = FunctionRegistry()
         broken = lambda rank, error: member.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
         self._exchange = Exchange(
-            make_carrier(broken), self._registry, self._ranks.index, broken, "this communicator", endpoint.patience_s
+            make_carrier(broken),
+            self._registry,
+            self._ranks.index,
+            broken,
+            "this communicator",
+            endpoint.patience_s,
+            route,
         )
         member.post(partial(endpoint.failures.on_failure, member.communicator, self._failed))
 
@@ -182,13 +190,14 @@ class Rpc:
 
         The device is one of this rank; the callee need not know it. Where the caller goes on, its current stream waits
         for the copies, and the host does not. A copy that fails aborts the communicator. numpy arrays stay at the host.
+        Long tensors do not pass through the host if both ranks read each other's device memory.
         Functions that are called here get tensors on the CPU, and move them themselves.
 
         Local. Raises UsageError if calls take no tensors of `device`: a name such as "cuda:0", or a `torch.device`.
         """
         on_device = copy.copy(self)
         stager = registered.current().devices.stager_named(device)
-        on_device._place = partial(stager.take, back=CopiesBack(self._member))
+        on_device._place = DevicePlace(stager, CopiesBack(self._member), self._route)
         return on_device
 
     async def methods(self, rank: int) -> list[Method]:

@@ -20,12 +20,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, ProtocolError, UsageError
-from asyncoll.rpc import codec, failure, fetching, protocol
+from asyncoll.rpc import codec, failure, fetching, protocol, shown
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import Encoded, Encoder
 from asyncoll.rpc.failure import CallerError, FetchError, LateError, Limit
-from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, STREAM, Message
+from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, SHOW_RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
+from asyncoll.rpc.shown import Sender
 from asyncoll.rpc.threads import SETTLED, Done, Threads
 from asyncoll.runtime.deadlines import clock, expiry, lift
 from asyncoll.tensors.reductions import Array
@@ -107,10 +108,15 @@ class Server:
     """
 
     def __init__(
-        self, carrier: Carrier, registry: FunctionRegistry, broken: Callable[[int, ProtocolError], None]
+        self,
+        carrier: Carrier,
+        sender: Sender,
+        registry: FunctionRegistry,
+        broken: Callable[[int, ProtocolError], None],
     ) -> None:
         """`broken` handles a message with which a peer violates the protocol."""
         self._carrier = carrier
+        self._sender = sender
         self._registry = registry
         self._broken = broken
         self._calls: dict[tuple[int, int], _Call] = {}  # by peer and call
@@ -447,7 +453,7 @@ class Server:
 
         Returns SETTLED for a call that is answered, and otherwise the result.
         """
-        result = context.run(_encoded, call, function, args, kwargs)
+        result = context.run(self._encoded, call, function, args, kwargs)
         if not self._carrier.sends_in_any_thread or type(result) is not _Result:
             return result
         body, arrays, _ = result.encoded
@@ -459,6 +465,20 @@ class Server:
         except AsyncollError:  # the loop meets it, too
             return result
 
+    def _encoded(self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a plain function and encode its result, in a thread: copies follow the work queued there.
+
+        An awaitable result is returned as it is.
+        """
+        result = _plain(function.fn, args, kwargs)
+        if inspect.isawaitable(result):
+            return result
+        if call.message.kind != CALL:
+            return _Result((b"", [], []))
+        encoded = codec.encode(result, function.result)
+        self._begin_to_answer(call, encoded[2])
+        return _Result(encoded)
+
     async def _wait_for_thread(self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run a plain function in a thread and wait for it."""
         returned: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
@@ -469,7 +489,7 @@ class Server:
             else:
                 _drop(result)
 
-        self._in_a_thread(partial(contextvars.copy_context().run, _encoded, call, function, args, kwargs), done)
+        self._in_a_thread(partial(contextvars.copy_context().run, self._encoded, call, function, args, kwargs), done)
         return await _outcome(*await returned)
 
     # -- answers ----------------------------------------------------------------------------------
@@ -484,7 +504,7 @@ class Server:
             else:
                 body, arrays, staged = self._encoder.encode(result, function.result)
                 if staged:
-                    fetching.begin_to_answer(staged)
+                    self._begin_to_answer(call, staged)
         except Exception as error:
             return self._failed(call, error)
         if not staged:
@@ -497,8 +517,7 @@ class Server:
     ) -> None:
         """Answer with a result once its tensors have arrived from their devices."""
         try:
-            await _arrived(staged)
-            rest = self._answer(call, RESULT, body, arrays)
+            rest = self._answer(call, RESULT, body, await self._ready(call, arrays, staged))
         except FetchError as error:
             rest = self._failed(call, error)
         if rest is not None:
@@ -538,6 +557,21 @@ class Server:
                 except UsageError as error:  # nothing was sent
                     await self._carrier.send(peer, *protocol.encode(protocol.ERROR, call, failure.encode(error)))
 
+    def _begin_to_answer(self, call: _Call, staged: Sequence[Staged]) -> None:
+        """Begin to fetch the tensors of an answer, but for those that are shown. In the thread of the function."""
+        if call.message.is_on_device:
+            self._sender.defer(call.peer, staged, are_kept=True)
+        fetching.begin_to_answer(staged)
+
+    async def _ready(self, call: _Call, arrays: Sequence[Array], staged: Sequence[Staged]) -> list[Array]:
+        """What goes beside an answer, once its tensors have arrived from their devices or are at the caller's."""
+        try:
+            left = await self._sender.show(shown.Message(SHOW_RESULT, *call.key), arrays, staged)
+            await fetching.arrived(staged)
+        except DeviceError as error:
+            raise FetchError(str(error)) from None
+        return left
+
     async def _stream(self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Send the items of a generator, as fast as its reader takes them."""
         stream = self._streams[call.key] = _Stream()
@@ -546,10 +580,15 @@ class Server:
         async with contextlib.aclosing(items) if hasattr(items, "aclose") else contextlib.nullcontext():
             async for item in items:
                 body, arrays, staged = self._encoder.encode(item, name)
+                nbytes, left = len(body) + sum(array.nbytes for array in arrays), [*arrays]
                 if staged:
-                    await _fetched(staged)
-                stream.sent(len(body) + sum(array.nbytes for array in arrays))
-                await self._carrier.send(call.peer, *protocol.encode(ITEM, call.message.call, body, arrays))
+                    self._begin_to_answer(call, staged)
+                    try:
+                        left = await self._ready(call, arrays, staged)
+                    finally:
+                        fetching.join(staged)
+                stream.sent(nbytes)
+                await self._carrier.send(call.peer, *protocol.encode(ITEM, call.message.call, body, left))
                 await stream.room.wait()
 
 
@@ -570,41 +609,10 @@ def _plain(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> A
         raise RuntimeError(f"{fn!r} raised StopIteration") from error
 
 
-def _encoded(call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a plain function, and encode its result for its caller, in a thread: copies follow the work queued there.
-
-    An awaitable result is returned as it is.
-    """
-    result = _plain(function.fn, args, kwargs)
-    if inspect.isawaitable(result):
-        return result
-    if call.message.kind != CALL:
-        return _Result((b"", [], []))
-    encoded = codec.encode(result, function.result)
-    fetching.begin_to_answer(encoded[2])
-    return _Result(encoded)
-
-
 def _drop(result: Any) -> None:
     """No caller waits for the result of a plain function any more."""
     if type(result) is _Result:
         fetching.join(result.encoded[2])
-
-
-async def _fetched(staged: Sequence[Staged]) -> None:
-    """Fetch the tensors of a message."""
-    fetching.begin_to_answer(staged)
-    try:
-        await _arrived(staged)
-    finally:
-        fetching.join(staged)
-
-
-async def _arrived(staged: Sequence[Staged]) -> None:
-    try:
-        await fetching.arrived(staged)
-    except DeviceError as error:
-        raise FetchError(str(error)) from None
 
 
 async def _awaited(result: Awaitable[Any]) -> Any:

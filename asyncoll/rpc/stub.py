@@ -11,7 +11,7 @@ from asyncoll.arguments import text
 from asyncoll.errors import MismatchError, UsageError
 from asyncoll.rpc import hints
 from asyncoll.rpc.client import Client, Request
-from asyncoll.rpc.codec import Place
+from asyncoll.rpc.device_place import DevicePlace
 from asyncoll.rpc.service import METHODS, Function, Method, Parameter, public_methods
 
 S = TypeVar("S")
@@ -25,7 +25,7 @@ class Peer(NamedTuple):
     client: Client
     number: int  # as the carrier of `client` numbers its peers
     name: str  # in errors
-    place: Place | None = None  # for tensors in results
+    place: DevicePlace | None = None  # for tensors in results
 
 
 async def methods(peer: Peer) -> list[Method]:

@@ -73,6 +73,9 @@ class Staged(Arriving, Protocol):
     def defer(self, *, may_share: bool) -> None:
         """Before `begin`, which copies nothing then. `may_share`: the tensor may need no mirror, and no `room`."""
 
+    def keep(self) -> None:
+        """After `defer`, before `begin`: copy the tensor on its device, so that the program may change its own."""
+
     def fetch(self) -> None:
         """Begin to copy the elements to the mirror. After `defer` and `begin`, at most once."""
 
@@ -96,6 +99,9 @@ class Staged(Arriving, Protocol):
 
     def result(self, nbytes: int) -> Any:
         """A mark of a new flat tensor of the same dtype. The device gives it its elements, and the next `like` it."""
+
+    def fresh(self, nbytes: int) -> tuple[Any, Any]:
+        """A new flat tensor of so many bytes, and its mark, which `join` leaves out. Raises as `like`."""
 
     def order(self) -> None:
         """The work that the thread queues from here on comes after the copies so far, as after `join`; they go on."""
@@ -131,6 +137,8 @@ class Staged(Arriving, Protocol):
 class Stager(Protocol):
     """Stages the tensors of one device for one rank."""
 
+    device: Any  # its `transport.staging.Device`
+
     @property
     def name(self) -> str:
         """That of the device."""
@@ -151,13 +159,6 @@ class Stager(Protocol):
         """`x`, of any strides, with memory for its elements; unless `is_read`, that gets none.
 
         Raises UsageError if there is too little memory, or the device takes no copies now.
-        """
-
-    def take(self, x: Any, back: CopiesBack) -> Any:
-        """A new tensor of the device with the elements of `x`, a contiguous CPU tensor which does not change any more.
-
-        The work that the current thread queues from here on comes after the copy; the host does not wait. `back` is
-        that of `Staged.begin`. Raises DeviceError if the device has too little memory, for instance.
         """
 
     async def close(self) -> None:

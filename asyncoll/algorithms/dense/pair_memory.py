@@ -68,7 +68,7 @@ class PairMemory:
 
     def opens(self, source: int, device: Any) -> bool:
         """Whether this rank can copy from the block of `source` to a tensor of `device`."""
-        if not self.offers(device):
+        if source in self._refused or not self.offers(device):
             return False
         if source not in self._read:
             try:

@@ -14,7 +14,6 @@ import numpy as np
 from asyncoll.errors import DeviceError, UsageError, describe
 from asyncoll.forks import address_of
 from asyncoll.tensors import staged
-from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.reductions import Array, dtype_name
 from asyncoll.tensors.staged import CopiesBack, Work
 from asyncoll.transport.staging import Device, Mark, Transfer, arrived
@@ -61,6 +60,9 @@ class Mirror:
         self.is_deferred = True
         self._may_share = may_share
 
+    def keep(self) -> None:
+        self._x = self._stager.clone(self._x.detach())
+
     def fetch(self) -> None:
         if self._is_read:
             self._stager.pool.pin(self.mirror)
@@ -102,6 +104,10 @@ class Mirror:
             self._result, mark = self.mark.like(dtype_name(self._x.dtype), (nbytes // self._x.itemsize,))
         self._marks.append(mark)
         return mark
+
+    def fresh(self, nbytes: int) -> tuple[Any, Mark]:
+        with self._stager.failing():
+            return self.mark.like("uint8", (nbytes,))
 
     def order(self) -> None:
         with self._stager.failing():
@@ -222,14 +228,6 @@ class DeviceStager:
         with self.failing():
             self.device.check()
         return Mirror(self, x, is_read=is_read)
-
-    def take(self, x: Any, back: CopiesBack) -> Any:
-        operand = as_operand(x)
-        place = self.stage(self.empty(operand.dtype, (0,)), is_read=False)
-        place.begin(back)
-        taken = place.like(operand.flat, operand.dtype, operand.shape)
-        place.join()
-        return taken
 
     def under_way(self, transfer: Transfer) -> Transfer:
         """Note that memory of the pool is in use until the end of `transfer`."""
