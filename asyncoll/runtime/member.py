@@ -113,10 +113,6 @@ class Member:
         identity = Identity(group.communicator, group.ranks, context, call.number, fingerprint, call.__str__)
         return self.endpoint.executions.send_directly(identity, group.ranks[dest], data)
 
-    def is_lost(self, rank: int) -> bool:
-        """Whether group rank `rank` is given up. Its process may go on."""
-        return self.group.ranks[rank] in self.endpoint.membership.lost
-
     def is_gone(self, rank: int) -> bool:
         """Whether the process of group rank `rank`, which is on this host, is known to have ended."""
         return self.endpoint.membership.is_gone(self.group.ranks[rank])

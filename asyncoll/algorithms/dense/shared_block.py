@@ -148,7 +148,7 @@ class SharedBlock:
             async with asyncio.timeout(_PATIENCE_S):
                 await asyncio.gather(*map(arrived, self._exchange.under_way()), return_exceptions=True)
                 self.shut()
-                while not all(map(self._member.is_lost, self._readers())):
+                while self._readers():
                     await asyncio.sleep(_AGAIN_S)
         self.close()
 
