@@ -118,6 +118,22 @@ def test_unused_memory_makes_room(pool, driver):
     pool.empty(4 * MIB)
 
 
+def test_unused_memory_makes_room_where_others_take_it(pool, driver):
+    """The pool keeps no more than was in use at one time, which has room no longer."""
+    del [pool.empty(4 * MIB) for _ in range(4)][:]
+    driver.room = 12 * MIB
+    pool.empty(5 * MIB)
+    assert list(driver.blocks.values()) == [5 * MIB]
+
+
+def test_an_array_takes_the_smallest_block_that_has_room(pool, driver):
+    del [pool.empty(size * MIB) for size in (4, 8)][:]
+    held = pool.empty(3 * MIB)
+    pool.empty(8 * MIB)
+    assert driver.pins == 2
+    del held
+
+
 def test_memory_that_is_not_pinned_is_not_unpinned(pool, driver):
     driver.refuses = True
     assert pool.empty(MIB).nbytes == MIB
