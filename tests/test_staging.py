@@ -621,12 +621,13 @@ def test_a_rank_joins_after_its_calls(opened, transport):
         assert run_ranks(3, main, transport) == [[3 * 3 * 2] * 2] * 3
 
 
-def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
+@pytest.mark.parametrize(("size", "transport"), [(1, "shm"), (2, "zmq"), (2, "shm")])
+def test_a_call_does_not_overtake_one_whose_tensor_is_arriving(size, transport):
     """Arrays of numpy, of which the operation has seen several, take the shortest way otherwise."""
-    with fake_device(0, "program") as device:
-        device.refuse_pins()
 
-        async def main(comm):
+    async def main(comm):
+        with fake_device(0, "program", f"fake:{comm.rank}") as device:
+            device.refuse_pins()
             for _ in range(4):
                 await comm.solo_allreduce(np.ones(10), name="r")
             x = device.tensor(torch.ones(10, dtype=torch.float64))
@@ -640,9 +641,9 @@ def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
             rounds = [(await call).round for call in (first, *later)]
             assert rounds == sorted(set(rounds))
             assert device.values(x)[0]
+            await comm.barrier()
 
-        run_ranks(1, main, "shm")
-        run_ranks(2, main, "zmq")
+    run_ranks(size, main, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

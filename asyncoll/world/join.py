@@ -306,7 +306,8 @@ class World:
 
     async def _flush(self) -> None:
         """Wait for what the program may not have awaited. Raises DeviceError if a result has not reached its device."""
-        await self._runner.within(self._settle())
+        if self._runner.held or not self._endpoint.departures.is_settled():
+            await self._runner.within(self._settle())
         if not self._departs:
             with contextlib.suppress(AsyncollError):  # the world has failed, which `_leave` deals with
                 for rpc in self._core.rpcs:
