@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import WHOLE_END
 
 from asyncoll.errors import UsageError
 from asyncoll.testing import run_ranks
@@ -40,6 +41,7 @@ FOR_SEVERAL = [
     "ends",
     "raises",
 ]
+ENDING = ("leaves", "closes", "ends", "raises")
 
 
 @pytest.fixture
@@ -50,6 +52,7 @@ def play(forked_world, tmp_path):
 
 def _play(forked_world, tmp_path, size, case, **more):
     environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "FLAGS": str(tmp_path)} | more
+    environment |= WHOLE_END if case in ENDING else {}
     dead = {0} if case == "dies" else set()
     for rank, each in enumerate(forked_world(environment, size, SCRIPT, case)):
         code, out, err = each.end()

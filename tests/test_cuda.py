@@ -19,6 +19,7 @@ import pytest
 import torch
 import uvloop
 from click.testing import CliRunner
+from conftest import WHOLE_END
 from emulated_cuda import emulated_cuda
 
 from asyncoll import doctor
@@ -632,7 +633,7 @@ def test_the_doctor_tries_memory_between_processes(monkeypatch, tmp_path, code, 
 
 @pytest.mark.slow
 def test_the_ranks_close_their_devices_when_a_peer_is_killed(forked_world):
-    environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "ASYNCOLL_TRANSPORT": "shm"}
+    environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "ASYNCOLL_TRANSPORT": "shm"} | WHOLE_END
     ends = [each.end()[:2] for each in forked_world(environment, 3, SCRIPT)]  # one warns that memory is not shared here
     closed = (0, "closed\n")
     assert ends == [closed, (-signal.SIGKILL, ""), closed]

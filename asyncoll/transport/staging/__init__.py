@@ -233,6 +233,8 @@ async def arrived(transfer: Transfer, nbytes: int | None = None) -> None:
     Cancellation ends the wait, and the copy goes on.
     """
     wanted = transfer.nbytes if nbytes is None else nbytes
+    if transfer.moved >= wanted:
+        return
     ended = asyncio.get_running_loop().create_future()
     set_when_moved(transfer, wanted, ended)
     await ended
