@@ -683,6 +683,23 @@ def test_a_world_ends_after_the_collectives_that_nothing_awaits(size, transport)
             call.close()
 
 
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_a_rank_that_leaves_hears_of_a_collective_that_fails_and_that_nothing_awaits(shared_memory):
+    started = []
+
+    async def main(comm):
+        if comm.rank == 0:
+            await asyncio.sleep(1.0)  # of virtual time: the other ranks wait in the end of the world
+            comm.abort("enough")
+        else:
+            started.append(comm.allreduce(torch.ones(1000)))
+
+    with pytest.raises(asyncoll.AbortedError, match="enough"):
+        simulate(3, main, shared_memory=shared_memory)
+    for call in started:
+        call.close()
+
+
 async def leaves_with_a_copy_under_way(comm, device):
     """The copy back to the device has not begun."""
     call = asyncio.ensure_future(comm.allreduce(device.tensor(torch.ones(1000))))

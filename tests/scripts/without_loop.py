@@ -601,7 +601,7 @@ def leaves():
 
 
 def unwaited():
-    """`close` waits for collectives whose handles nothing waits for, and raises the error of one that fails."""
+    """`close` waits for collectives whose handles nothing waits for."""
     with fake_device() as device:
         comm = asyncoll.init()
         of_host, of_device = np.ones(100_000), device.tensor(torch.ones(1000))
@@ -611,10 +611,6 @@ def unwaited():
         assert (of_host == comm.size).all()
         assert (device.values(of_device) == comm.size).all()
         assert "asyncoll-progress" not in {thread.name for thread in threading.enumerate()}
-        comm = asyncoll.init()
-        if comm.rank:
-            comm.allreduce(device.tensor(torch.ones(1000)))
-        assert "the end of its program" in str(caught(asyncoll.MismatchError, comm.close))
 
 
 def ends():
