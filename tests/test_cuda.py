@@ -148,7 +148,8 @@ def test_a_rank_that_is_cancelled_as_it_leaves_unpins_its_memory(monkeypatch):
         raise RuntimeError("the program fails")
 
     with emulated_cuda() as gpu:
-        run_ranks(1, main, "shm")  # the cancellation takes the place of the error
+        with pytest.raises(asyncio.CancelledError):  # in the place of the error
+            run_ranks(1, main, "shm")
         assert release
         assert not gpu.registered
         assert not threads_of_devices()
