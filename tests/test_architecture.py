@@ -197,7 +197,7 @@ REPLACED = {
         "runs._run_job": "the record of a process is forged before it is read",
     },
     "test_meeting_again.py": {"rendezvous.ZeroMQTransport": _SPY, "rendezvous._share_memory": _FAULT},
-    "test_on_device.py": {"shared_block._PATIENCE_S": "so that the test does not wait for it"},
+    "test_device_collectives.py": {"shared_block._PATIENCE_S": "so that the test does not wait for it"},
     "test_rpc_in_memory.py": {
         "arena_module._SLICE_S": _POLL,
         "arena_module._YIELDING_POLL_S": _POLL,

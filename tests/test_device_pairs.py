@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from test_on_device import bits, increment, normal, opened
-from test_on_device import nothing_is_shared as nothing_is_shared
+from test_device_collectives import bits, increment, normal, opened
+from test_device_collectives import nothing_is_shared as nothing_is_shared
 
 import asyncoll
 from asyncoll.algorithms.dense import pair_memory, shared_block

@@ -16,11 +16,11 @@ import numpy as np
 from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
 from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.by_message import MessageCall
-from asyncoll.algorithms.dense.device_memory import DeviceMemory
+from asyncoll.algorithms.dense.device_collectives import DeviceCollectives
 from asyncoll.algorithms.dense.device_pair import DevicePair
 from asyncoll.algorithms.dense.device_rpc import DeviceRpc
+from asyncoll.algorithms.dense.group_memory import GroupMemory
 from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
-from asyncoll.algorithms.dense.on_device import OnDevice
 from asyncoll.algorithms.dense.pair_memory import PairMemory
 from asyncoll.algorithms.dense.short_way import ShortWay
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
@@ -103,7 +103,7 @@ class OverlappedCall(MemoryCall):
     """
 
     def __init__(
-        self, member: Member, staging: StagingArea, call: Signature, staged: Staged, memory: DeviceMemory
+        self, member: Member, staging: StagingArea, call: Signature, staged: Staged, memory: GroupMemory
     ) -> None:
         super().__init__(member, staging, call)
         self._staged = staged
@@ -142,8 +142,8 @@ class OverlappedCall(MemoryCall):
             await arrived(self._staged, self._staged.mirror.nbytes)
             await super().reduce_scatter(chunks, shard, op, dtype)
 
-    def _on_device(self) -> OnDevice:
-        return OnDevice(self, self._memory, self._staged)
+    def _on_device(self) -> DeviceCollectives:
+        return DeviceCollectives(self, self._memory, self._staged)
 
     def _offers(self) -> bool:
         """Whether this rank can show its tensor in memory of its device."""
@@ -202,7 +202,7 @@ class MemoryBackend:
         self._rounds: list[OneSidedRounds] = []
         self._staging = StagingArea(lease, group.size, group.rank, digest(group.communicator, "staging area"), sizes)
         self._registry = OperationRegistry(lease, group.size, group.rank, group.communicator)
-        self._devices = DeviceMemory(self._staging, member)
+        self._devices = GroupMemory(self._staging, member)
         self._pairs = PairMemory(self._staging, member)
         self.device_route = DeviceRpc(member, self._pairs)
         self._blocks = (self._devices.block, self._pairs.block)

@@ -30,7 +30,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
-from asyncoll.transport.staging import Part, Transfer, set_when_moved
+from asyncoll.transport.staging import BlockPart, Transfer, set_when_moved
 
 _BYTES = 0  # the step of the whole array, if it goes as bytes
 _READY = 1  # the step that the receiver grants when its stream has come to the call
@@ -79,7 +79,9 @@ class DevicePair(MessageCall):
             if len(shown) == ahead and not await self._is_read(*shown.popleft()):
                 memory.give_back(place)
                 return False
-            part = Part(lane.rank, place + index % 2 * memory.window, start, min(memory.window, mark.nbytes - start))
+            part = BlockPart(
+                lane.rank, place + index % 2 * memory.window, start, min(memory.window, mark.nbytes - start)
+            )
             await self._over(memory.exchange.write(mark, [part]))
             answer = np.empty(1, np.int64)
             shown.append((lane.post(dest, _WINDOWS + index, answer), answer))
@@ -126,7 +128,7 @@ class DevicePair(MessageCall):
         for index, start in enumerate(range(0, mark.nbytes, memory.window)):
             if index:
                 await lane.recv(source, _WINDOWS + index, where)
-            part = Part(source, int(where[0]), start, min(memory.window, mark.nbytes - start))
+            part = BlockPart(source, int(where[0]), start, min(memory.window, mark.nbytes - start))
             if not 0 <= part.offset <= memory.nbytes - part.nbytes:
                 raise ProtocolError(f"byte {part.offset} of a block of device memory that has {memory.nbytes}", source)
             await self._over(memory.exchange.read(mark, [part]))

@@ -24,7 +24,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
-from asyncoll.transport.staging import Part, Transfer, set_when_moved
+from asyncoll.transport.staging import BlockPart, Transfer, set_when_moved
 
 # Answers: read; the block cannot be read here; nobody wants the tensor, or a copy has failed.
 _READ, _REFUSED, _UNREAD = 1, 0, 2
@@ -84,7 +84,7 @@ class DeviceRpc:
                 await lane.recv(source, index, where)
                 if where[0] == _END:
                     return
-                part = Part(source, int(where[0]), start, min(memory.window, nbytes - start))
+                part = BlockPart(source, int(where[0]), start, min(memory.window, nbytes - start))
                 if not 0 <= part.offset <= memory.nbytes - part.nbytes:
                     raise ProtocolError(
                         f"byte {part.offset} of a block of device memory that has {memory.nbytes}", source
@@ -94,7 +94,7 @@ class DeviceRpc:
                     landing.is_whole = answer == _READ and start + part.nbytes == nbytes
                 await lane.send(source, index, np.array([answer]))
 
-    async def _copy(self, part: Part, landing: Landing) -> int:
+    async def _copy(self, part: BlockPart, landing: Landing) -> int:
         """Copy a window to its tensor. Returns the answer."""
         if not self.memory.opens(part.rank, landing.device):
             return _REFUSED
@@ -148,7 +148,7 @@ class Showing:
         for index, start in enumerate(self._route.windows(nbytes)):
             if len(self._shown) == ahead and not await self._is_read(lane):
                 return False
-            part = Part(lane.rank, place + index % 2 * memory.window, start, min(memory.window, nbytes - start))
+            part = BlockPart(lane.rank, place + index % 2 * memory.window, start, min(memory.window, nbytes - start))
             if not await self._is_written(part):
                 return False
             await self._say(lane, part.offset)
@@ -157,7 +157,7 @@ class Showing:
                 return False
         return True
 
-    async def _is_written(self, part: Part) -> bool:
+    async def _is_written(self, part: BlockPart) -> bool:
         """Copy a window to the block, unless it is given up. Returns whether it is there."""
         try:
             with self._lock:

@@ -112,7 +112,7 @@ class StagingArea:
         first = self._begun + size
         # Of each rank, for one block of `shared_block`: the bits of its readers, and its handle.
         self.block_cells = -(-size // RANKS_IN_CELL) + HANDLE_BYTES // 8
-        # Of each rank: the state of `device_memory`, the cells of its block, and those of the one of `pair_memory`.
+        # Of each rank: the state of `group_memory`, the cells of its block, and those of the one of `pair_memory`.
         self.rank_cells = 1 + 2 * self.block_cells
         self.device_cells = first + PEER_CELLS * size  # the first of `rank_cells` for each rank
         self.control_block = arena.control_block(context, self.device_cells + self.rank_cells * size)

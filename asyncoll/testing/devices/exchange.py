@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncoll.tensors.reductions import Array, ReduceOp, reducer, storage
-from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError, Transfer
+from asyncoll.transport.staging import HANDLE_BYTES, BlockPart, RefusedError, Transfer
 
 POISON = 0xA5  # every byte of memory that has no content, or not yet
 _lock = threading.Lock()
@@ -100,7 +100,7 @@ class FakeExchange:
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         return True
 
-    def write(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def write(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         return _Joint([self._write(mark, part.offset, part.start, part.nbytes) for part in parts])
 
     def _write(self, mark: Any, offset: int, start: int, nbytes: int) -> FakeTransfer:
@@ -109,7 +109,7 @@ class FakeExchange:
         move = _mover(into, mark.elements[start : start + nbytes])
         return self._carry_out("write", [], offset, into, move, (mark, start))
 
-    def read(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def read(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         return _Joint([self._read(mark, *part) for part in parts])
 
     def _read(self, mark: Any, rank: int, offset: int, start: int, nbytes: int) -> FakeTransfer:

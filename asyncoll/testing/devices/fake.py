@@ -270,9 +270,9 @@ class FakeDevice:
         """A stream of the device whose work comes after the marks and their copies."""
         with self._streams.lock:
             late = next((mark for mark in marks if not mark.event.is_over), marks[0])
-            lane = self._lane(_IN, late)
-            self._wait(lane, [operation for mark in marks for operation in (mark.event, *mark.copies)])
-            return lane
+            channel = self._channel(_IN, late)
+            self._wait(channel, [operation for mark in marks for operation in (mark.event, *mark.copies)])
+            return channel
 
     def mark(self, x: Any) -> FakeMark:
         with self._streams.lock:
@@ -289,7 +289,7 @@ class FakeDevice:
 
     def come(self, mark: FakeMark) -> FakeTransfer:
         with self._streams.lock:
-            ticket = self._order.queue(self._lane(_IN, mark), mark.event.ticket)
+            ticket = self._order.queue(self._channel(_IN, mark), mark.event.ticket)
             transfer = FakeTransfer(self._order, ticket, np.empty(1, np.uint8), self._streams.lock)
             self._add(ticket, _once(lambda: transfer.advance(0 if self._broken else 1, self._broken)), [mark.event])
             return transfer
@@ -420,8 +420,8 @@ class FakeDevice:
         """
         with self._streams.lock:
             events = [of[0].event] if of else []
-            lane = self._lane(stream, of[0]) if of else stream
-            ticket = self._order.queue(lane, *(event.ticket for event in events))
+            channel = self._channel(stream, of[0]) if of else stream
+            ticket = self._order.queue(channel, *(event.ticket for event in events))
             transfer = FakeTransfer(self._order, ticket, other, self._streams.lock)
             failure = self._failures.get(self._count)
             self._count += 1
@@ -434,7 +434,7 @@ class FakeDevice:
                 mark.copies.append(operation)
             return transfer
 
-    def _lane(self, stream: str, mark: FakeMark) -> str:
+    def _channel(self, stream: str, mark: FakeMark) -> str:
         """Where a copy of `mark` waits: on `stream` if it has nothing to wait for, which would hold up others there."""
         return stream if mark.event.is_over else f"{stream} of {mark.stream}"
 

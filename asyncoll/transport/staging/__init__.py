@@ -106,7 +106,7 @@ class RefusedError(Exception):
     """Why ranks cannot read each other's memory of a device."""
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """`nbytes` bytes of the block of `rank`, from `offset` on, and of a tensor, from `start` on."""
 
     rank: int
@@ -139,10 +139,10 @@ class Exchange(Protocol):
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         """Whether `reduce` gives the bits of the host."""
 
-    def write(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def write(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         """Copy parts of a tensor into the block of this rank. `mark` is a `Mark` of the device."""
 
-    def read(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def read(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         """Copy parts of blocks into a tensor.
 
         The host has seen the end of all copies of the bytes that it overwrites.

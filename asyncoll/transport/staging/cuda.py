@@ -101,7 +101,7 @@ class CudaMark:
             stream.wait_event(self._unpacked)
 
 
-class _Lane(NamedTuple):
+class _Channel(NamedTuple):
     """A stream of copies, and the thread that waits for their ends, in order."""
 
     stream: torch.cuda.Stream
@@ -115,9 +115,9 @@ class CudaDevice:
     has no pinned memory, is copied to or from pinned memory of torch's: by the caller in `put`, and by the thread that
     sees the end in `fetch`.
 
-    What waits for the program's work must hold up nothing else. So there is a lane for each stream of the program, and
-    copies of its marks wait there, in the order of that stream. Copies that have nothing to wait for, because the host
-    has seen an end of another copy of the mark, are on free lanes.
+    What waits for the program's work must hold up nothing else. So there is a channel for each stream of the program,
+    and copies of its marks wait there, in the order of that stream. Copies that have nothing to wait for, because the
+    host has seen an end of another copy of the mark, are on free channels.
     """
 
     def __init__(self, index: int) -> None:
@@ -133,11 +133,11 @@ class CudaDevice:
         self._owned: set[int] = set()  # addresses of those that are memory of torch's
         self.refusal = ""  # why the driver has last refused to pin memory
         watcher = self._watcher()
-        self._out, self._in, self._shared = (_Lane(stream, watcher) for stream in streams)
+        self._out, self._in, self._shared = (_Channel(stream, watcher) for stream in streams)
         self._watchers = [watcher]
         # By stream of the program, of which torch has at most 32 of a priority; and of work that is `aside`.
-        self._lanes: dict[torch.cuda.Stream, _Lane] = {self._in.stream: self._in}
-        self._lock = threading.Lock()  # of the lanes
+        self._channels: dict[torch.cuda.Stream, _Channel] = {self._in.stream: self._in}
+        self._lock = threading.Lock()  # of the channels
 
     def holds(self, x: Any) -> bool:
         return bool(x.device == self.place)
@@ -215,15 +215,15 @@ class CudaDevice:
     ) -> Landing:
         """`mark.queue(work, *writes, reads=reads, after=others)` of the first mark."""
         mark, transfer = marks[0], Landing(sum(x.nbytes for x in writes))
-        lane = self._lane_after(marks)
-        with _on(lane.stream):
+        channel = self._channel_after(marks)
+        with _on(channel.stream):
             _carry_out(work, writes, reads)
-        self._watch(lane, mark, partial(transfer.advance, transfer.nbytes), transfer, writes, reads)
+        self._watch(channel, mark, partial(transfer.advance, transfer.nbytes), transfer, writes, reads)
         return transfer
 
     def stream_after(self, marks: Sequence[CudaMark]) -> torch.cuda.Stream:
         """A stream of the device whose work comes after the marks and their copies."""
-        return self._lane_after(marks).stream
+        return self._channel_after(marks).stream
 
     def copy_to_host(self, mark: CudaMark, start: int, into: Array) -> Landing:
         """`mark.fetch(start, into)`."""
@@ -264,17 +264,17 @@ class CudaDevice:
         transfer: Landing,
         mark: CudaMark,
         host: Array,
-        free: _Lane,
+        free: _Channel,
         copy: Callable[[int, int, bool], Callable[[], None]],
     ) -> Landing:
         """Queue the parts of a transfer by `copy`, which returns what is to be done once the part has landed."""
         try:
-            lane = self._lane(mark, free)
-            lane.stream.wait_event(mark.ready)
+            channel = self._channel(mark, free)
+            channel.stream.wait_event(mark.ready)
             for first, last, is_pinned in self._pins.pieces(address_of(host), host.nbytes, _CHUNK):
-                with torch.inference_mode(), _on(lane.stream):
+                with torch.inference_mode(), _on(channel.stream):
                     landed = copy(first, last, is_pinned)
-                self._watch(lane, mark, landed, transfer, host)
+                self._watch(channel, mark, landed, transfer, host)
         except Exception as error:
             transfer.fail(error)
         return transfer
@@ -294,39 +294,39 @@ class CudaDevice:
         """Queue `work` on blocks of device memory that ranks share: that of `ipc.Gpu`."""
         transfer = Landing(nbytes)
         try:
-            lane = self._lane(mark, self._shared)
+            channel = self._channel(mark, self._shared)
             if mark is not None:
-                lane.stream.wait_event(mark.ready)
+                channel.stream.wait_event(mark.ready)
             try:
-                with torch.inference_mode(), _on(lane.stream):
+                with torch.inference_mode(), _on(channel.stream):
                     work()
             except Exception as error:  # before the watch, which sees the end of what was queued before it
                 transfer.fail(error)
-            self._watch(lane, mark, partial(transfer.advance, nbytes), transfer)
+            self._watch(channel, mark, partial(transfer.advance, nbytes), transfer)
         except Exception as error:
             transfer.fail(error)
         return transfer
 
-    # -- lanes --------------------------------------------------------------------------------------
+    # -- channels --------------------------------------------------------------------------------------
 
-    def _lane(self, mark: CudaMark | None, free: _Lane) -> _Lane:
+    def _channel(self, mark: CudaMark | None, free: _Channel) -> _Channel:
         """Where a copy of `mark` waits for its end: `free` if it has nothing else to wait for."""
         if mark is None or mark.has_come:
             return free
         with self._lock:
-            lane = self._lanes.get(mark.stream)
-            if lane is None:
-                lane = _Lane(self._stream(), self._watcher())
-                self._lanes[mark.stream] = self._lanes[lane.stream] = lane
-                self._watchers.append(lane.watcher)
-            return lane
+            channel = self._channels.get(mark.stream)
+            if channel is None:
+                channel = _Channel(self._stream(), self._watcher())
+                self._channels[mark.stream] = self._channels[channel.stream] = channel
+                self._watchers.append(channel.watcher)
+            return channel
 
-    def _lane_after(self, marks: Sequence[CudaMark]) -> _Lane:
+    def _channel_after(self, marks: Sequence[CudaMark]) -> _Channel:
         """Where what comes after the marks and their copies waits."""
-        lane = self._lane(next((each for each in marks if not each.has_come), marks[0]), self._in)
+        channel = self._channel(next((each for each in marks if not each.has_come), marks[0]), self._in)
         for event in (event for each in marks for event in each.events()):
-            lane.stream.wait_event(event)
-        return lane
+            channel.stream.wait_event(event)
+        return channel
 
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.place, priority=_URGENT)
@@ -341,13 +341,13 @@ class CudaDevice:
             yield
 
     def _watch(
-        self, lane: _Lane, mark: CudaMark | None, landed: Callable[[], None], transfer: Landing, *kept: object
+        self, channel: _Channel, mark: CudaMark | None, landed: Callable[[], None], transfer: Landing, *kept: object
     ) -> None:
-        """Call `landed` once what is queued on the lane has ended. Until then `mark` and `kept` live."""
-        end = _recorded(lane.stream, is_awaited=True)
+        """Call `landed` once what is queued on the channel has ended. Until then `mark` and `kept` live."""
+        end = _recorded(channel.stream, is_awaited=True)
         if mark is not None:
-            mark.copied(lane.stream, end)
-        lane.watcher.watch(end, partial(_land, landed, mark, *kept), transfer.fail)
+            mark.copied(channel.stream, end)
+        channel.watcher.watch(end, partial(_land, landed, mark, *kept), transfer.fail)
 
     # -- pinning ------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ import torch
 
 from asyncoll.errors import describe
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError, Transfer
+from asyncoll.transport.staging import HANDLE_BYTES, BlockPart, RefusedError, Transfer
 
 _HANDLE = struct.Struct("=64s16sQ8s")  # the handle of CUDA IPC, the UUID of the GPU, the bytes of the block, a nonce
 _NONCE_BYTES = 8  # CUDA does not say that handles differ between processes, for instance of different PID namespaces
@@ -271,14 +271,14 @@ class CudaExchange:
             return op is ReduceOp.SUM
         return not (dtype in ("uint16", "uint32", "uint64") and op in (ReduceOp.MIN, ReduceOp.MAX))  # torch has none
 
-    def write(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def write(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         def copy() -> None:
             for into, source in self._places(mark, parts):
                 into.copy_(source, non_blocking=True)
 
         return self._queue(sum(part.nbytes for part in parts), copy, mark)
 
-    def read(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def read(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         def copy() -> None:
             for source, into in self._places(mark, parts):
                 into.copy_(source, non_blocking=True)
@@ -286,7 +286,7 @@ class CudaExchange:
         mark.is_changed = True
         return self._queue(sum(part.nbytes for part in parts), copy, mark)
 
-    def _places(self, mark: Any, parts: Sequence[Part]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _places(self, mark: Any, parts: Sequence[BlockPart]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The bytes of the block, and of the tensor, of each part."""
         for rank, offset, start, nbytes in parts:
             yield self._blocks[rank][offset : offset + nbytes], mark.content[start : start + nbytes]

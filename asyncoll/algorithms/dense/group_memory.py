@@ -19,7 +19,7 @@ _OFFERS, _READS, _REFUSES = 1, 2, -1  # the state of a rank, in its cell
 _CALLS = "at all ranks"
 
 
-class DeviceMemory:
+class GroupMemory:
     """The blocks of the ranks of a communicator, as seen by one of them. On the runtime's loop."""
 
     def __init__(self, staging: StagingArea, member: Member) -> None:
