@@ -152,14 +152,14 @@ class Deserted(FakeDevice):
 class InTurn(FakeDevice):
     """Copies wait for those of other streams."""
 
-    def _lane(self, stream, mark):
+    def _channel(self, stream, mark):
         return stream
 
 
 class Tied(FakeDevice):
     """Copies of a mark that has come wait for those of marks that have not."""
 
-    def _lane(self, stream, mark):
+    def _channel(self, stream, mark):
         return f"{stream} of {mark.stream}"
 
 
