@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 from functools import partial
 
@@ -316,24 +317,29 @@ def test_the_rest_of_a_result_that_nobody_waits_for_is_not_shown():
     simulate(2, main, shared_memory=True)
 
 
-@pytest.mark.usefixtures("nothing_is_shared")
 def test_a_place_is_taken_while_it_is_read():
-    """The caller gives up, and its device stands still in the middle of a copy."""
+    """The second window cannot be shown, and the device of the reader stands still in the first."""
 
     async def main(comm):
         with opened(0, "loop" if comm.rank else "program", f"fake:{comm.rank}") as device:
             served(comm, device)
+            comm._core.backend._pairs.answered(0, has_read=True)  # two windows at a time
             await comm.barrier()
-            if comm.rank == 0:
+            if comm.rank:
+                device.fail_copy(1, OSError("no such bus"))
+            else:
                 call = asyncio.ensure_future(ask(comm, device, 1))
                 while not device.copies["exchange: read"]:
                     await asyncio.sleep(1e-4)
-                call.cancel()
                 await asyncio.sleep(1)
             await comm.barrier()
             assert free(comm) == (3 if comm.rank else 4)
             await comm.barrier()
-            device.finish()
+            if comm.rank == 0:
+                device.finish()
+                with pytest.raises(DeviceError, match="rank 1: fake:1 has failed: OSError: no such bus"):
+                    await call
+            await comm.barrier()
             await settled(comm)
 
     simulate(2, main, shared_memory=True)
@@ -472,6 +478,288 @@ def test_nothing_is_read_from_a_rank_that_is_lost():
             assert not device.copies["exchange: read"]
 
     simulate(2, main, shared_memory=True)
+
+
+# -- arguments ------------------------------------------------------------------------------------
+
+
+def takes_on_device(comm, device):
+    """Functions whose arguments are on `device`, and which change them."""
+
+    async def same(*tensors: torch.Tensor, array: np.ndarray | None = None):
+        for x in tensors:
+            assert device.holds(x)
+            if x.dtype == torch.float32:
+                increment(device, x)
+        return [*tensors, array]
+
+    def plain(x: torch.Tensor):
+        increment(device, x)
+        return x
+
+    async def repeated(x: torch.Tensor):
+        for _ in range(2):
+            increment(device, x)
+            yield x
+
+    for function in (same, plain, repeated):
+        comm.rpc.to(device.name).register(function)
+    comm.rpc.register(at_the_host)
+
+
+def at_the_host(x: torch.Tensor) -> float:
+    return float(x.sum())
+
+
+async def pass_on(comm, device, peer, counts=(COUNT,), name="same"):
+    """Tensors of the device to `peer` and back. The caller changes its own ones as soon as it may."""
+    tensors = [device.tensor(normal("float32", [count], count)) for count in counts]
+    try:
+        async with asyncio.timeout(60):
+            found = await comm.rpc.to(device.name).call(peer, name, *tensors)
+    finally:
+        for x in tensors:
+            increment(device, x)
+    for count, y in zip(counts, found if name == "same" else [found], strict=False):
+        assert device.holds(y)
+        assert bits(device, y) == bits(device, normal("float32", [count], count) + 1), count
+
+
+async def check_arguments(comm, device, peer):
+    """Of all kinds, at once."""
+
+    async def of(dtype, number):
+        count = LONG // getattr(torch, dtype).itemsize + 1 + 700 * (number % 3)
+        x = normal(dtype, [number], 2 * count)
+        mine, array = on_device(device, x.clone())[number % 2 :: 2], np.arange(number)
+        *found, back = await comm.rpc.to(device.name).call(peer, "same", mine, x, array=array)
+        for y, expected in zip(found, (x[number % 2 :: 2], x), strict=True):
+            assert bits(device, y) == bits(device, expected + (dtype == "float32"))
+        assert (back == array).all()
+
+    async def streamed():
+        number = 0
+        async for item in comm.rpc.stream(peer, "repeated", device.tensor(torch.zeros(COUNT))):
+            number += 1
+            assert (item == number).all()
+        assert number == 2
+
+    async with asyncio.timeout(60):
+        await pass_on(comm, device, peer, [5])  # from here on this rank knows that the function takes them
+        calls = [of(dtype, number) for number, dtype in enumerate(DTYPES if comm.size == 2 else ["float32", "int8"])]
+        calls += [pass_on(comm, device, peer, counts) for counts in ([COUNT], [7, COUNT, 0, COUNT - 5])]
+        await asyncio.gather(*calls, streamed())
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+@pytest.mark.parametrize("seed", range(4))
+def test_the_bits_of_arguments(seed):
+    async def main(comm):
+        with opened(seed, "loop", f"fake:{comm.rank}") as device:
+            takes_on_device(comm, device)
+            await comm.barrier()
+            await asyncio.gather(*(check_arguments(comm, device, peer) for peer in range(comm.size)))
+            await comm.barrier()
+            await settled(comm)
+
+    simulate(2 + seed % 2, main, Network(jitter_s=1e-4), seed=seed, shared_memory=True)
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+def test_which_arguments_are_shown():
+    """Rank 0 calls rank 1. Functions run in threads, and the caller goes on in another one, too."""
+
+    async def main(comm, device):
+        takes_on_device(comm, device)
+        await comm.barrier()
+        if comm.rank == 0:
+            for name, counts, is_shown in [
+                ("plain", [COUNT], False),  # the first call
+                ("plain", [COUNT], True),
+                ("plain", [LONG // 4], False),
+                ("same", [COUNT, COUNT], False),
+                ("same", [COUNT, COUNT], True),
+            ]:
+                before = device.copies["exchange: write"]
+                await pass_on(comm, device, 1, counts, name)
+                assert (device.copies["exchange: write"] > before) == is_shown
+            before = device.copies["exchange: write"]
+            for _ in range(2):
+                assert await comm.rpc.to(device.name).call(1, "at_the_host", device.tensor(torch.ones(COUNT))) == COUNT
+            assert device.copies["exchange: write"] == before
+            x = device.tensor(torch.ones(COUNT))
+            await comm.rpc.notify(1, "plain", x)
+            await asyncio.to_thread(increment, device, x)
+            assert device.copies["exchange: write"] > before
+            assert torch.equal(await comm.rpc.call(1, "plain", x), torch.full((COUNT,), 3.0))
+        await comm.barrier()
+        await settled(comm)
+
+    world(["fake:0", "fake:1"], main)
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+def test_a_caller_that_shows_arguments_gives_up_at_any_moment():
+    ends = set()
+
+    async def main(comm, seed):
+        with opened(seed, "loop", f"fake:{comm.rank}") as device:
+            takes_on_device(comm, device)
+            await comm.barrier()
+            if comm.rank == 0:
+                await pass_on(comm, device, 1)
+                calls = [asyncio.ensure_future(pass_on(comm, device, 1, [COUNT, COUNT])) for _ in range(3)]
+                await asyncio.sleep(seed * 3e-4)
+                for call in calls[:2]:
+                    call.cancel()
+                found = await asyncio.gather(*calls, return_exceptions=True)
+                assert found[2] is None
+                ends.add(type(found[0]))
+                await pass_on(comm, device, 1)
+                await asyncio.sleep(0.1)
+                assert not comm.rpc._exchange.client._pending
+            await comm.barrier()
+            await settled(comm)
+            assert not comm.rpc._exchange._server._arrivals
+
+    for seed in range(30):
+        simulate(2, partial(main, seed=seed), seed=seed, shared_memory=True)
+    assert ends == {asyncio.CancelledError, type(None)}
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 8, 15])
+def test_a_copy_of_an_argument_fails(who, number):
+    """At the caller the call fails; at the callee the argument comes by a mirror. Nothing else fails."""
+
+    async def main(comm):
+        with opened(0, "loop", f"fake:{comm.rank}") as device:
+            takes_on_device(comm, device)
+            await comm.barrier()
+            if comm.rank == 0:
+                await pass_on(comm, device, 1)
+            await comm.barrier()
+            if comm.rank == who:
+                device.fail_copy(device._count + number, OSError("no such bus"))
+            await comm.barrier()
+            if comm.rank == 0:
+                failing = (
+                    pytest.raises(DeviceError, match="fake:0 has failed") if who == 0 else contextlib.nullcontext()
+                )
+                with failing:
+                    await pass_on(comm, device, 1, [COUNT, COUNT])
+                await pass_on(comm, device, 1, [COUNT, COUNT])
+                await asyncio.sleep(0.1)
+                assert not comm.rpc._exchange.client._pending
+            await comm.barrier()
+            await settled(comm)
+            assert not comm.rpc._exchange._server._arrivals
+
+    simulate(2, main, shared_memory=True)
+
+
+@pytest.mark.parametrize("is_shown", [False, True])
+def test_a_callee_whose_device_is_full(monkeypatch, is_shown):
+    """What cannot be shown goes by its mirror, and what cannot go by that either fails the call."""
+
+    async def main(comm, device):
+        takes_on_device(comm, device)
+        await comm.barrier()
+        if comm.rank == 0:
+            if is_shown:
+                await pass_on(comm, device, 1)
+            full.append(True)
+            with pytest.raises(DeviceError, match="rank 1: fake:1 has failed: MemoryError: full"):
+                await pass_on(comm, device, 1)
+            full.clear()
+            await pass_on(comm, device, 1)
+        await comm.barrier()
+        await settled(comm)
+
+    def prepare(devices):
+        def may_fail(dtype, shape):
+            if full and shape != (0,):
+                raise MemoryError("full")
+            return empty(dtype, shape)
+
+        empty = devices[1].empty
+        monkeypatch.setattr(devices[1], "empty", may_fail)
+
+    full = []
+    world(["fake:0", "fake:1"], main, prepare)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_dies_at_every_passage_of_a_call_with_arguments(who):
+    ends, points = set(), 0
+
+    async def main(comm, point):
+        with opened(point, "loop", f"fake:{comm.rank}") as device:
+            takes_on_device(comm, device)
+            await comm.barrier()
+            try:
+                if comm.rank == 0:
+                    await pass_on(comm, device, 1, [5])
+                await comm.barrier()
+                with fault(comm, Kill(), rank=who, injection_point=point):
+                    if comm.rank == 0:
+                        await pass_on(comm, device, 1)
+                        ends.add("over")
+                    await comm.barrier()
+                    if comm.rank == who:
+                        ends.add("all points")
+                await comm.barrier()
+            except PeerLostError:
+                ends.add("lost")
+
+    while "all points" not in ends and points < 200:
+        points += 1
+        with contextlib.suppress(PeerLostError):  # as the other rank leaves the world
+            simulate(2, partial(main, point=points), seed=points, shared_memory=True)
+    assert ends == {"over", "lost", "all points"}
+
+
+def test_a_rank_that_stands_still_while_arguments_are_shown():
+    """The caller gives up. The call is withdrawn once the callee goes on."""
+
+    async def main(comm, seed):
+        with opened(seed, "loop", f"fake:{comm.rank}") as device:
+            takes_on_device(comm, device)
+            await comm.barrier()
+            if comm.rank == 0:
+                with asyncoll.deadline(1.0), contextlib.suppress(DeadlineError):
+                    for _ in range(3):
+                        await pass_on(comm, device, 1)
+                await asyncio.sleep(4)
+                await pass_on(comm, device, 1)
+                assert not comm.rpc._exchange.client._pending
+            await comm.barrier()
+            await settled(comm)
+            assert not comm.rpc._exchange._server._arrivals
+
+    for seed in range(12):
+        network = Network(faults=[Pause(1, 1e-3 + seed * 7e-4, 3.0)])
+        simulate(2, lambda comm, seed=seed: main(comm, seed), network, seed, shared_memory=True)
+
+
+def test_an_argument_that_is_shown_twice():
+    async def main(comm):
+        with opened(0, "loop", f"fake:{comm.rank}") as device:
+            takes_on_device(comm, device)
+            await comm.barrier()
+            if comm.rank == 0:
+                message = protocol.encode(protocol.SHOW_ARGUMENT, 7, struct.pack("<IQ", 0, 9), name="same")
+                for _ in range(2):
+                    await comm.rpc._exchange._carrier.send(1, *message)
+            await comm.barrier()
+            await asyncio.sleep(1)
+            await comm.barrier()
+
+    with pytest.raises((ProtocolError, AbortedError), match="array 0 is shown twice"):
+        simulate(2, main, shared_memory=True)
+
+
+# -- peers that break the protocol ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("body", [b"\1", struct.pack("<IQ", 0, 0), struct.pack("<IQ", 0, 1 << 60)])

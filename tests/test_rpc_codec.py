@@ -405,7 +405,7 @@ def test_a_tensor_that_was_shown_and_sent():
 
 
 @given(
-    st.sampled_from(range(protocol.CALL, protocol.SHOW_RESULT + 1)),
+    st.sampled_from(range(protocol.CALL, protocol.SHOW_ARGUMENT + 1)),
     st.integers(0, (1 << 64) - 1),
     st.text(max_size=200),
     st.booleans(),

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from asyncoll.arguments import text
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, ProtocolError, UsageError
-from asyncoll.rpc import codec, failure, fetching, protocol
+from asyncoll.rpc import codec, failure, fetching, protocol, shown
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import NO_TYPES, Encoder, Types
 from asyncoll.rpc.device_place import NONE_LANDED, Arrivals, DevicePlace
@@ -27,7 +27,7 @@ from asyncoll.rpc.device_route import Landing
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
 from asyncoll.rpc.service import METHODS, is_name
-from asyncoll.rpc.shown import Reader
+from asyncoll.rpc.shown import Sender
 from asyncoll.rpc.window import Slots
 from asyncoll.runtime.deadlines import clock, expires_s, remaining_s
 from asyncoll.tensors.reductions import Array
@@ -96,7 +96,7 @@ class Client:
     def __init__(
         self,
         carrier: Carrier,
-        reader: Reader,
+        sender: Sender,
         rank_of: Callable[[int], int],
         name: str,
         patience_s: float,
@@ -107,7 +107,8 @@ class Client:
         precedence.
         """
         self._carrier = carrier
-        self._reader = reader
+        self._sender = sender
+        self._shown_to: set[tuple[int, str]] = set()  # peers and functions that read arguments on their device
         self._name = name
         self._patience_s = patience_s
         self._rank_of = rank_of
@@ -252,8 +253,11 @@ class Client:
         place = request.place if kind != protocol.NOTIFY else None
         arrivals = place.arrivals() if place is not None and place.reads(peer) else None
         if staged:
+            if (peer, name) in self._shown_to:
+                self._sender.defer(peer, staged, are_kept=False)
             await self._fetch(staged, ends_s, name)
             seconds = remaining_s()
+        deferred = [tensor for tensor in staged if tensor.is_deferred] if staged else staged
         slots, nbytes = self._slots[peer, level], len(body)
         if arrays:
             nbytes += sum(array.nbytes for array in arrays)
@@ -262,29 +266,33 @@ class Client:
             seconds = remaining_s()
         number = next(self._numbers)
         pending = self._pending[number] = _Pending(peer, name, slots, nbytes, kind, ends_s, arrivals)
-        if kind == protocol.CALL:
-            pending.answer = self._loop.create_future()
-            if ends_s < self._timer_s:
-                self._set_timer(ends_s)
-        elif kind == protocol.STREAM:
-            pending.items = asyncio.Queue()
-        on_device = arrivals is not None
-        head, out = protocol.encode(
-            kind, number, body, arrays, name=name, number=level, seconds=seconds, is_on_device=on_device
-        )
         try:
+            if deferred:
+                message = shown.Message(protocol.SHOW_ARGUMENT, peer, number, name)
+                arrays = await self._in_time(self._shown(message, arrays, deferred), ends_s, request)
+                seconds = remaining_s()
+            if kind == protocol.CALL:
+                pending.answer = self._loop.create_future()
+                if ends_s < self._timer_s:
+                    self._set_timer(ends_s)
+            elif kind == protocol.STREAM:
+                pending.items = asyncio.Queue()
+            on_device = arrivals is not None
+            head, out = protocol.encode(
+                kind, number, body, arrays, name=name, number=level, seconds=seconds, is_on_device=on_device
+            )
             if not self._carrier.send_nowait(peer, head, out):
                 await self._in_time(self._unless_failed(self._carrier.send(peer, head, out)), ends_s, request)
-        except (asyncio.CancelledError, DeadlineError):
-            self._give_up(number)  # the message may have arrived
-            raise
-        except BaseException:
-            self._forget(number)
+        except BaseException as error:
+            if deferred or isinstance(error, asyncio.CancelledError | DeadlineError):
+                self._give_up(number)  # the message, or an argument, may have arrived
+            else:
+                self._forget(number)
             raise
         return number, pending
 
     async def _fetch(self, staged: Sequence[Staged], ends_s: float, name: str) -> None:
-        """Wait until the tensors of devices are at the host, and can be sent."""
+        """Wait until the tensors of devices are at the host, and can be sent, but for those that are deferred."""
         seconds = None if ends_s == math.inf else ends_s - self._now_s()
         devices = " and ".join(sorted({tensor.device for tensor in staged}))
         late = partial(DeadlineError, f"{name}: its arguments have not arrived from {devices} before the deadline")
@@ -293,9 +301,18 @@ class Client:
             async with failure.Limit(seconds, late):
                 await self._unless_failed(fetching.arrived(staged))
         finally:
-            fetching.join(staged)
+            fetching.join([tensor for tensor in staged if not tensor.is_deferred])
 
-    async def _unless_failed(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _shown(self, message: shown.Message, arrays: Sequence[Array], deferred: Sequence[Staged]) -> list[Array]:
+        """Show these tensors. Returns what is sent beside a call, to which those belong that the peer has not read."""
+        try:
+            left = await self._unless_failed(self._sender.show(message, arrays, deferred))
+            await self._unless_failed(fetching.arrived(deferred))
+        finally:
+            fetching.join(deferred)
+        return left
+
+    async def _unless_failed(self, work: Coroutine[Any, Any, R]) -> R:
         """Await `work`, or raise the failure if `fail` is called meanwhile.
 
         `fail` takes the task out of `_sending` and cancels it. So a task that is still in `_sending` was cancelled by
@@ -305,7 +322,7 @@ class Client:
         assert task is not None
         self._sending.add(task)
         try:
-            await work
+            return await work
         except asyncio.CancelledError:
             if task not in self._sending and task.uncancel() == 0 and self._failure is not None:
                 raise self._failure() from None
@@ -327,6 +344,8 @@ class Client:
             raise ProtocolError(f"an answer to call {message.call}, which was sent to another peer")
         if message.kind != protocol.ITEM:
             self._forget(message.call)
+        if message.is_on_device:
+            self._shown_to.add((peer, pending.name))
         answer = Answer(message, arrays, NONE_LANDED if pending.arrivals is None else pending.arrivals.come())
         if pending.answer is not None:
             if message.kind == protocol.ITEM:
@@ -338,11 +357,12 @@ class Client:
                 raise ProtocolError(f"more than {ITEMS_MAX} stream items without credit")
             pending.items.put_nowait(answer)
 
-    def shown(self, peer: int, message: Message) -> None:
-        """A peer shows a tensor. Raises ProtocolError if it may not."""
-        pending = self._pending.get(message.call)
-        is_wanted = pending is not None and pending.peer == peer and (pending.answer or pending.items) is not None
-        self._reader.read(peer, message.body, pending.arrivals if pending is not None and is_wanted else None)
+    def arrivals(self, peer: int, call: int) -> Arrivals | None:
+        """Where the results of a call go that `peer` shows. None: nobody waits for them."""
+        pending = self._pending.get(call)
+        if pending is None or pending.peer != peer or (pending.answer is None and pending.items is None):
+            return None
+        return pending.arrivals
 
     def _forget(self, number: int) -> None:
         """Free the slot of a call that is over at both ends, or that was not sent."""
@@ -355,7 +375,12 @@ class Client:
         pending = self._pending.get(number)
         if pending is not None and self._failure is None:
             pending.answer = pending.items = None
-            self._tell(protocol.CANCEL, pending.peer, number)
+            message = shown.Message(protocol.SHOW_ARGUMENT, pending.peer, number, pending.name)
+            self._sender.when_over(message, partial(self._withdraw, pending.peer, number))
+
+    def _withdraw(self, peer: int, number: int) -> None:
+        if self._failure is None:
+            self._tell(protocol.CANCEL, peer, number)
 
     def _tell(self, kind: int, peer: int, call: int, number: int = 0) -> None:
         """Send a message, in the background if it has to wait."""

@@ -10,7 +10,7 @@ from asyncoll.rpc import protocol
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.client import Client
 from asyncoll.rpc.device_route import DeviceRoute
-from asyncoll.rpc.protocol import CALL, CANCEL, CREDIT, NOTIFY, SHOW_RESULT, STREAM
+from asyncoll.rpc.protocol import CALL, CANCEL, CREDIT, NOTIFY, SHOW_ARGUMENT, SHOW_RESULT, STREAM
 from asyncoll.rpc.server import Server
 from asyncoll.rpc.service import FunctionRegistry
 from asyncoll.rpc.shown import Reader, Sender
@@ -40,7 +40,7 @@ class Exchange:
         """
         self._carrier = carrier
         self._sender, self._reader = Sender(carrier, route), Reader(route)
-        self.client = Client(carrier, self._reader, rank_of, name, patience_s)
+        self.client = Client(carrier, self._sender, rank_of, name, patience_s)
         self._server = Server(carrier, self._sender, registry, broken)
         carrier.open(self._deliver)
 
@@ -73,6 +73,8 @@ class Exchange:
         elif message.kind == CREDIT:
             self._server.taken(peer, message.call, message.number)
         elif message.kind == SHOW_RESULT:
-            self.client.shown(peer, message)
+            self._reader.read(peer, message.body, self.client.arrivals(peer, message.call))
+        elif message.kind == SHOW_ARGUMENT:
+            self._reader.read(peer, message.body, self._server.arrivals(peer, message))
         else:
             self.client.received(peer, message, arrays)

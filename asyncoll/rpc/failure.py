@@ -32,7 +32,7 @@ class LateError(Exception):
 
 
 class FetchError(Exception):
-    """A tensor that the function has returned does not arrive from its device."""
+    """A tensor does not arrive from its device at the callee, or has no place on it."""
 
 
 class Limit:

@@ -27,13 +27,14 @@ RESULT: Final = 6
 ERROR: Final = 7  # the body is an exception, encoded by `failure`
 ITEM: Final = 8
 SHOW_RESULT: Final = 9  # a tensor of the next answer to a call can be read: see `shown`
+SHOW_ARGUMENT: Final = 10  # the same of a call that follows
 
 MAX_DEPTH: Final = 32  # nested calls, each of which waits for the next
 CALLS_MAX: Final = 256  # calls under way from one peer to another, at each depth
 ITEMS_MAX: Final = 16  # items of one stream that have been sent and not taken
 
 _HEADER = struct.Struct("<BBBBHQd")  # version, kind, flags, number, bytes of the name, call, seconds
-_APART, _ON_DEVICE = 1, 2  # flags: the body is an array; results may be shown
+_APART, _ON_DEVICE = 1, 2  # flags: the body is an array; tensors may be shown
 _BODY_MAX = HEAD_BYTES - _HEADER.size
 
 
@@ -50,7 +51,7 @@ class Message(NamedTuple):
     seconds: float
     name: str
     body: bytes
-    is_on_device: bool = False  # the caller reads results on its device, if they are shown
+    is_on_device: bool = False  # the sender reads results, or arguments of this function, if they are shown
 
 
 def encode(
@@ -84,7 +85,7 @@ def decode(head: bytes, arrays: Sequence[Array]) -> tuple[Message, Sequence[Arra
         raise ProtocolError(f"not a message of RPC: {error}") from None
     if version != VERSION:
         raise ProtocolError(f"version {version} of RPC, expected {VERSION}: run the same asyncoll at both ends")
-    is_known = CALL <= kind <= SHOW_RESULT and flags <= _APART + _ON_DEVICE
+    is_known = CALL <= kind <= SHOW_ARGUMENT and flags <= _APART + _ON_DEVICE
     if not is_known or len(head) < start or not seconds >= 0 or number > MAX_DEPTH:
         raise ProtocolError(f"a message of kind {kind}, {seconds} seconds, number {number}")
     if flags & _APART:

@@ -58,8 +58,8 @@ class Rpc:
     **Devices.** Tensors may be on a device that calls take tensors of. A message is sent once they have arrived at the
     host, with the values that they have where the call begins, where the function returns, or where the generator
     yields: the work that is queued on the thread's current stream comes before. The loop does not wait meanwhile. The
-    receiver gets tensors on the CPU; `to` gives calls whose results are on a device. If a device fails, the call raises
-    DeviceError, which names the rank whose device it is.
+    receiver gets tensors on the CPU, and by `to` on a device. If a device fails, the call raises DeviceError, which
+    names the rank whose device it is.
 
     **Where functions run.** A call starts when it is awaited. Coroutine functions and async generators run on the loop
     of the callee's program. Plain functions run in threads, or on that loop if they are registered with `inline`. A
@@ -123,7 +123,7 @@ class Rpc:
         that was current where the function returned: that comes after the copy to the host. Return a clone if another
         stream may change it.
         """
-        self._registry.add(what, name, inline=flag(inline, "inline"))
+        self._registry.add(what, name, inline=flag(inline, "inline"), place=self._place)
         return what
 
     async def call(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -183,15 +183,18 @@ class Rpc:
         return self._exchange.client.stream(Request(self._of_world(rank), name, args, kwargs, types, self._place))
 
     def to(self, device: object) -> Rpc:
-        """These calls, with results on `device`: torch tensors in what they return and yield are tensors of it.
+        """These calls, for tensors on `device`: torch tensors in what calls return and yield are tensors of it, and so
+        are those in the arguments of functions that are registered by it.
 
         `await comm.rpc.to("cuda:0").call(1, "forward", x)` returns a tensor of that device, and so do the methods of
-        `comm.rpc.to("cuda:0").proxy(1, Model)`.
+        `comm.rpc.to("cuda:0").proxy(1, Model)`. `comm.rpc.to("cuda:0").register(forward)` lets other ranks call
+        `forward` with arguments on that device, from wherever they are sent.
 
-        The device is one of this rank; the callee need not know it. Where the caller goes on, its current stream waits
-        for the copies, and the host does not. A copy that fails aborts the communicator. numpy arrays stay at the host.
-        Long tensors do not pass through the host if both ranks read each other's device memory.
-        Functions that are called here get tensors on the CPU, and move them themselves.
+        The device is one of this rank; the other end need not know it. Where the caller goes on, or the function
+        begins, the current stream waits for the copies, and the host does not. A copy that fails aborts the
+        communicator. numpy arrays stay at the host. Between ranks that read each other's device memory, tensors of more
+        than 1 MiB do not pass through the host if they are on devices at both ends. For arguments that holds once a
+        call of the function has been answered, because the caller does not know of it before.
 
         Local. Raises UsageError if calls take no tensors of `device`: a name such as "cuda:0", or a `torch.device`.
         """

@@ -23,6 +23,7 @@ from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, ProtocolE
 from asyncoll.rpc import codec, failure, fetching, protocol, shown
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import Encoded, Encoder
+from asyncoll.rpc.device_place import NONE_LANDED, Arrivals, Placing
 from asyncoll.rpc.failure import CallerError, FetchError, LateError, Limit
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, SHOW_RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
@@ -83,7 +84,20 @@ class _Call:
     runs in a thread.
     """
 
-    __slots__ = ("arrays", "ends_s", "has_begun", "is_cancelled", "key", "level", "message", "peer", "task")
+    __slots__ = (
+        "arrays",
+        "ends_s",
+        "has_begun",
+        "is_cancelled",
+        "is_on_device",
+        "key",
+        "landed",
+        "level",
+        "message",
+        "peer",
+        "placing",
+        "task",
+    )
 
     def __init__(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
         self.peer = peer
@@ -94,6 +108,9 @@ class _Call:
         self.ends_s = math.inf  # the caller's deadline
         self.has_begun = False
         self.is_cancelled = False  # by its caller
+        self.is_on_device = False  # arguments of the function may be shown
+        self.landed = NONE_LANDED  # those that have been
+        self.placing: Placing | None = None  # of arguments, for the thread of a plain function
         self.task: asyncio.Task[None] | None = None
 
 
@@ -126,6 +143,7 @@ class Server:
         self._answers: dict[tuple[int, int], asyncio.Task[None]] = {}  # by peer and call: answers without a call here
         self._answering: Counter[int] = Counter()  # by peer: the number of those
         self._fetching: dict[tuple[int, int], Sequence[Staged]] = {}  # by peer and call: tensors in its answer
+        self._arrivals: dict[tuple[int, int], Arrivals] = {}  # by peer and call: arguments of calls that follow
         self._tasks: set[asyncio.Task[None]] = set()  # of calls
         self._leader: asyncio.Task[None] | None = None
         self._news: asyncio.Future[None] | None = None  # that the leader waits for
@@ -151,6 +169,8 @@ class Server:
             self._threads.settle()
         call = _Call(peer, message, arrays)
         key, count = call.key, self._counts.get(call.level, 0)
+        if key in self._arrivals:
+            call.landed = self._arrivals.pop(key).come()
         if key in self._calls:
             raise ProtocolError(f"two calls with the number {message.call}")
         if count >= _CALLS_MAX:
@@ -168,6 +188,7 @@ class Server:
 
         Raises ProtocolError if too many answers to that peer are on their way.
         """
+        self._arrivals.pop((peer, call), None)
         found = self._calls.get((peer, call))
         if found is not None:
             found.is_cancelled = True
@@ -176,6 +197,23 @@ class Server:
             raise ProtocolError(f"more than {_ANSWERS_MAX} cancellations of unknown calls at a time")
         else:
             self.answer(peer, call)
+
+    def arrivals(self, peer: int, message: Message) -> Arrivals | None:
+        """Where the arguments of a call go that `peer` shows in a SHOW_ARGUMENT message. None: they are not wanted.
+
+        Raises ProtocolError if too many calls have arguments here and have not begun.
+        """
+        key, place = (peer, message.call), self._registry.place_of(message.name)
+        if self._closed or place is None or not place.reads(peer):
+            return None
+        if key not in self._arrivals:
+            if sum(other == peer for other, _ in self._arrivals) >= _ANSWERS_MAX:
+                raise ProtocolError(f"more than {_ANSWERS_MAX} calls whose arguments are shown, and which do not begin")
+            try:
+                self._arrivals[key] = place.arrivals()
+            except (DeviceError, UsageError):  # the device takes no copies now
+                return None
+        return self._arrivals[key]
 
     def taken(self, peer: int, call: int, number: int) -> None:
         """A CREDIT message: the reader of a stream has taken `number` items."""
@@ -213,6 +251,7 @@ class Server:
         """Cancel all calls, and send no more answers. Idempotent."""
         self._closed = True
         self._closing.set()
+        self._arrivals.clear()
         for call in list(self._calls.values()):
             self._cancel(call)
         for task in self._answers.values():
@@ -319,8 +358,8 @@ class Server:
         call.has_begun = True
         message = call.message
         try:
-            function, args, kwargs = self._parse(message, call.arrays)
-            call.arrays = ()  # the arguments may be dropped before the call is over
+            function, args, kwargs = self._parse(call)
+            call.arrays, call.landed = (), NONE_LANDED  # the arguments may be dropped before the call is over
             if message.seconds < math.inf:
                 if not message.seconds:
                     raise LateError(f"{message.name} was called after its caller's deadline")
@@ -332,11 +371,14 @@ class Server:
         except Exception as error:  # CallerError, LateError, or an error of the user's dataclasses
             return self._failed(call, error)
         context = self._context_of(call)
+        runs_here = function.streams or function.is_coroutine or function.is_inline or self._is_virtual
+        if runs_here:
+            call.placing = None
         if function.streams:
             self._finish(
                 call, self._to_its_end(call, function, partial(self._stream, call, function, args, kwargs)), context
             )
-        elif function.is_coroutine or function.is_inline or self._is_virtual:
+        elif runs_here:
             call.task = leader
             return self._first_step(call, function, args, kwargs, context)
         elif call.ends_s < math.inf:
@@ -422,17 +464,25 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), _ENDING_S)
 
-    def _parse(self, message: Message, arrays: Sequence[Array]) -> tuple[Function, list[Any], dict[str, Any]]:
-        """The function of a call and its arguments. Raises CallerError for a wrong call."""
+    def _parse(self, call: _Call) -> tuple[Function, list[Any], dict[str, Any]]:
+        """The function of a call and its arguments. Raises CallerError for a wrong call, and FetchError."""
+        message = call.message
         try:
             function = self._registry.find(message.name)
-            args, kwargs = _arguments(codec.decode(message.body, arrays, function.types))
+            if function.place is not None:
+                call.is_on_device = function.place.reads(call.peer)
+                call.placing = function.place.placing(call.landed)
+            args, kwargs = _arguments(codec.decode(message.body, call.arrays, function.types, call.placing))
             if function.streams != (message.kind == STREAM):
                 advice = "use `stream`" if function.streams else "use `call`"
                 raise UsageError(f"{function.name} {'streams' if function.streams else 'does not stream'}: {advice}")
             function.check(args, kwargs)
+            if call.placing is not None:
+                call.placing.join()
         except UsageError as error:
             raise CallerError(str(error)) from None
+        except DeviceError as error:
+            raise FetchError(str(error)) from None
         return function, args, kwargs
 
     # -- plain functions --------------------------------------------------------------------------
@@ -457,7 +507,7 @@ class Server:
         if not self._carrier.sends_in_any_thread or type(result) is not _Result:
             return result
         body, arrays, _ = result.encoded
-        head, out = protocol.encode(RESULT, call.message.call, body, arrays)
+        head, out = protocol.encode(RESULT, call.message.call, body, arrays, is_on_device=call.is_on_device)
         if out or self._closed or self._calls.get(call.key) is not call:  # it was cancelled, for instance
             return result
         try:
@@ -470,6 +520,9 @@ class Server:
 
         An awaitable result is returned as it is.
         """
+        if call.placing is not None:
+            call.placing.join()
+            call.placing = None
         result = _plain(function.fn, args, kwargs)
         if inspect.isawaitable(result):
             return result
@@ -535,17 +588,20 @@ class Server:
 
     def _answer(self, call: _Call, kind: int, body: bytes, arrays: Sequence[Array]) -> Coroutine[Any, Any, None] | None:
         """Answer at once if that is possible; else return the coroutine that answers. A call without a task is over."""
-        head, out = protocol.encode(kind, call.message.call, body, arrays)
+        head, out = protocol.encode(kind, call.message.call, body, arrays, is_on_device=call.is_on_device)
         try:
             if not self._closed and not self._carrier.send_nowait(call.peer, head, out):
-                return self._send(call.peer, kind, call.message.call, body, arrays)
+                return self._send_encoded(call.peer, call.message.call, head, out)
         except AsyncollError:  # a lost peer: others report the loss
             pass
         if call.task not in self._tasks:
             self._over(call)
         return None
 
-    async def _send(self, peer: int, kind: int, call: int, body: bytes = b"", arrays: Sequence[Array] = ()) -> None:
+    async def _send(self, peer: int, kind: int, call: int, body: bytes) -> None:
+        await self._send_encoded(peer, call, *protocol.encode(kind, call, body))
+
+    async def _send_encoded(self, peer: int, call: int, head: bytes, arrays: Sequence[Array]) -> None:
         """Send a message unless this server is closed. The error of a lost peer is dropped: others report the loss.
 
         A message that the carrier refuses, because there is no memory for its arrays, is replaced by its UsageError.
@@ -553,7 +609,7 @@ class Server:
         if not self._closed:
             with contextlib.suppress(AsyncollError):
                 try:
-                    await self._carrier.send(peer, *protocol.encode(kind, call, body, arrays))
+                    await self._carrier.send(peer, head, arrays)
                 except UsageError as error:  # nothing was sent
                     await self._carrier.send(peer, *protocol.encode(protocol.ERROR, call, failure.encode(error)))
 

@@ -13,6 +13,7 @@ from asyncoll.arguments import text
 from asyncoll.errors import UsageError
 from asyncoll.rpc import hints
 from asyncoll.rpc.codec import Types
+from asyncoll.rpc.device_place import DevicePlace
 
 MAX_NAME = 200
 METHODS = "asyncoll.methods"  # a function that every registry has: it describes all others
@@ -58,10 +59,18 @@ def _shown(parameter: Parameter) -> str:
 class Function:
     """A registered function, or a method of the class that describes a remote service."""
 
-    def __init__(self, name: str, fn: Callable[..., Any], *, is_unbound: bool = False, inline: bool = False) -> None:
+    def __init__(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        *,
+        is_unbound: bool = False,
+        inline: bool = False,
+        place: DevicePlace | None = None,
+    ) -> None:
         """`is_unbound`: `fn` is a method of a class, whose first parameter is not an argument.
 
-        `inline`: `fn` is a plain function that runs on the loop.
+        `inline`: `fn` is a plain function that runs on the loop. `place`: where the tensors of its arguments belong.
 
         Raises UsageError if `fn` cannot be called remotely, or not inline.
         """
@@ -81,6 +90,7 @@ class Function:
         self._annotations = hints.resolved(fn, name)
         result = self._annotations.get("return", inspect.Parameter.empty)
         self.is_inline = inline
+        self.place = place
         self.streams = not self.is_coroutine and (inspect.isasyncgenfunction(fn) or hints.is_stream(result))
         if inline and (self.is_coroutine or self.streams):
             raise UsageError(f"{name} is `async`, so it runs on the loop anyway: `inline` is for plain functions")
@@ -131,21 +141,27 @@ class FunctionRegistry:
     def __init__(self) -> None:
         self._functions: dict[str, Function] = {}
 
-    def add(self, what: Any, name: str | None = None, *, inline: bool = False) -> None:
+    def add(
+        self, what: Any, name: str | None = None, *, inline: bool = False, place: DevicePlace | None = None
+    ) -> None:
         """Add a function, or the public methods of an object, as `method` or `name.method`.
 
-        With `inline`, all of them are plain functions that run on the loop.
+        With `inline`, all of them are plain functions that run on the loop. `place` is where the tensors of their
+        arguments belong; None: on the CPU.
 
         Raises UsageError if a name is taken; then nothing is added.
         """
         name = None if name is None else text(name, "name")
         if inspect.isroutine(what):
-            new = [Function(_checked(name or what.__name__), what, inline=inline)]
+            new = [Function(_checked(name or what.__name__), what, inline=inline, place=place)]
         elif isinstance(what, type):
             raise UsageError(f"{what.__qualname__} is a class: register an object of it")
         else:
             prefix = f"{name}." if name else ""
-            new = [Function(_checked(prefix + own), method, inline=inline) for own, method in public_methods(what)]
+            new = [
+                Function(_checked(prefix + own), method, inline=inline, place=place)
+                for own, method in public_methods(what)
+            ]
         for function in new:
             if function.name in self._functions or function.name == METHODS:
                 raise UsageError(f"{function.name} is registered already: give this one another `name`")
@@ -167,6 +183,11 @@ class FunctionRegistry:
         """The dataclasses in the annotations of the function of that name; empty if there is none here."""
         function = self._functions.get(name) if isinstance(name, str) else None
         return function.types if function is not None else {}
+
+    def place_of(self, name: str) -> DevicePlace | None:
+        """Where the tensors of arguments of that function belong. None: on the CPU, or there is no such function."""
+        function = self._functions.get(name)
+        return None if function is None else function.place
 
     async def methods(self) -> list[Method]:
         """The descriptions of all functions."""
