@@ -173,9 +173,21 @@ def test_a_sender_in_the_memory_of_the_host_and_short_messages():
 @pytest.mark.parametrize(
     ("what", "who", "text"),
     [
-        ("share memory", 0, "rank 0: tensors of fake:0 go through memory of the host, in its messages: fake:0 is told"),
-        ("share memory", 1, "rank 1: tensors of fake:1 go through memory of the host, in its messages: fake:1 is told"),
-        ("open memory", 1, "rank 1: tensors of fake:1 go through memory of the host, in messages from rank 0: fake:1"),
+        (
+            "share memory",
+            0,
+            "rank 0: tensors of fake:0 go through memory of the host, in its messages and RPC: fake:0 is told",
+        ),
+        (
+            "share memory",
+            1,
+            "rank 1: tensors of fake:1 go through memory of the host, in its messages and RPC: fake:1 is told",
+        ),
+        (
+            "open memory",
+            1,
+            "rank 1: tensors of fake:1 go through memory of the host, in messages and RPC from rank 0: fake:1",
+        ),
     ],
 )
 def test_a_refusal_is_logged_once(what, who, text, caplog):
@@ -231,7 +243,7 @@ def test_a_second_device_of_a_rank(caplog):
         run_ranks(2, main, "shm")
     assert (device.route, other.route) == ({"blocks"}, {"mirrors"})
     assert sorted(record.getMessage() for record in caplog.records) == [
-        f"rank {rank}: tensors of fake:1 go through memory of the host, in its messages: "
+        f"rank {rank}: tensors of fake:1 go through memory of the host, in its messages and RPC: "
         "this communicator uses memory of fake:0"
         for rank in (0, 1)
     ]

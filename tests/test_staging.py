@@ -842,6 +842,6 @@ def test_processes(forked_world, case, transport):
     refusals = re.findall(
         "(?m)^rank .: tensors of fake:0 go through memory of the host, (.*): a block is in another process, .*$", errors
     )
-    calls = ["at all ranks", *(f"in messages from rank {rank}" for rank in range(3))]  # each logged at one rank
+    calls = ["at all ranks", *(f"in messages and RPC from rank {rank}" for rank in range(3))]  # each logged at one rank
     assert sorted(refusals) == (calls if transport == "shm" else [])
     assert len(errors.splitlines()) == len(refusals)

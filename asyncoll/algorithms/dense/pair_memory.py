@@ -21,7 +21,7 @@ from asyncoll.transport.staging import Exchange, RefusedError
 from asyncoll.transport.wire import SEGMENT_BYTES
 
 _PLACES = 4  # messages under way at a time
-_CALLS = "in its messages"
+_CALLS = "in its messages and RPC"
 
 
 class PairMemory:
@@ -76,7 +76,7 @@ class PairMemory:
             except RefusedError as refusal:
                 self._refused.add(source)
                 sender = self._member.group.ranks[source]
-                self.block.log(device, f"in messages from rank {sender}", str(refusal))
+                self.block.log(device, f"in messages and RPC from rank {sender}", str(refusal))
                 return False
             self._read.add(source)
         return True
