@@ -13,7 +13,7 @@ from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.rounds.alone import LoneRounds
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.errors import DeviceError, ProtocolError, UsageError
 from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.runtime.member import Member
@@ -116,7 +116,7 @@ class AloneBackend:
     async def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> T:
         try:
             return await work
-        except Exception as error:  # of a device: the next call tells a program that does not await this one
+        except DeviceError as error:  # the next call tells a program that does not await this one
             self._member.failed(describe(), error)
             raise
 

@@ -6,8 +6,8 @@ What the receiver has not read goes by its mirror, as without a route.
 
 A caller that wants results on a device says so in its call, and a function that wants arguments there in its answers.
 
-A rank shows one tensor at a time to each other one. So both number them alike, and a rank that stands still holds one
-place of the memory that others read.
+The two ranks number the tensors alike, in the order of their SHOWs. A tensor that waits for work of the program on its
+stream holds up no other.
 """
 
 from __future__ import annotations
@@ -117,15 +117,18 @@ class Sender:
         async with self._turns[peer]:
             if not self._route.shows(peer, tensor):  # no more: another one was refused, or it is given up
                 return False
-            self._numbers[peer] += 1
+            number = self._numbers[peer] = self._numbers[peer] + 1
             body = _SHOWN.pack(index, tensor.mark.nbytes)
             try:
                 await self._carrier.send(peer, *protocol.encode(kind, call, body, name=name))
-                return await showing.run(self._numbers[peer])
-            except DeviceError:
-                raise
             except AsyncollError:  # the communicator has failed, which ends the call
                 return False
+        try:
+            return await showing.run(number)
+        except DeviceError:
+            raise
+        except AsyncollError:  # as above
+            return False
 
 
 class Reader:

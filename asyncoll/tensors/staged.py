@@ -35,6 +35,10 @@ class Arriving(Protocol):
     def awaited(self) -> str:
         """The name of its device while the call waits for elements from there; empty otherwise. In any thread."""
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `arrived` has nothing to wait for. In any thread."""
+
     def begin(self, back: CopiesBack) -> None:
         """In the caller's thread: begin to copy the elements. The work that the program has queued comes before.
 

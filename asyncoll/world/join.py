@@ -40,6 +40,7 @@ from asyncoll.world.rendezvous import PeerLinks, meet
 
 _member = threading.Lock()  # held while this process is in a world
 T = TypeVar("T")
+_SETTLE_S = 60.0  # for collectives that all ranks have made and that the program has not awaited
 _RETURN_S = 60.0  # for copies of results to devices, which may have seconds of work before them
 _CLAIM = "ASYNCOLL_RANK_OF"  # set in the environment of a rank: its process id, and which rank of which world it is
 
@@ -109,16 +110,17 @@ async def connect() -> AsyncIterator[Communicator]:
     Entering waits for all ranks: for 300 s, ASYNCOLL_DEADLINE_S or the deadline that holds here, whichever is least.
 
     Leaving is collective: this rank goes on serving the rounds and the calls of others until every rank leaves. It
-    waits for the collectives that it has made, awaited or not, and raises the error of one that fails. Leaving with an
-    exception, CancelledError included, aborts the world: the pending and later calls of the other ranks raise
-    AbortedError with its text as the reason.
+    waits for the collectives that it has made, awaited or not, and raises the error of one of `comm` that fails
+    meanwhile. Leaving with an exception, CancelledError included, aborts the world: the pending and later calls of the
+    other ranks raise AbortedError with its text as the reason.
 
     Raises:
         UsageError: this process is in a world already; it inherits the environment of a rank that has started it; or
             the environment describes no possible world.
         PeerLostError: a rank has died, or is frozen, before all ranks had joined, or before all had left.
         DeviceError: a result has not reached its tensor on a device. Leaving raises it.
-        DeadlineError: a rank has not joined in time.
+        DeadlineError: a rank has not joined in time; or, on leaving, a collective of a communicator made by `split`,
+            which was not awaited, is not over a minute after the last call of all ranks.
         ServiceLostError: the store at MASTER_ADDR has ended before all ranks had joined.
 
     Example:
@@ -306,7 +308,7 @@ class World:
 
     async def _flush(self) -> None:
         """Wait for what the program may not have awaited. Raises DeviceError if a result has not reached its device."""
-        if self._runner.held or not self._endpoint.departures.is_settled():
+        if self._runner.held or not self._is_settled():
             await self._runner.within(self._settle())
         if not self._departs:
             with contextlib.suppress(AsyncollError):  # the world has failed, which `_leave` deals with
@@ -315,14 +317,23 @@ class World:
         if self._endpoint.returns.any:
             await self._runner.within(self._return())
 
-    async def _settle(self) -> None:
-        """On the runtime's loop: wait for the collectives of this rank, which its end would overtake otherwise.
+    def _is_settled(self) -> bool:
+        """Whether no call is pending whose end the end of this rank would overtake. In any thread.
 
-        Raises the error of one that fails meanwhile: perhaps no handle of it is left.
+        Calls of the other communicators are waited for in `_part`, where no rank makes another call. Before it a rank
+        would wait for those of ranks that are leaving, and that wait for this rank.
         """
-        await self._take_over()
+        return self._endpoint.departures.is_settled() if self._departs else self._core.lifetime.is_settled()
+
+    async def _settle(self) -> None:
+        """On the runtime's loop: wait until then.
+
+        Raises the error of a call that fails meanwhile: perhaps no handle of it is left.
+        """
         has_failed = self._failed()
-        await self._endpoint.departures.settle()
+        await self._take_over()
+        while not self._is_settled():
+            await asyncio.sleep(TAKEOVER_S)
         if not (has_failed or self._departs):
             self._core.member.check()
 
@@ -444,9 +455,21 @@ class World:
             return
         self._endpoint.depart()
         await self._core.leave(site_outside(os.path.dirname(__file__)))
+        await self._settle_others()
         self._endpoint.part()
         with contextlib.suppress(PeerLostError):
             await self._barrier("leaving")
+
+    async def _settle_others(self) -> None:
+        """Wait for the calls of communicators made by `split`. Those that all their ranks have made are over soon."""
+        try:
+            async with asyncio.timeout(_SETTLE_S):
+                await self._endpoint.departures.settle()
+        except TimeoutError:
+            raise DeadlineError(
+                f"rank {self._endpoint.rank} has left a collective of a communicator made by `split` without an await, "
+                f"and {_SETTLE_S:g} s after the last call of all ranks it is not over: another rank has not made it"
+            ) from None
 
     async def _depart(self, error: BaseException | None) -> None:
         """Leave while the other ranks go on."""

@@ -43,10 +43,13 @@ class DeviceRpc:
         self.memory = memory
 
     def reads(self, peer: int, device: object) -> bool:
-        return self._takes(peer, 1 << 62, device)
+        rank = self.member.group.ranks.index(peer)
+        return rank != self.member.group.rank and self.memory.may_take(device, rank)
 
     def shows(self, peer: int, tensor: Staged) -> bool:
-        return self._takes(peer, tensor.mirror.nbytes, tensor.opened_device)
+        rank = self.member.group.ranks.index(peer)
+        is_other = rank != self.member.group.rank
+        return is_other and self.memory.takes(tensor.mirror.nbytes, tensor.opened_device, rank)
 
     def showing(self, peer: int, tensor: Staged) -> Showing:
         return Showing(self, self.member.group.ranks.index(peer), tensor)
@@ -55,10 +58,8 @@ class DeviceRpc:
         source = self.member.group.ranks.index(peer)
         try:
             await self.member.runner.start(self._read(source, number, nbytes, landing))
-        except ProtocolError as error:
+        except Exception as error:  # if it is the communicator's, its calls raise it
             self.member.failed("a tensor of RPC", error)
-        except AsyncollError:  # the communicator has failed, which its calls raise
-            pass
 
     def lane(self, source: int, dest: int, number: int, nbytes: int) -> Lane:
         group = self.member.group
@@ -76,10 +77,6 @@ class DeviceRpc:
             set_when_moved(transfer, transfer.nbytes, ended)
             await ended
         return transfer.error if transfer.moved < transfer.nbytes else None
-
-    def _takes(self, peer: int, nbytes: int, device: object) -> bool:
-        rank = self.member.group.ranks.index(peer)
-        return rank != self.member.group.rank and self.memory.takes(nbytes, device, rank)
 
     async def _read(self, source: int, number: int, nbytes: int, landing: Landing | None) -> None:
         memory, where, answer = self.memory, np.empty(1, np.int64), _UNREAD if landing is None else _READ

@@ -54,6 +54,10 @@ class PairMemory:
             return False
         return self.block.takes(device)
 
+    def may_take(self, device: Any, peer: int) -> bool:
+        """Whether it takes any message of `device`, as far as is known: the first that it takes decides."""
+        return not self._is_refused and peer not in self._refused and self.block.device in (None, device)
+
     def offers(self, device: Any) -> bool:
         """Whether this rank can show a tensor of `device`, which it `takes`, in its block."""
         if not self._has_offered:
@@ -68,7 +72,7 @@ class PairMemory:
 
     def opens(self, source: int, device: Any) -> bool:
         """Whether this rank can copy from the block of `source` to a tensor of `device`."""
-        if source in self._refused or not self.offers(device):
+        if source in self._refused or not self.block.takes(device) or not self.offers(device):
             return False
         if source not in self._read:
             try:

@@ -134,6 +134,10 @@ class OnDevice:
     def awaited(self) -> str:
         return next(filter(None, (part.awaited for part in staged_parts(self._made))), "")
 
+    @property
+    def has_arrived(self) -> bool:
+        return not self._wanted.threshold and all(part.has_arrived for part in staged_parts(self._made))
+
     async def arrived(self) -> None:
         await self._all_arrived()
         if self._wanted.threshold:  # how many elements reach it is known now, and so memory for them

@@ -79,6 +79,10 @@ class Mirror:
         is_awaited = fetched is not None and fetched.error is None and fetched.moved < fetched.nbytes
         return self.device if is_awaited else ""
 
+    @property
+    def has_arrived(self) -> bool:
+        return not self.awaited
+
     def waits_for(self, transfer: Transfer) -> None:
         self._fetched = transfer
 
