@@ -268,10 +268,12 @@ class BlockingCommunicator(Communicator):
         """Leave the world. Collective: every rank leaves it. Without effect if this rank has left already.
 
         Blocks until every rank leaves. If an exception of a signal handler interrupts it, the rank goes on leaving, and
-        another call waits for the end. Calls that are not over raise ClosedError in their handles.
+        another call waits for the end. Collectives are over before, whether or not a thread waits for them. Other calls
+        that are not over then (rounds, `send`, `recv`) raise ClosedError in their handles.
 
         Raises:
             UsageError: this is a callback of `Handle.when_done`.
+            AsyncollError: a collective that this rank has made has failed meanwhile.
             PeerLostError: a rank has died while this one waited for the others to leave.
 
         For a communicator made by `split`, as `Communicator.close`: local.

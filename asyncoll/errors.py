@@ -126,7 +126,7 @@ class AbortedError(AsyncollError):
 
 
 class DeviceError(AsyncollError):
-    """A device, such as a GPU, has failed to copy a tensor to the host or back; the message names the device."""
+    """A device, such as a GPU, has failed to copy a tensor to the host or back; the message names the rank and it."""
 
 
 class RemoteError(AsyncollError):

@@ -47,6 +47,8 @@ uvloop.new_event_loop().close()
 LIGHT = {"ASYNCOLL_PRELOAD": "numpy,asyncoll"}  # for launched ranks without torch, whose import takes two seconds
 # The first optimizer of a process imports torch._dynamo, which takes as long as torch itself.
 TRAINING = {"ASYNCOLL_PRELOAD": "numpy,torch,torch._dynamo,asyncoll"}
+# For forked ranks in tests of how they end. Others end without the end of torch: see `tests/scripts/template.py`.
+WHOLE_END = {"WHOLE_END": "1"}
 DEBUG = {"PYTHONASYNCIODEBUG": "1"}  # makes loops check that calls from other threads are safe
 PATIENCE_S = 300  # timeout of processes: a safety net, far beyond the need of the slowest machine
 SIZES = [*range(1, 10), 13, 17]  # numbers of ranks: bugs hide behind powers of two

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from asyncoll.forks import address_of
+from asyncoll.tensors import staged
 from asyncoll.testing.devices.fake import POISON, FakeDevice, Hazard
 from asyncoll.testing.devices.order import latest
 
@@ -414,6 +415,8 @@ def emulated_cuda(seed=0, turned_by="thread", count=2):
     with contextlib.ExitStack() as patched:
         patched.enter_context(mock.patch.multiple(torch.cuda, **cuda))
         patched.enter_context(mock.patch.object(torch, "empty", empty_anywhere))
+        plain = staged._is_plain
+        patched.enter_context(mock.patch.object(staged, "_is_plain", lambda x: isinstance(x, Tensor) or plain(x)))
         patched.enter_context(mock.patch("asyncoll.transport.staging.cuda._carry_out", gpu.carry_out))
         patched.enter_context(mock.patch("asyncoll.transport.staging.ipc.loaded_runtime", return_value=Runtime(gpu)))
         Tensor.gpu = gpu

@@ -167,6 +167,7 @@ REPLACED = {
     "test_collectives.py": {"on_lane.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"},
     "test_cuda.py": {
         "cuda._PATIENCE_S": "so that the test does not wait for it",
+        "cuda.relaxed": _FAULT,
         "DeviceStager._settled": "the rank is cancelled at this moment",
         "CudaDevice.share": "memory that processes share, without CUDA",
         "probe._pattern": "a tensor of CUDA, without CUDA",
@@ -176,6 +177,7 @@ REPLACED = {
         "executions.SEGMENT_BYTES": _FAR,
         "pair_memory.PairMemory.place": "a sender that lies about its block",
         "pair_memory.SEGMENT_BYTES": _FAR,
+        "shared_block._PATIENCE_S": "so that the test does not wait for it",
     },
     "test_device_rpc.py": {"pair_memory.PairMemory.place": "a sender that lies about its block"},
     "test_docs.py": {"asyncoll.run": "programs of the documentation, which call it, run at ranks of this process"},
@@ -195,6 +197,7 @@ REPLACED = {
         "runs._run_job": "the record of a process is forged before it is read",
     },
     "test_meeting_again.py": {"rendezvous.ZeroMQTransport": _SPY, "rendezvous._share_memory": _FAULT},
+    "test_device_collectives.py": {"shared_block._PATIENCE_S": "so that the test does not wait for it"},
     "test_rpc_in_memory.py": {
         "arena_module._SLICE_S": _POLL,
         "arena_module._YIELDING_POLL_S": _POLL,

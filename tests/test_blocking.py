@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import WHOLE_END
 
 from asyncoll.errors import UsageError
 from asyncoll.testing import run_ranks
@@ -19,6 +20,7 @@ FOR_SEVERAL = [
     "dropped",
     "unfetched",
     "leaves",
+    "unwaited",
     "closes",
     "begins",
     "awaited",
@@ -39,6 +41,7 @@ FOR_SEVERAL = [
     "ends",
     "raises",
 ]
+ENDING = ("leaves", "closes", "ends", "raises")
 
 
 @pytest.fixture
@@ -49,6 +52,7 @@ def play(forked_world, tmp_path):
 
 def _play(forked_world, tmp_path, size, case, **more):
     environment = os.environ | {"ASYNCOLL_FREEZE_S": "20", "FLAGS": str(tmp_path)} | more
+    environment |= WHOLE_END if case in ENDING else {}
     dead = {0} if case == "dies" else set()
     for rank, each in enumerate(forked_world(environment, size, SCRIPT, case)):
         code, out, err = each.end()
@@ -74,7 +78,7 @@ def test_handles_of_a_world_of_one(play, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["collectives", "threads", "late"])
+@pytest.mark.parametrize("case", ["collectives", "threads", "late", "unwaited"])
 @pytest.mark.parametrize("more", [{"ASYNCOLL_TRANSPORT": "zmq"}, {"ASYNCOLL_CORE": "python"}], ids=["zmq", "python"])
 def test_handles_by_message_and_without_the_core(play, case, more):
     play(3, case, **more)

@@ -14,7 +14,7 @@ from training_loops import Algorithm, Digits, Optimizing, adam, bits, momentum, 
 import asyncoll
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.training import DCS3GD, AllreduceSGD
-from asyncoll.training.dc_s3gd import compensate
+from asyncoll.training.dc_s3gd import add_on_device, compensate
 
 OPTIMIZERS = [momentum, adam]
 
@@ -115,6 +115,24 @@ def test_the_correction_is_one_step_for_all_pieces_of_a_large_model() -> None:
     added, whole = ((x.double() ** 2).sum().sqrt() for x in (g - before, before))
     assert float(added / whole) == pytest.approx(0.2, rel=1e-3)
     assert float((g - before)[0] / (g - before)[-1]) == pytest.approx(4.0, rel=1e-4)  # as g∘g∘D
+
+
+@looped("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_device_corrects_as_the_host(dtype: torch.dtype) -> None:
+    draw = np.random.default_rng(0)
+    for scale in (1.0, 1e-30, 0.0, float("inf")):
+        g = torch.from_numpy(draw.standard_normal(1000)).to(dtype)
+        distance = torch.from_numpy(scale * draw.standard_normal(1000)).to(dtype)
+        on_host, on_device = g.clone(), g.clone()
+        compensate(on_host, distance.clone(), lambda0=0.2)
+        add_on_device(on_device, distance * g * g, lambda0=0.2)
+        torch.testing.assert_close(on_device, on_host)
+
+
+def test_a_correction_waits_for_no_device() -> None:
+    """Tensors of "meta" have no values to wait for."""
+    g, distance = (torch.ones(3, device="meta") for _ in range(2))
+    compensate(g, distance, lambda0=0.2)
 
 
 def test_the_allreduce_overlaps_the_gradient() -> None:

@@ -9,11 +9,11 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from test_on_device import bits, increment, normal, opened
-from test_on_device import nothing_is_shared as nothing_is_shared
+from test_device_collectives import bits, increment, normal, opened
+from test_device_collectives import nothing_is_shared as nothing_is_shared
 
 import asyncoll
-from asyncoll.algorithms.dense import pair_memory
+from asyncoll.algorithms.dense import pair_memory, shared_block
 from asyncoll.algorithms.dense.device_pair import DevicePair
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, PeerLostError, ProtocolError
 from asyncoll.runtime import executions
@@ -350,7 +350,7 @@ def test_a_rank_that_stops_while_it_opens_a_block(moment):
     blocks = []
 
     async def main(comm):
-        block = comm._core.backend._pairs._block
+        block = comm._core.backend._pairs.block
         block.takes(device)
         block.offer()
         blocks.append(block)
@@ -411,8 +411,37 @@ def test_a_sender_that_names_no_place_of_its_block(monkeypatch):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_device_that_stands_still(who):
+def test_messages_whose_streams_stand_still_hold_up_no_others(who):
+    """Neither the streams of the sender nor of the receiver."""
+
+    async def main(comm, devices):
+        device = devices[comm.rank]
+
+        def call(tag):
+            x = device.tensor(torch.full((COUNT,), 1.0 - comm.rank))
+            return x, comm.recv(x, 0, tag) if comm.rank else comm.send(x, 1, tag)
+
+        with device.stream("still" if comm.rank == who else "default"):
+            release = device.hold() if comm.rank == who else lambda: None
+            held = [call(tag) for tag in range(6)]
+        x, other = call(6)
+        await other
+        assert received(device, x)
+        release()
+        for x, each in held:
+            await each
+            assert received(device, x)
+
+    with ExitStack() as stack:
+        devices = [stack.enter_context(opened(rank, "loop", f"fake:{rank}")) for rank in range(2)]
+        simulate(2, lambda comm: main(comm, devices), shared_memory=True)
+        assert [device.route for device in devices] == [{"blocks"}] * 2
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_device_that_stands_still(who, monkeypatch):
     """The messages notice a deadline, and that the communicator is aborted."""
+    monkeypatch.setattr(shared_block, "_PATIENCE_S", 0.01)
 
     async def overdue(comm, device):
         x = device.tensor(torch.ones(COUNT))

@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from test_device_collectives import bits, increment, normal, opened
+from test_device_collectives import nothing_is_shared as nothing_is_shared
 from test_device_pairs import COUNT, LONG, world
 from test_device_pairs import short_messages as short_messages
-from test_on_device import bits, increment, normal, opened
-from test_on_device import nothing_is_shared as nothing_is_shared
 
 import asyncoll
 from asyncoll.algorithms.dense import pair_memory
@@ -330,6 +330,7 @@ def test_a_place_is_taken_while_it_is_read():
             else:
                 call = asyncio.ensure_future(ask(comm, device, 1))
                 while not device.copies["exchange: read"]:
+                    device.turn()
                     await asyncio.sleep(1e-4)
                 await asyncio.sleep(1)
             await comm.barrier()

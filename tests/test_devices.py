@@ -15,7 +15,7 @@ import uvloop
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.testing import FakeDevice, Hazard, check_device, fake_device
 from asyncoll.testing.devices.fake import POISON
-from asyncoll.transport.staging import Part, RefusedError, arrived
+from asyncoll.transport.staging import BlockPart, RefusedError, arrived
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 COUNT = 4096
@@ -152,14 +152,14 @@ class Deserted(FakeDevice):
 class InTurn(FakeDevice):
     """Copies wait for those of other streams."""
 
-    def _lane(self, stream, mark):
+    def _channel(self, stream, mark):
         return stream
 
 
 class Tied(FakeDevice):
     """Copies of a mark that has come wait for those of marks that have not."""
 
-    def _lane(self, stream, mark):
+    def _channel(self, stream, mark):
         return f"{stream} of {mark.stream}"
 
 
@@ -358,24 +358,24 @@ def over(device, transfer):
 
 def read_by_another_rank_before_the_host_has_seen_its_end(device, x):
     one, other = shared(device)
-    one.write(device.mark(x), [Part(0, 0, 0, 100)])
+    one.write(device.mark(x), [BlockPart(0, 0, 0, 100)])
     while device.turn():
         pass
-    other.read(device.mark(x), [Part(0, 64, 200, 100)])
+    other.read(device.mark(x), [BlockPart(0, 64, 200, 100)])
 
 
 def reduced_before_the_host_has_seen_its_end(device, x):
     one, other = shared(device)
-    one.write(device.mark(x), [Part(0, 0, 0, 128)])
+    one.write(device.mark(x), [BlockPart(0, 0, 0, 128)])
     other.reduce(ReduceOp.SUM, "int32", 0, 64)
 
 
 def overwritten_while_another_rank_reads(device, x):
     one, other = shared(device)
     mark = device.mark(x)
-    over(device, one.write(mark, [Part(0, 0, 0, 128)]))
-    other.read(mark, [Part(0, 64, 128, 64)])
-    one.write(mark, [Part(0, 0, 0, 100)])
+    over(device, one.write(mark, [BlockPart(0, 0, 0, 128)]))
+    other.read(mark, [BlockPart(0, 64, 128, 64)])
+    one.write(mark, [BlockPart(0, 0, 0, 100)])
 
 
 def block_freed_while_it_is_open(device, x):
@@ -393,12 +393,12 @@ def block_used_after_it_was_freed(device, x):
     one, other = shared(device)
     assert one.shut()
     one.free()
-    other.read(device.mark(x), [Part(0, 0, 0, 64)])
+    other.read(device.mark(x), [BlockPart(0, 0, 0, 64)])
 
 
 def tensor_changed_while_it_is_copied_into_a_block(device, x):
     one, _ = shared(device)
-    one.write(device.mark(x), [Part(0, 0, 0, COUNT)])
+    one.write(device.mark(x), [BlockPart(0, 0, 0, COUNT)])
     increment(device, x)
 
 

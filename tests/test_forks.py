@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import LIGHT, PATIENCE_S
+from conftest import LIGHT, PATIENCE_S, WHOLE_END
 
 import asyncoll
 from asyncoll import Communicator, UsageError
@@ -128,7 +128,7 @@ def test_a_child_leaves_at_once_and_its_parent_continues(how, transport):
 @pytest.mark.slow
 @both
 def test_ranks_with_loaders_train_and_end(forked_world, transport):
-    for rank in forked_world(os.environ | {"ASYNCOLL_TRANSPORT": transport}, 3, SCRIPT, "trains"):
+    for rank in forked_world(os.environ | {"ASYNCOLL_TRANSPORT": transport} | WHOLE_END, 3, SCRIPT, "trains"):
         assert rank.end() == (0, "gradients 6\n", "")
 
 

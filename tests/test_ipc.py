@@ -22,7 +22,7 @@ from emulated_cuda import emulated_cuda
 import asyncoll
 from asyncoll.tensors.reductions import DTYPES, check_reduction, reducer, storage
 from asyncoll.testing import run_ranks
-from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError, cuda, ipc
+from asyncoll.transport.staging import HANDLE_BYTES, BlockPart, RefusedError, cuda, ipc
 from asyncoll.transport.staging.ipc import CudaExchange, Gpu, Runtime, loaded_runtime, reduce_on_device, relaxed
 
 NBYTES = 1 << 12
@@ -153,9 +153,9 @@ def test_blocks_pass_bytes_and_are_used_again():
     tensors = [torch.full((1000,), rank + 1, dtype=torch.int32) for rank in range(3)]
     marks = [Mark(x.view(torch.uint8)) for x in tensors]
     for each, mark in zip(made, marks, strict=True):
-        each.write(mark, [Part(made.index(each), 64, 400, 800)])
+        each.write(mark, [BlockPart(made.index(each), 64, 400, 800)])
     made[1].reduce(asyncoll.SUM, "int32", 64, 400)
-    made[2].read(marks[2], [Part(1, 64, 0, 400), Part(1, 464, 400, 400)])
+    made[2].read(marks[2], [BlockPart(1, 64, 0, 400), BlockPart(1, 464, 400, 400)])
     assert tensors[2].tolist() == [6] * 100 + [2] * 100 + [3] * 800
     assert [mark.is_changed for mark in marks] == [False, False, True]
     before = [(list(library.opened), list(library.allocated)) for library in libraries]
@@ -464,7 +464,7 @@ def test_a_program_that_goes_on_while_a_block_is_written():
         exchange.open({0: exchange.handle})
         x = gpu.tensor(torch.ones(100))
         mark = device.mark(x)
-        exchange.write(mark, [Part(0, 0, 0, 400)])
+        exchange.write(mark, [BlockPart(0, 0, 0, 400)])
         mark.join()
         gpu.compute(lambda array: np.add(array, 1, out=array), x)
         assert not exchange.shut()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import threading
 import weakref
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -23,7 +24,7 @@ import asyncoll
 from asyncoll.testing import run_ranks
 from asyncoll.testing.devices.fake import Hazard
 from asyncoll.training import AllreduceSGD, OverlappedSGD
-from asyncoll.training.device_hooks import GradientStreams, compute_as_before, compute_here
+from asyncoll.training.device_hooks import GradientStreams, compute_here
 from asyncoll.training.overlapped_sgd import Bucket, cut
 
 SIZES = [1, 2, 3, 4, 5]
@@ -393,19 +394,54 @@ def test_a_bucket_comes_after_gradients_of_all_streams() -> None:
     assert gradients_of_two_streams(join=True) == [1.0] * 4
 
 
+def is_multithreaded() -> bool:
+    return torch._C._is_multithreading_enabled()
+
+
+class Owner:
+    """For a trainer."""
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_the_mode_of_autograd_comes_back_with_the_last_trainer(before: bool) -> None:
+    async def main() -> None:
+        first, other = Owner(), Owner()
+        for _ in range(2):
+            undos = [compute_here(first), compute_here(other)]
+            undos[0]()
+            undos[0]()
+            assert not is_multithreaded()
+            undos[1]()
+            assert is_multithreaded() is before
+        compute_here(first), compute_here(other)
+        del first
+        assert not is_multithreaded()
+        owners = [other]
+        del other
+        thread = threading.Thread(target=owners.clear)
+        thread.start()
+        thread.join()
+        assert not is_multithreaded()
+        await asyncio.sleep(0)
+        assert is_multithreaded() is before
+
     with torch.autograd.grad_mode.set_multithreading_enabled(before):
-        compute_here()
-        compute_here()
-        compute_as_before()
-        assert not torch._C._is_multithreading_enabled()
-        compute_as_before()
-        assert torch._C._is_multithreading_enabled() is before
-        compute_here()
-        assert not torch._C._is_multithreading_enabled()
-        compute_as_before()
-        assert torch._C._is_multithreading_enabled() is before
+        asyncio.run(main())
+
+
+def test_a_training_that_ends_by_an_exception_gives_the_mode_of_autograd_back() -> None:
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = network()
+        sgd = OverlappedSGD(comm, model, plain(model))
+        sgd._streams = GradientStreams(torch.device("cuda", 0))
+        await sgd.start()
+        assert not is_multithreaded()
+        raise KeyError(1)
+
+    with pytest.raises(KeyError):
+        run_ranks(1, main)
+    gc.collect()
+    assert is_multithreaded()
 
 
 @looped(

@@ -11,6 +11,7 @@ from asyncoll.errors import UsageError
 from asyncoll.forks import address_of
 from asyncoll.tensors.registered import RegisteredMemory
 from asyncoll.transport.memory import arena, inproc
+from asyncoll.transport.staging.pins import Pins
 from asyncoll.transport.staging.pool import Pool
 
 MIB = 1 << 20
@@ -118,6 +119,22 @@ def test_unused_memory_makes_room(pool, driver):
     pool.empty(4 * MIB)
 
 
+def test_unused_memory_makes_room_where_others_take_it(pool, driver):
+    """The pool keeps no more than was in use at one time, which has room no longer."""
+    del [pool.empty(4 * MIB) for _ in range(4)][:]
+    driver.room = 12 * MIB
+    pool.empty(5 * MIB)
+    assert list(driver.blocks.values()) == [5 * MIB]
+
+
+def test_an_array_takes_the_smallest_block_that_has_room(pool, driver):
+    del [pool.empty(size * MIB) for size in (4, 8)][:]
+    held = pool.empty(3 * MIB)
+    pool.empty(8 * MIB)
+    assert driver.pins == 2
+    del held
+
+
 def test_memory_that_is_not_pinned_is_not_unpinned(pool, driver):
     driver.refuses = True
     assert pool.empty(MIB).nbytes == MIB
@@ -145,6 +162,30 @@ def test_the_end(pool, driver):
     small[:], large[:] = 1, 2
     del small, large
     pool.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_copies_are_cut_where_pinned_ranges_begin_or_end(seed):
+    """Ranges of 4 or 10 bytes, some of which touch, in any order."""
+    rng, pins, owners = np.random.default_rng(seed), Pins(), np.zeros(120, int)
+    for slot in rng.permutation(10).tolist():
+        nbytes = int(rng.choice([4, 10]))
+        pins.add(10 * slot, nbytes)
+        owners[10 * slot : 10 * slot + nbytes] = slot + 1
+    for slot in rng.permutation(10)[:3].tolist():
+        pins.remove(10 * slot)
+        owners[owners == slot + 1] = 0
+    for start, nbytes in rng.integers(0, 60, (50, 2)).tolist():
+        begun = [10 * (owner - 1) for owner in np.unique(owners) if owner]
+        assert pins.within(start, nbytes) == [each for each in begun if start <= each < start + nbytes]
+        at, last = 0, 0
+        for piece in pins.pieces(start, nbytes, 7):
+            assert piece.start == at < piece.stop <= min(at + 7, nbytes)
+            [owner] = set(owners[start + at : start + piece.stop].tolist())
+            assert piece.is_pinned == (owner > 0)
+            assert at == 0 or last == 7 or owner != owners[start + at - 1]
+            at, last = piece.stop, piece.stop - at
+        assert at == nbytes
 
 
 def test_pages_of_every_kind_of_memory():

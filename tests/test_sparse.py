@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import SIZES, looped
 from conftest import failures as failures_in
+from emulated_cuda import emulated_cuda
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -631,6 +632,29 @@ def test_a_device_gives_what_it_has_selected(algorithm, dtype):
                 )
 
         run_ranks(1, main)
+
+
+@pytest.mark.parametrize("opened", [fake_device, emulated_cuda])
+def test_a_selection_waits_for_no_work_that_is_queued_after_the_call(opened):
+    with opened() as device:
+
+        async def main(comm):
+            for _ in range(2):  # the second one reuses the threshold, so it selects once it knows how many reach it
+                x = device.tensor(torch.arange(1000.0))
+                with device.stream("side"):
+                    call = comm.sparse_allreduce(x, density=0.01, algorithm="oktopk", thresholds_every=3)
+                    releases = [device.hold()]
+                releases.append(device.hold())
+                try:
+                    async with asyncio.timeout(20):
+                        found = await call
+                finally:
+                    for release in releases:
+                        release()
+                assert device.values(found.indices).tolist() == list(range(990, 1000))
+                assert device.values(x).tolist() == [*range(990), *[0] * 10]
+
+        run_ranks(1, main, "shm")
 
 
 @pytest.mark.parametrize("algorithm", ["gaussiank", "dense"])

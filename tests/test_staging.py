@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import gc
 import os
+import re
+import warnings
 import weakref
 from functools import partial
-from itertools import cycle, product
+from itertools import chain, cycle, product
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +18,18 @@ import pytest
 import torch
 from cancelling import nothing_is_pending
 from emulated_cuda import emulated_cuda
+from torch._subclasses import FakeTensorMode
+from torch.masked import masked_tensor
 
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, UsageError
 from asyncoll.forks import address_of
-from asyncoll.tensors.operands import Operand
+from asyncoll.tensors.operands import Operand, as_operand
 from asyncoll.tensors.reductions import DTYPES, is_divisible
 from asyncoll.tensors.registered import RegisteredMemory
-from asyncoll.tensors.staged import stagers
+from asyncoll.tensors.staged import check_plain, stagers
 from asyncoll.testing import Hazard, fake_device, run_ranks, simulate
+from asyncoll.torch.memory import copyable, reducible, writable
 from asyncoll.transport.staging import mirrors
 from asyncoll.transport.staging.mirrors import DeviceStager, Mirror
 from asyncoll.world import join
@@ -254,17 +259,103 @@ def test_a_call_that_is_refused_has_not_begun():
         run_ranks(1, main, "inproc")
 
 
+class Wrapper(torch.Tensor):
+    """Has its elements elsewhere."""
+
+    @staticmethod
+    def __new__(cls, device="cpu"):
+        return torch.Tensor._make_wrapper_subclass(cls, (3,), dtype=torch.float32, device=device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(func)
+
+
+class Named(torch.Tensor):
+    """Is the memory alone."""
+
+
+def without_plain_memory():
+    inside = []
+    torch.func.vmap(lambda x: inside.append(x) or x)(torch.ones(2, 3))
+    torch.func.grad(lambda x: inside.append(x) or x.sum())(torch.ones(3))
+    with FakeTensorMode(), warnings.catch_warnings():
+        inside.append(torch.empty(3))
+        inside.append(torch.empty(0))
+    with warnings.catch_warnings(action="ignore"):
+        inside.append(masked_tensor(torch.ones(2), torch.tensor([True, False])))
+        inside.append(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    return [*inside, Wrapper(), torch._efficientzerotensor(3)]
+
+
+def test_which_tensors_have_plain_memory():
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    for x in [*without_plain_memory(), freed]:
+        with pytest.raises(UsageError, match=f"a {type(x).__name__} without plain memory on cpu is not supported"):
+            check_plain(x)
+    plain = torch.ones(4)
+    for x in (plain, torch.nn.Parameter(plain), plain.as_subclass(Named), plain[:0], plain.to_sparse()):
+        check_plain(x)
+
+
+def test_a_nested_tensor_of_the_host_is_refused():
+    with warnings.catch_warnings(action="ignore"):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(UsageError, match="a Tensor without plain memory"):
+        as_operand(nested)
+
+
+def test_a_tensor_without_plain_memory_is_refused_before_the_call():
+    with emulated_cuda() as device:
+
+        async def main(comm):
+            x = Wrapper("cuda:0")
+            calls = [comm.allreduce, comm.allgather, comm.solo_allreduce, partial(comm.sparse_allreduce, density=0.5)]
+            calls += [lambda x: comm.send(x, dest=0), lambda x: comm.rpc.call(0, "f", x), reducible, copyable, writable]
+            for call in calls:
+                with pytest.raises(UsageError, match="a Wrapper without plain memory on cuda:0 is not supported"):
+                    await call(x)
+            await comm.allreduce(device.tensor(torch.ones(3)))
+
+        run_ranks(1, main, "shm")
+
+
 def test_a_copy_to_the_host_fails(way):
     with fake_device() as device:
         device.fail_copy(0, OSError("no such bus"))
 
         async def main(comm):
             x = torch.ones(1000)
-            with pytest.raises((DeviceError, AbortedError), match="fake:0 has failed: OSError: no such bus") as caught:
+            with pytest.raises(
+                (DeviceError, AbortedError), match="rank 1: fake:0 has failed: OSError: no such bus"
+            ) as caught:
                 await comm.allreduce(device.tensor(x) if comm.rank == 1 else x)
             return type(caught.value)
 
         assert run_ranks(3, main, way) == [AbortedError, DeviceError, AbortedError]
+
+
+def test_nothing_is_logged_of_a_call_that_fails_and_is_held(caplog):
+    """The program hears of the failure from its other calls."""
+    with fake_device() as device:
+        device.fail_copy(0, OSError("no such bus"))
+
+        async def main(comm):
+            call = comm.allreduce(device.tensor(torch.ones(1000)))
+
+            async def others():
+                while True:
+                    await comm.barrier()
+                    await asyncio.sleep(0)
+
+            with pytest.raises(AbortedError, match="no such bus"):
+                await asyncio.wait_for(others(), 20)
+            call.close()
+
+        run_ranks(1, main, "inproc")
+    gc.collect()
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -531,12 +622,13 @@ def test_a_rank_joins_after_its_calls(opened, transport):
         assert run_ranks(3, main, transport) == [[3 * 3 * 2] * 2] * 3
 
 
-def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
+@pytest.mark.parametrize(("size", "transport"), [(1, "shm"), (2, "zmq"), (2, "shm")])
+def test_a_call_does_not_overtake_one_whose_tensor_is_arriving(size, transport):
     """Arrays of numpy, of which the operation has seen several, take the shortest way otherwise."""
-    with fake_device(0, "program") as device:
-        device.refuse_pins()
 
-        async def main(comm):
+    async def main(comm):
+        with fake_device(0, "program", f"fake:{comm.rank}") as device:
+            device.refuse_pins()
             for _ in range(4):
                 await comm.solo_allreduce(np.ones(10), name="r")
             x = device.tensor(torch.ones(10, dtype=torch.float64))
@@ -550,9 +642,9 @@ def test_a_call_does_not_overtake_one_whose_tensor_is_arriving():
             rounds = [(await call).round for call in (first, *later)]
             assert rounds == sorted(set(rounds))
             assert device.values(x)[0]
+            await comm.barrier()
 
-        run_ranks(1, main, "shm")
-        run_ranks(2, main, "zmq")
+    run_ranks(size, main, transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -575,6 +667,38 @@ def started(device, number):
 
 
 # -- the end of a world -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_world_ends_after_the_collectives_that_nothing_awaits(size, transport):
+    with fake_device() as device:
+
+        async def main(comm):
+            part = await comm.split(0)
+            xs = [move(torch.ones(30_000)) for move in (lambda x: x, device.tensor) for _ in range(2)]
+            return [(x, (part if number % 2 else comm).allreduce(x)) for number, x in enumerate(xs)]
+
+        for x, call in chain.from_iterable(run_ranks(size, main, transport)):
+            assert ((device.values(x) if device.holds(x) else x.numpy()) == size).all()
+            call.close()
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_a_rank_that_leaves_hears_of_a_collective_that_fails_and_that_nothing_awaits(shared_memory):
+    started = []
+
+    async def main(comm):
+        if comm.rank == 0:
+            await asyncio.sleep(1.0)  # of virtual time: the other ranks wait in the end of the world
+            comm.abort("enough")
+        else:
+            started.append(comm.allreduce(torch.ones(1000)))
+
+    with pytest.raises(asyncoll.AbortedError, match="enough"):
+        simulate(3, main, shared_memory=shared_memory)
+    for call in started:
+        call.close()
 
 
 async def leaves_with_a_copy_under_way(comm, device):
@@ -608,9 +732,9 @@ def test_memory_stays_pinned_when_its_copies_do_not_end(monkeypatch, caplog):
     monkeypatch.setattr(mirrors, "_PATIENCE_S", 0.0)
     monkeypatch.setattr(join, "_RETURN_S", 0.0)
     with pytest.raises(Hazard, match="1 blocks were never unpinned"), fake_device(0, "program") as device:
-        with pytest.raises(DeviceError, match="has not taken all results 0 s after the last call of this rank"):
+        with pytest.raises(DeviceError, match="rank 0: fake:0 has not taken all results 0 s after the last call"):
             run_ranks(1, lambda comm: leaves_with_a_copy_under_way(comm, device), "shm")
-    assert "fake:0 has not ended its work" in caplog.text
+    assert "fake:0 has not ended its work 0 s after rank 0 has left the world" in caplog.text
 
 
 class Back:
@@ -715,6 +839,9 @@ def test_processes(forked_world, case, transport):
         code, out, err = each.end()
         assert (code, out) == (0, "passed\n"), (rank, err)
         errors += err
-    refusal = "at all ranks: a block is in another process, and fake devices share none with that\n"
-    assert errors.endswith(refusal) if transport == "shm" else not errors
-    assert errors.count("\n") == (transport == "shm")
+    refusals = re.findall(
+        "(?m)^rank .: tensors of fake:0 go through memory of the host, (.*): a block is in another process, .*$", errors
+    )
+    calls = ["at all ranks", *(f"in messages from rank {rank}" for rank in range(3))]  # each logged at one rank
+    assert sorted(refusals) == (calls if transport == "shm" else [])
+    assert len(errors.splitlines()) == len(refusals)

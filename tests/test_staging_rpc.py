@@ -222,7 +222,7 @@ def test_a_copy_to_the_host_fails(transport):
             if comm.rank == 0:
                 x = device.tensor(torch.ones(100))
                 device.fail_copy(0, OSError("no such bus"))
-                with pytest.raises(DeviceError, match=r"^fake:0 has failed: OSError: no such bus"):
+                with pytest.raises(DeviceError, match=r"^rank 0: fake:0 has failed: OSError: no such bus"):
                     await comm.rpc.call(1, "plain", x)
                 device.fail_copy(2, OSError("no such bus"))
                 with pytest.raises(DeviceError, match=r"^rank 1: fake:0 has failed: OSError: no such bus"):
@@ -270,7 +270,7 @@ def test_a_device_has_no_room_for_a_result(monkeypatch):
             comm.rpc.register(Service(lambda x: x))
             await comm.barrier()
             rpc, other = comm.rpc.to("fake:0"), (comm.rank + 1) % comm.size
-            with pytest.raises(DeviceError, match=r"^fake:0 has failed: MemoryError: no room"):
+            with pytest.raises(DeviceError, match=rf"^rank {comm.rank}: fake:0 has failed: MemoryError: no room"):
                 await rpc.call(other, "plain", torch.ones(1000))
             assert (device.values(await rpc.call(other, "plain", torch.ones(10))) == 1).all()
             await comm.barrier()

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import WHOLE_END
 
 SCRIPT = Path(__file__).parent / "scripts" / "torch_group.py"
 
@@ -51,4 +52,4 @@ def test_what_a_group_promises(forked_world):
 
 @pytest.mark.slow
 def test_calls_in_compiled_functions(forked_world):
-    play(forked_world, 2, "compiled")
+    play(forked_world, 2, "compiled", **WHOLE_END)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import WHOLE_END
 
 SCRIPT = Path(__file__).parent / "scripts" / "torch_endings.py"
 
@@ -13,12 +14,12 @@ SCRIPT = Path(__file__).parent / "scripts" / "torch_endings.py"
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 def test_messages_end_with_their_group_and_children_by_themselves(forked_world, transport):
-    environment = os.environ | {"ASYNCOLL_TRANSPORT": transport}
+    environment = os.environ | {"ASYNCOLL_TRANSPORT": transport} | WHOLE_END
     for rank in forked_world(environment, 3, SCRIPT, "unmatched", "matched", "children"):
         assert rank.end() == (0, "passed\n", "")
 
 
 @pytest.mark.slow
 def test_an_interrupted_call_leaves_no_rank_waiting(forked_world):
-    for rank in forked_world(dict(os.environ), 2, SCRIPT, "interruptions"):
+    for rank in forked_world(os.environ | WHOLE_END, 2, SCRIPT, "interruptions"):
         assert rank.end() == (0, "passed\n", "")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import WHOLE_END
 
 from asyncoll import UsageError, deadline
 from asyncoll.runtime.deadlines import remaining_s
@@ -29,7 +30,7 @@ REFUSALS = ("agreement", "refused_when_made", "refused_buckets", "refused_steps"
     [
         (3, (*TRAINING, *REFUSALS), {}),
         (1, ("sparse", "checkpoints"), {}),
-        (2, ("allreduce", "eager", "agreement"), {}),
+        (2, ("allreduce", "eager", "agreement"), WHOLE_END),
         (5, ("delayed", "checkpoints"), {}),
         (2, ("eager", "sparse", "delayed"), {"ASYNCOLL_TRANSPORT": "zmq"}),
     ],

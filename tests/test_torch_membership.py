@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+from conftest import WHOLE_END
 
 from asyncoll.transport.keys import write_key
 
@@ -22,14 +23,14 @@ def play(forked_world, tmp_path, size, case, **more):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_processes_of_torch_form_and_leave_worlds(forked_world, tmp_path, case):
-    for rank, (code, out, err) in enumerate(play(forked_world, tmp_path, 3, case)):
+    for rank, (code, out, err) in enumerate(play(forked_world, tmp_path, 3, case, **WHOLE_END)):
         assert rank in CASES[case] or (code, out) == (0, "passed\n"), (rank, code, out, err)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["leaves", "ends"])
 def test_ranks_leave_by_message(forked_world, tmp_path, case):
-    ends = play(forked_world, tmp_path, 3, case, ASYNCOLL_TRANSPORT="zmq")
+    ends = play(forked_world, tmp_path, 3, case, ASYNCOLL_TRANSPORT="zmq", **WHOLE_END)
     for rank, (code, out, err) in enumerate(ends):
         assert rank in CASES[case] or (code, out) == (0, "passed\n"), (rank, code, out, err)
 

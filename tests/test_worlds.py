@@ -35,6 +35,17 @@ async def test_errors_come_out_of_the_inner_world():
         run_ranks(3, fail)
 
 
+@pytest.mark.parametrize("world", [run_ranks, simulate])
+def test_a_cancellation_that_the_kit_has_not_made_comes_out(world):
+    """A call may raise CancelledError by mistake."""
+
+    async def main(comm):
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        world(1, main)
+
+
 def test_errors_have_no_context_of_the_test_kit():
     async def main(comm):
         try:

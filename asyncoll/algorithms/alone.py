@@ -113,8 +113,12 @@ class AloneBackend:
         # The next call must know that the result was lost. So nothing is over before its caller has awaited it.
         return self._member.runner.start(work, discarded)
 
-    def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
-        return work
+    async def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> T:
+        try:
+            return await work
+        except Exception as error:  # of a device: the next call tells a program that does not await this one
+            self._member.failed(describe(), error)
+            raise
 
     async def open(self, operation: Operation, site: str) -> Rounds:
         text = f"{operation} at {site}"

@@ -107,11 +107,11 @@ class Calls:
         def begin() -> Coroutine[Any, Any, T]:
             pending = self._pending.enter(call, call.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
-            if overlapping and (overlapped := self._backend.overlapped(call, overlapping)) is not None:
-                return self._start_overlapped(call, overlapped, body, pending, staged, self._backend.here)
-            collectives = self._backend.collectives(call)
+            overlapped = self._backend.overlapped(call, overlapping) if overlapping else None
+            collectives = overlapped or self._backend.collectives(call)
             if staged:
-                return self._start_staged(call, collectives, body, pending, staged, self._backend.here, discarded)
+                here, overlaps = self._backend.here, overlapped is not None
+                return self._start_staged(call, collectives, body, pending, staged, here, discarded, overlaps=overlaps)
             work = self._carry_out(call, collectives, body, pending)
             return self._backend.start(work, call.__str__, nbytes, discarded)
 
@@ -130,27 +130,19 @@ class Calls:
         staged: Sequence[Arriving],
         here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
         discarded: Callable[[], None] = ignore,
+        *,
+        overlaps: bool,
     ) -> Coroutine[Any, Any, T]:
-        """As `start`, on the runtime's loop: the caller's thread waits for no device."""
-        arrival, runner = Arrival(self._member, staged), self._member.runner
-        self._pending.arrives(pending, staged)
-        work = here(self._carry_out(call, collectives, arrival.before(body), pending), call.__str__)
-        return runner.resuming(runner.start(arrival.then(work), discarded), arrival.join)
+        """As `start`, on the runtime's loop: the caller's thread waits for no device.
 
-    def _start_overlapped(
-        self,
-        call: Signature,
-        collectives: Collectives,
-        body: Body[T],
-        pending: PendingCall,
-        staged: Sequence[Arriving],
-        here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
-    ) -> Coroutine[Any, Any, T]:
-        """As `start`, on the runtime's loop: `collectives` fetch what they use, and wait for it."""
+        `body` runs once `staged` have arrived, unless it `overlaps`: then `collectives` fetch what they use, and wait
+        for it.
+        """
         arrival, runner = Arrival(self._member, staged), self._member.runner
         self._pending.arrives(pending, staged)
-        work = here(self._carry_out(call, collectives, body, pending), call.__str__)
-        return runner.resuming(runner.start(work), arrival.join)
+        checked = body if overlaps else arrival.before(body)
+        work = here(self._carry_out(call, collectives, checked, pending), call.__str__)
+        return runner.resuming(runner.start(work if overlaps else arrival.then(work), discarded), arrival.join)
 
     def start_shortly(
         self, call: Signature, body: Body[T], operand: Operand | None, op: ReduceOp, result: Callable[[], T]
@@ -214,12 +206,13 @@ class Calls:
 
         def begin() -> Coroutine[Any, Any, T]:
             pending = self._enter_pair(call, source, dest)
-            if staged and (direct := self._backend.direct_pair(call, context, dest, staged[0])) is not None:
+            direct = self._backend.direct_pair(call, context, dest, staged[0]) if staged else None
+            if direct is not None:
                 staged[0].defer(may_share=True)
-                return self._start_overlapped(call, direct, body, pending, staged, lambda work, _: work)
-            pair = self._backend.pair(call, context)
+            pair = direct or self._backend.pair(call, context)
             if staged:
-                return self._start_staged(call, pair, body, pending, staged, lambda work, _: work)
+                overlaps = direct is not None
+                return self._start_staged(call, pair, body, pending, staged, lambda work, _: work, overlaps=overlaps)
             return self._member.runner.start(self._carry_out(call, pair, body, pending))
 
         return self._begin(call, begin)
@@ -234,6 +227,8 @@ class Calls:
 
         def begin() -> Coroutine[Any, Any, T]:
             pending, runner = self._enter_pair(call, source, self._member.group.rank), self._member.runner
+            if staged and self._backend.direct_pair(call, 0, source, staged[0]) is not None:
+                staged[0].defer(may_share=True)
             arrival = Arrival(self._member, staged)  # before the message may be there
             self._pending.arrives(pending, staged)
             started = runner.start(self._receive(call, source, tag, body, pending, staged))

@@ -32,12 +32,15 @@ class Family:
         self.rpcs: list[Rpc] = []  # of all communicators: they close with the world
         self._memories: list[tuple[SharedMemory | None, RegisteredMemory]] = []
 
-    def memory_of(self, arena: SharedMemory | None) -> RegisteredMemory:
-        """The registered memory in `arena`. Its tensors may outlive the communicator that has made them."""
+    def memory_of(self, arena: SharedMemory | None, rank: int) -> RegisteredMemory:
+        """The registered memory in `arena` of this rank of the world.
+
+        Its tensors may outlive the communicator that has made them.
+        """
         for known, memory in self._memories:
             if known is arena:
                 return memory
-        self._memories.append((arena, RegisteredMemory(arena, open_stager)))
+        self._memories.append((arena, RegisteredMemory(arena, open_stager, f"rank {rank}")))
         return self._memories[-1][1]
 
 
@@ -62,7 +65,7 @@ class Core:
         self._choose = choose
         self.backend = choose(member)
         self.pending = pending = PendingCalls(member.endpoint, member.group, member.post)
-        self.memory = self.family.memory_of(self.backend.memory)
+        self.memory = self.family.memory_of(self.backend.memory, member.endpoint.rank)
         self.calls = calls = Calls(member, self.backend, pending, self.memory.unused)
         self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()

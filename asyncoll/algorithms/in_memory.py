@@ -16,11 +16,11 @@ import numpy as np
 from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
 from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.by_message import MessageCall
-from asyncoll.algorithms.dense.device_memory import DeviceMemory
+from asyncoll.algorithms.dense.device_collectives import DeviceCollectives
 from asyncoll.algorithms.dense.device_pair import DevicePair
 from asyncoll.algorithms.dense.device_rpc import DeviceRpc
+from asyncoll.algorithms.dense.group_memory import GroupMemory
 from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
-from asyncoll.algorithms.dense.on_device import OnDevice
 from asyncoll.algorithms.dense.pair_memory import PairMemory
 from asyncoll.algorithms.dense.short_way import ShortWay
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
@@ -103,7 +103,7 @@ class OverlappedCall(MemoryCall):
     """
 
     def __init__(
-        self, member: Member, staging: StagingArea, call: Signature, staged: Staged, memory: DeviceMemory
+        self, member: Member, staging: StagingArea, call: Signature, staged: Staged, memory: GroupMemory
     ) -> None:
         super().__init__(member, staging, call)
         self._staged = staged
@@ -142,8 +142,8 @@ class OverlappedCall(MemoryCall):
             await arrived(self._staged, self._staged.mirror.nbytes)
             await super().reduce_scatter(chunks, shard, op, dtype)
 
-    def _on_device(self) -> OnDevice:
-        return OnDevice(self, self._memory, self._staged)
+    def _on_device(self) -> DeviceCollectives:
+        return DeviceCollectives(self, self._memory, self._staged)
 
     def _offers(self) -> bool:
         """Whether this rank can show its tensor in memory of its device."""
@@ -202,11 +202,13 @@ class MemoryBackend:
         self._rounds: list[OneSidedRounds] = []
         self._staging = StagingArea(lease, group.size, group.rank, digest(group.communicator, "staging area"), sizes)
         self._registry = OperationRegistry(lease, group.size, group.rank, group.communicator)
-        self._devices = DeviceMemory(self._staging, f"rank {endpoint.rank}")
+        self._devices = GroupMemory(self._staging, member)
         self._pairs = PairMemory(self._staging, member)
         self.device_route = DeviceRpc(member, self._pairs)
-        endpoint.at_part += [self._devices.shut, self._pairs.shut]
-        endpoint.at_close += [self._devices.close, self._pairs.close]
+        self._blocks = (self._devices.block, self._pairs.block)
+        endpoint.at_part += [block.shut for block in self._blocks]
+        endpoint.at_end += [block.end for block in self._blocks]
+        member.post(partial(endpoint.failures.on_failure, group.communicator, self._failed))
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
         self._check = partial(endpoint.failures.check, group.communicator)
         self.short_way = ShortWay(self._staging, self._check, self._recent.append, self.collectives)
@@ -289,7 +291,7 @@ class MemoryBackend:
         if not all(rounds.is_idle() for rounds in self._rounds):
             asyncio.get_running_loop().call_later(_AGAIN_S, wake)  # seldom: no call tells of its end
             return False
-        return self._staging.is_idle(wake)
+        return all([self._staging.is_idle(wake), *(block.is_idle(wake) for block in self._blocks)])
 
     def retire(self) -> None:
         with contextlib.suppress(AsyncollError):  # a rank has died in a critical section: the world has failed
@@ -299,17 +301,21 @@ class MemoryBackend:
         endpoint = self._member.endpoint
         endpoint.off_depart(self._registry.depart)
         endpoint.membership.off_trace(self._trace)
-        self._devices.shut()
-        self._pairs.shut()
+        for block in self._blocks:
+            block.shut()
         self._give_back = self._lease.end()
 
     def forget(self) -> None:
         assert self._give_back is not None
-        for memory in (self._devices, self._pairs):
-            memory.close()
-            self._member.endpoint.at_part.remove(memory.shut)
-            self._member.endpoint.at_close.remove(memory.close)
+        for block in self._blocks:
+            block.close()
+            self._member.endpoint.at_part.remove(block.shut)
+            self._member.endpoint.at_end.remove(block.end)
         self._give_back()
+
+    def _failed(self, *_failure: object) -> None:
+        for block in self._blocks:
+            block.close_when_failed()
 
     # -- RPC --------------------------------------------------------------------------------------
 

@@ -78,7 +78,7 @@ def decode(body: bytes, rank: int) -> AsyncollError:
     if kind == _LATE:
         return DeadlineError(f"{callee(rank)}: {message}")
     if kind == _DEVICE:
-        return DeviceError(f"{callee(rank)}: {message}")
+        return DeviceError(message if rank >= 0 else f"{callee(rank)}: {message}")  # it names the rank
     return RemoteError(rank, name, message, trace)
 
 

@@ -59,7 +59,7 @@ class Rpc:
     host, with the values that they have where the call begins, where the function returns, or where the generator
     yields: the work that is queued on the thread's current stream comes before. The loop does not wait meanwhile. The
     receiver gets tensors on the CPU, and by `to` on a device. If a device fails, the call raises DeviceError, which
-    names the rank if it is the callee's.
+    names the rank whose device it is.
 
     **Where functions run.** A call starts when it is awaited. Coroutine functions and async generators run on the loop
     of the callee's program. Plain functions run in threads, or on that loop if they are registered with `inline`. A

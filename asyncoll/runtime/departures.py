@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
 from typing import Protocol
 
 from asyncoll.runtime.membership import Membership
@@ -64,12 +63,17 @@ class Departures:
 
     # -- this rank leaves -------------------------------------------------------------------------
 
-    async def settle(self) -> None:
-        """Wait until no numbered call of this rank is pending on any communicator."""
-        await self._all(lambda communicator: communicator.is_settled())
+    def is_settled(self) -> bool:
+        """Whether no numbered call of this rank is pending on any communicator. In any thread."""
+        return all(communicator.is_settled() for communicator in list(self._open.values()))
 
-    async def _all(self, condition: Callable[[Communicator], bool]) -> None:
-        while not all(condition(communicator) for communicator in list(self._open.values())):
+    async def settle(self) -> None:
+        """Wait until then."""
+        while not self.is_settled():
+            await asyncio.sleep(_PAUSE_S)
+
+    async def _idle(self) -> None:
+        while not all(communicator.is_idle() for communicator in list(self._open.values())):
             await asyncio.sleep(_PAUSE_S)
 
     async def leave_world(self, reason: str) -> None:
@@ -77,7 +81,7 @@ class Departures:
         for communicator in list(self._open.values()):
             communicator.leave_at_once(reason or _IN_GOOD_ORDER)
         with contextlib.suppress(TimeoutError):  # the others may use the memory again after the Ending
-            await asyncio.wait_for(self._all(lambda communicator: communicator.is_idle()), _ANSWER_S)
+            await asyncio.wait_for(self._idle(), _ANSWER_S)
         others = set(range(self._router.size)) - {self._router.rank} - self._membership.lost
         self._unanswered = others - self._membership.ended
         for rank in self._unanswered:

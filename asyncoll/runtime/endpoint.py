@@ -60,7 +60,8 @@ class Endpoint:
         self._services: set[asyncio.Task[None]] = set()
         self._at_last_call: list[Callable[[], None]] = []
         self.at_part: list[Callable[[], None]] = []  # called once every rank has made its last call
-        self.at_close: list[Callable[[], None]] = []  # called when no call is under way here; the arena is still open
+        # Awaited when no call is under way here, before devices and the arena close: see `end`.
+        self.at_end: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._parted = False  # every rank has made its last call
         self.departed = False  # this rank has made its last call
         self.closed = False
@@ -104,8 +105,10 @@ class Endpoint:
             service.cancel()
         await asyncio.gather(*self._services, return_exceptions=True)
         await self.transport.close(flush=flush)
-        for callback in tuple(self.at_close):
-            callback()
+
+    async def end(self) -> None:
+        """After `close`: await the callbacks of `at_end`."""
+        await asyncio.gather(*(callback() for callback in tuple(self.at_end)))
 
     def check_open(self) -> None:
         """Raises ClosedError after `close`, and UsageError in a forked child of this process."""

@@ -113,6 +113,10 @@ class Member:
         identity = Identity(group.communicator, group.ranks, context, call.number, fingerprint, call.__str__)
         return self.endpoint.executions.send_directly(identity, group.ranks[dest], data)
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of group rank `rank`, which is on this host, is known to have ended."""
+        return self.endpoint.membership.is_gone(self.group.ranks[rank])
+
     def tell(self, rank: int, message: Control) -> None:
         """Send a control message to group rank `rank`. On the runtime's loop."""
         self.endpoint.router.tell(self.group.ranks[rank], message)

@@ -56,6 +56,10 @@ class Membership:
             time.sleep(0.001)  # noqa: TID251
         return suspect
 
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of `rank`, which is on this host, is known to have ended."""
+        return rank in self._processes and is_gone(self._processes[rank].pid)
+
     def process(self, rank: int) -> Hello:
         """The host and the process id of world rank `rank`; empty and 0 if they are not known."""
         return self._processes.get(rank, _UNKNOWN)

@@ -348,7 +348,9 @@ class SharedLoop:
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work, discarded)
-        return _Begun(_join(self.home.create_task(work), discarded), discarded, self.home)
+        task = self.home.create_task(work)
+        task.add_done_callback(_see)  # a program that hears of the failure elsewhere may not await the call
+        return _Begun(_join(task, discarded), discarded, self.home)
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return self.start(work)

@@ -34,7 +34,7 @@ from asyncoll.tensors.reductions import (
     storage,
     widened,
 )
-from asyncoll.tensors.registered import stager_of
+from asyncoll.tensors.registered import naming, stager_of
 from asyncoll.tensors.staged import Staged, Stager, hidden, is_hidden, stagers
 
 if TYPE_CHECKING:
@@ -104,7 +104,8 @@ def check_devices(operands: Sequence[Placed]) -> None:
         return
     devices = {"the host" if operand.staged is None else operand.staged.device for operand in operands}
     if len(devices) > 1:
-        raise UsageError(f"one call got tensors on {', '.join(sorted(devices))}: pass tensors of one device")
+        with naming():
+            raise UsageError(f"one call got tensors on {', '.join(sorted(devices))}: pass tensors of one device")
 
 
 def copy_of(x: Any) -> Any:
@@ -176,10 +177,10 @@ def _numpy_operand(x: Array, writable: bool) -> Operand:
 def _plain_torch_operand(x: torch.Tensor) -> Operand | None:
     """The operand of a tensor that a view in numpy shows as it is; None for any other. It saves most of the checks."""
     dtype = _torch_names().get(x.dtype)
-    if dtype is None or x.requires_grad or not (x.is_cpu and x.is_contiguous()) or x.is_neg():
-        return None
-    shape = x.shape
     try:
+        if dtype is None or x.requires_grad or not (x.is_cpu and x.is_contiguous()) or x.is_neg():
+            return None
+        shape = x.shape
         return Operand(x, (x if len(shape) == 1 else x.reshape(-1)).numpy(), dtype, tuple(shape), copied=False)
     except RuntimeError:  # it has no memory: the general way says so
         return None
@@ -226,7 +227,9 @@ def resident_of(x: object, *, writable: bool = False) -> Resident | None:
         return None
     stager = stager_of(tensor)
     if tensor.is_conj() or tensor.is_neg():
-        raise UsageError("a tensor of a device whose conjugate or negative is due is not supported: pass x.clone()")
+        with naming():
+            text = f"a tensor on {tensor.device} whose conjugate or negative is due is not supported"
+            raise UsageError(f"{text}: pass x.resolve_conj().resolve_neg()")
     dtype = _checked_dtype(tensor, writable)
     return Resident(tensor.detach(), stager, dtype, tuple(tensor.shape))
 

@@ -31,7 +31,7 @@ class SharedMemory(Protocol):
     def view(self, address: int, nbytes: int) -> reductions.Array: ...
 
 
-OpenStager = Callable[[Any, Callable[[int], reductions.Array]], Stager]
+OpenStager = Callable[[Any, Callable[[int], reductions.Array], str], Stager]
 
 
 class RegisteredMemory:
@@ -40,10 +40,10 @@ class RegisteredMemory:
     Without an arena, registered tensors are in ordinary memory.
     """
 
-    def __init__(self, arena: SharedMemory | None, open_stager: OpenStager) -> None:
-        """`open_stager(x, self.pages)` is used as that of `staged.Devices`."""
+    def __init__(self, arena: SharedMemory | None, open_stager: OpenStager, owner: str = "") -> None:
+        """`open_stager(x, self.pages, owner)` is used as that of `staged.Devices`, and so is `owner`."""
         self._arena = arena
-        self.devices = Devices(lambda x: open_stager(x, self.pages))
+        self.devices = Devices(lambda x: open_stager(x, self.pages, owner), owner)
         # Addresses of tensors that are gone. Their finalizers only append: they may run in any thread, also while that
         # has the lock which freeing takes.
         self.unused: deque[int] = deque()
@@ -160,14 +160,19 @@ async def of_context(open_stager: OpenStager) -> AsyncIterator[None]:
 def stager_of(x: Any) -> Stager:
     """What stages the torch tensor `x`, which is on a device, for the rank that this task is in.
 
-    Raises UsageError if the device cannot be used.
+    Raises UsageError if the device cannot be used, or `x` has no plain memory on it.
     """
     return current().devices.stager_of(x)
 
 
-def _refuse(x: Any, _pages: Callable[[int], reductions.Array]) -> Stager:
+def naming() -> contextlib.AbstractContextManager[None]:
+    """Errors of devices that are raised in it name the rank that this task is in."""
+    return current().devices.naming()
+
+
+def _refuse(x: Any, _pages: Callable[[int], reductions.Array], _owner: str) -> Stager:
     if x.device.type not in ("cpu", "cuda"):
-        raise UsageError(f"a tensor on {x.device} is not supported: pass x.cpu(), and copy the result back")
+        raise UsageError(f"tensors on {x.device} are not supported: use those of the CPU or of CUDA")
     raise UsageError(
         f"a tensor on {x.device}, and this thread does not know the world: run what it does by the `run` of a context "
         "that `contextvars.copy_context()` has made in a task of the world, or pass x.cpu()"

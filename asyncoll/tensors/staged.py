@@ -6,8 +6,10 @@ the function that its `Devices` have got.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from asyncoll.errors import DeviceError, UsageError, describe
@@ -122,6 +124,12 @@ class Staged(Arriving, Protocol):
     def queue(self, work: Work, *writes: Any, reads: Sequence[Any] = ()) -> None:
         """Carry out `work(*writes, *reads)` on the device, after all copies to it so far; `join` comes after it."""
 
+    def aside(self) -> AbstractContextManager[None]:
+        """Work that this thread queues meanwhile comes after the copies so far, and not after the program's later work.
+
+        After `begin`.
+        """
+
     def made(self, work: Work, dtype: str, shape: tuple[int, ...], reads: Sequence[Any]) -> Any:
         """A new tensor of the device, to which `queue` has `work` write. Raises DeviceError as `like`."""
 
@@ -130,6 +138,10 @@ class Stager(Protocol):
     """Stages the tensors of one device for one rank."""
 
     device: Any  # its `transport.staging.Device`
+
+    @property
+    def name(self) -> str:
+        """That of the device."""
 
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""
@@ -187,18 +199,54 @@ def is_hidden(x: Any) -> bool:
     return any(device.holds(x) for device in hidden)
 
 
+@contextlib.contextmanager
+def naming(owner: str) -> Iterator[None]:
+    """Errors of devices that are raised in it name their `owner`, such as "rank 3", if there is one."""
+    try:
+        yield
+    except (UsageError, DeviceError) as error:
+        if not owner:
+            raise
+        raise type(error)(f"{owner}: {error}") from error.__cause__
+
+
+def check_plain(x: Any) -> None:
+    """Raise UsageError unless the elements of the torch tensor `x`, of a device, are in memory that `x` has there."""
+    if not _is_plain(x):
+        raise UsageError(
+            f"a {type(x).__name__} without plain memory on {x.device} is not supported: pass a dense tensor that has "
+            "its storage, such as x.to_local() of a DTensor, and make the call outside of vmap, grad and compiled code"
+        )
+
+
+def _is_plain(x: Any) -> bool:
+    import torch
+
+    # A subclass that carries its operations out itself, such as a masked or a fake tensor, has other tensors inside.
+    # One that does not, such as a parameter, is the memory alone.
+    is_apart = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if is_apart or torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_nested or x._is_zerotensor():
+        return False
+    return x.layout is not torch.strided or not x.numel() or bool(x.untyped_storage().nbytes())
+
+
 class Devices:
     """The devices of one rank's tensors."""
 
-    def __init__(self, open_stager: Callable[[Any], Stager]) -> None:
-        """`open_stager(x)` opens the device of the tensor `x`. Raises UsageError if it cannot be used."""
+    def __init__(self, open_stager: Callable[[Any], Stager], owner: str = "") -> None:
+        """`open_stager(x)` opens the device of the tensor `x`. Raises UsageError if it cannot be used.
+
+        Errors name the `owner`, such as "rank 3", if there is one.
+        """
         self._open = open_stager
+        self._owner = owner
         self._stagers: list[Stager] = []
         self._lock = threading.Lock()
 
     def stager_of(self, x: Any) -> Stager:
         """What stages the torch tensor `x`, which is on a device. Raises UsageError if that cannot be used."""
-        with self._lock:
+        with self._lock, self.naming():
+            check_plain(x)
             for known in self._stagers:
                 if known.holds(x):
                     return known
@@ -212,7 +260,18 @@ class Devices:
 
         Raises UsageError if that cannot be used.
         """
-        return self.stager_of(_tensor_of(device))
+        with self.naming():
+            x = _tensor_of(device)
+        return self.stager_of(x)
+
+    def naming(self) -> AbstractContextManager[None]:
+        """Errors of devices that are raised in it name the owner."""
+        return naming(self._owner)
+
+    @property
+    def names(self) -> str:
+        """The names of those that are open, for errors."""
+        return ", ".join(stager.name for stager in self._stagers)
 
     async def close(self) -> None:
         """Before the memory of mirrors is unmapped."""

@@ -29,7 +29,7 @@ from asyncoll.transport.memory import arena
 from asyncoll.transport.memory import inproc as inproc_memory
 from asyncoll.transport.messages import inproc, zeromq
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
-from asyncoll.transport.messages.simulated import Crash, Network, SimulatedWorld
+from asyncoll.transport.messages.simulated import Crash, Network, SimulatedTransport, SimulatedWorld
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world.join import World
 
@@ -69,8 +69,8 @@ def run_ranks(size: int, main: Main[T], transport: str = "inproc") -> list[T]:
 
     `transport` is "inproc" (messages are passed as objects), "zmq" (real sockets) or "shm" (real sockets and real
     shared memory); "shm-mixed" is the same with ranks that use the compiled core and ranks that do without it, in turn.
-    When a rank raises, the others are cancelled and its error is raised here. A UsageError is raised
-    for a size below 1, an unknown transport, or a `main` that is not callable.
+    When a rank raises, the others are cancelled and its error is raised here; a CancelledError of its own, too. A
+    UsageError is raised for a size below 1, an unknown transport, or a `main` that is not callable.
     """
     _check(size, main)
     if transport not in _WORLDS:
@@ -105,8 +105,8 @@ def simulate(
     Virtual time advances only when all ranks wait. A rank that never waits (a root that only broadcasts) stops the
     clock. `main` must not use real time or real I/O; a rank computes by `asyncio.sleep`.
 
-    Raises the first error of a rank. Raises DeadlockError, with a list of the pending calls, when all ranks wait and no
-    timer is set.
+    Raises the first error of a rank, as `run_ranks`. Raises DeadlockError, with a list of the pending calls, when all
+    ranks wait and no timer is set.
     """
     _check(size, main)
     world = SimulatedWorld(size, network or Network(), seed)
@@ -152,7 +152,10 @@ async def _run_all(
         # An AbortedError reports an error of another rank. It may be recorded before that rank's own exception.
         found = errors or group.exceptions
         raise next((error for error in found if not isinstance(error, AbortedError)), found[0]) from None
-    return [None if task.cancelled() else task.result() for task in tasks]  # type: ignore[misc]
+    return [
+        None if task.cancelled() and _has_crashed(transport) else task.result()  # type: ignore[misc]
+        for transport, task in zip(transports, tasks, strict=True)
+    ]
 
 
 async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) -> T:
@@ -166,6 +169,10 @@ async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) ->
     except Exception:
         await asyncio.sleep(_HEARD_S)
         raise
+
+
+def _has_crashed(transport: Any) -> bool:
+    return isinstance(transport, SimulatedTransport) and transport.has_crashed
 
 
 def _crash(transport: Any, task: asyncio.Task[Any]) -> None:

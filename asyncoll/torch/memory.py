@@ -18,7 +18,7 @@ from torch import Tensor
 
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import DTYPES, Array, dtype_name, storage
-from asyncoll.tensors.registered import stager_of
+from asyncoll.tensors.registered import naming, stager_of
 from asyncoll.tensors.staged import Staged, hidden, is_hidden
 
 # The dtypes that can be reduced: their names in the library, and the numpy dtypes of their elements.
@@ -168,10 +168,9 @@ def _mirrored(x: Tensor, dtype: np.dtype[Any], *, is_read: bool) -> Block:
     stager = stager_of(x)
     _check_dense(x)
     if x.is_conj() or x.is_neg():
-        raise UsageError(
-            "a tensor of a device whose conjugate or negative is due is not supported: pass "
-            "x.resolve_conj().resolve_neg()"
-        )
+        with naming():
+            text = f"a tensor on {x.device} whose conjugate or negative is due is not supported"
+            raise UsageError(f"{text}: pass x.resolve_conj().resolve_neg()")
     staged = stager.stage(x.detach(), is_read=is_read)
     packed = torch.from_numpy(staged.mirror).view(x.dtype) if staged.mirror.size else torch.empty(0, dtype=x.dtype)
     return Block(x, packed.view(x.shape), staged.mirror.view(dtype), dtype_name(x.dtype), staged)

@@ -107,15 +107,24 @@ def compensate(g: Tensor, distance: Tensor, lambda0: float) -> None:
     if not lambda0:
         return
     correction = distance.mul_(g).mul_(g)
+    if not g.is_cpu:
+        add_on_device(g, correction, lambda0)
+        return
     norm = _norm(correction)
     if 0.0 < norm < math.inf:
         g.add_(correction.div_(norm), alpha=lambda0 * _norm(g))
 
 
+def add_on_device(g: Tensor, correction: Tensor, lambda0: float) -> None:
+    """The same without a wait for the device: the norms stay there. `correction` is overwritten."""
+    length, norm = (torch.linalg.vector_norm(x, dtype=torch.float64) for x in (g, correction))
+    step = correction.float() if correction.itemsize < 4 else correction  # else a norm would be rounded to a half
+    step.div_(norm).mul_(lambda0 * length)
+    g.add_(step.masked_fill_(~((norm > 0) & (norm < math.inf)), 0))
+
+
 def _norm(x: Tensor) -> float:
-    """|x|. On the host in single precision, which is faster, unless the squares underflow or overflow in it."""
-    if not x.is_cpu:  # one kernel, and one wait for the GPU
-        return float(torch.linalg.vector_norm(x, dtype=torch.float64))
+    """|x|, in single precision, which is faster, unless the squares underflow or overflow in it."""
     single = torch.promote_types(x.dtype, torch.float32)
     norm = math.hypot(*(float(torch.linalg.vector_norm(piece, dtype=single)) for piece in x.split(_PIECE)))
     return norm if 1e-12 < norm < math.inf else float(torch.linalg.vector_norm(x, dtype=torch.float64))

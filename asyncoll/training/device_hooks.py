@@ -9,7 +9,11 @@ joined at the end of `backward()` only.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
+import weakref
+from typing import Any
 
 import torch
 
@@ -24,15 +28,30 @@ class _Mode(threading.local):
 _mode = _Mode()
 
 
-def compute_here() -> None:
-    """From here on, `backward()` of this thread computes all gradients in this thread, and runs all hooks in it."""
+def compute_here(trainer: object) -> weakref.finalize[Any, Any]:
+    """From here on, `backward()` of this thread computes all gradients in this thread, and runs all hooks in it.
+
+    That lasts until the result is called, in this thread, or `trainer` is gone: a training that ends by an exception
+    has no other end. The last one gives this thread back the mode that it had.
+    """
     if not _mode.users:
         _mode.changed = torch.autograd.grad_mode.set_multithreading_enabled(False)
     _mode.users += 1
+    undo = weakref.finalize(trainer, _undo, threading.get_ident(), asyncio.get_running_loop())
+    undo.atexit = False
+    return undo
 
 
-def compute_as_before() -> None:
-    """Undo one `compute_here` of this thread; the last one gives this thread back the mode that it had."""
+def _undo(thread: int, loop: asyncio.AbstractEventLoop) -> None:
+    """`compute_as_before` in the thread, which `loop` runs in. The garbage collector may call it in any other."""
+    if threading.get_ident() == thread:
+        _compute_as_before()
+        return
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(_compute_as_before)
+
+
+def _compute_as_before() -> None:
     _mode.users -= 1
     if not _mode.users and _mode.changed is not None:
         _mode.changed.__exit__(None, None, None)

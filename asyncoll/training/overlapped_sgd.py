@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
-from asyncoll.training.device_hooks import GradientStreams, compute_as_before, compute_here
+from asyncoll.training.device_hooks import GradientStreams, compute_here
 from asyncoll.training.trainer import Options, Trainer, finite, is_true
 from asyncoll.training.under_way import UnderWay
 
@@ -51,7 +51,8 @@ class OverlappedSGD(Trainer):
 
     torch computes the gradients of a GPU in a thread of its own, which can make no calls. So for a model on a GPU,
     `start()` calls `torch.autograd.set_multithreading_enabled(False)` for the thread of the loop, which then computes
-    them itself; `finish()` undoes that. A bucket is copied as soon as the GPU has computed it, whatever else is queued.
+    them itself. `finish()` undoes that, or without it the end of the trainer. A bucket is copied as soon as the GPU has
+    computed it, whatever else is queued.
 
     See `Trainer` for the other arguments. Memory: the gradients, as one flat tensor.
     """
@@ -76,7 +77,7 @@ class OverlappedSGD(Trainer):
         self._bucket_of = dict(zip(reversed(self._parameters), buckets, strict=True))
         self._thread = threading.get_ident()  # of the loop: calls can only be made there
         self._streams = None if gradients.is_cpu else GradientStreams(gradients.device)
-        self._computes_here = False
+        self._compute_as_before: Callable[[], object] | None = None  # once the thread computes gradients itself
         hook = _weak(self._arrived)
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._parameters]
         self._open()
@@ -168,15 +169,13 @@ class OverlappedSGD(Trainer):
 
     async def _resume(self) -> None:
         if self._streams is not None:
-            compute_here()
-            self._computes_here = True
+            self._compute_as_before = compute_here(self)
 
     async def _finish(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        if self._computes_here:
-            compute_as_before()
-            self._computes_here = False
+        if self._compute_as_before is not None:
+            self._compute_as_before()
         if self._started:  # by a backward() without a step: its gradient is dropped, as every rank drops it
             await self._average_buckets()
             self._open()

@@ -108,8 +108,9 @@ async def connect() -> AsyncIterator[Communicator]:
 
     Entering waits for all ranks: for 300 s, ASYNCOLL_DEADLINE_S or the deadline that holds here, whichever is least.
 
-    Leaving is collective: this rank goes on serving the rounds and the calls of others until every rank leaves. Leaving
-    with an exception, CancelledError included, aborts the world: the pending and later calls of the other ranks raise
+    Leaving is collective: this rank goes on serving the rounds and the calls of others until every rank leaves. It
+    waits for the collectives that it has made, awaited or not, and raises the error of one that fails. Leaving with an
+    exception, CancelledError included, aborts the world: the pending and later calls of the other ranks raise
     AbortedError with its text as the reason.
 
     Raises:
@@ -304,13 +305,31 @@ class World:
         forks.isolate(self._loop)
 
     async def _flush(self) -> None:
-        """Wait for what no call of the program waits for. Raises DeviceError if a result has not reached its device."""
+        """Wait for what the program may not have awaited. Raises DeviceError if a result has not reached its device."""
+        if self._runner.held or not self._endpoint.departures.is_settled():
+            await self._runner.within(self._settle())
         if not self._departs:
             with contextlib.suppress(AsyncollError):  # the world has failed, which `_leave` deals with
                 for rpc in self._core.rpcs:
                     await rpc.flush()
         if self._endpoint.returns.any:
             await self._runner.within(self._return())
+
+    async def _settle(self) -> None:
+        """On the runtime's loop: wait for the collectives of this rank, which its end would overtake otherwise.
+
+        Raises the error of one that fails meanwhile: perhaps no handle of it is left.
+        """
+        await self._take_over()
+        has_failed = self._failed()
+        await self._endpoint.departures.settle()
+        if not (has_failed or self._departs):
+            self._core.member.check()
+
+    async def _take_over(self) -> None:
+        """Wait until all calls that have begun count as pending: the runtime takes them over soon."""
+        while self._runner.held:
+            await asyncio.sleep(TAKEOVER_S)
 
     async def _return(self) -> None:
         """On the runtime's loop: wait for the copies of results to devices. A failure of the world ends the wait."""
@@ -321,7 +340,10 @@ class World:
                 ends = [over, failed]
                 is_late = not (await asyncio.wait(ends, timeout=_RETURN_S, return_when=asyncio.FIRST_COMPLETED))[0]
         if is_late:
-            raise DeviceError(f"a device has not taken all results {_RETURN_S:g} s after the last call of this rank")
+            names = self._core.memory.devices.names or "a device"
+            raise DeviceError(
+                f"rank {self._endpoint.rank}: {names} has not taken all results {_RETURN_S:g} s after the last call"
+            )
         returns.check()
 
     async def _end(self, error: BaseException | None) -> None:
@@ -332,9 +354,16 @@ class World:
                 await rpc.close()
             try:
                 # Before their memory is unmapped, also if this rank is cancelled: a driver goes on with pinned pages.
-                await to_its_end(self._runner.within(self._core.memory.devices.close()))
+                await to_its_end(self._runner.within(self._close_devices()))
             finally:
                 await self._runner.within(self._let_go())
+
+    async def _close_devices(self) -> None:
+        """First the memory that ranks share, and then the devices that copy it."""
+        try:
+            await self._endpoint.end()
+        finally:
+            await self._core.memory.devices.close()
 
     async def _join(self) -> Communicator:
         try:
@@ -420,15 +449,11 @@ class World:
             await self._barrier("leaving")
 
     async def _depart(self, error: BaseException | None) -> None:
-        """Leave while the other ranks go on, once the calls of this rank are over; at once if there is an `error`."""
-        departures, failures = self._endpoint.departures, self._endpoint.failures
-        while self._runner.held:  # the runtime takes it over soon, and then it counts as pending
-            await asyncio.sleep(TAKEOVER_S)
-        if error is None:
-            await departures.settle()
-        if failures.of(WORLD) is None:
+        """Leave while the other ranks go on."""
+        await self._take_over()
+        if self._endpoint.failures.of(WORLD) is None:
             self._endpoint.depart()
-            await departures.leave_world("" if error is None else text_of(error))
+            await self._endpoint.departures.leave_world("" if error is None else text_of(error))
 
     async def _barrier(self, why: str) -> None:
         context = digest(self._group.communicator, why)

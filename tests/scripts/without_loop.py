@@ -20,6 +20,7 @@ import torch
 from raising import caught
 
 import asyncoll
+from asyncoll.testing import fake_device
 
 FILE = Path(__file__).name
 SECONDS = 60.0  # for a wait that must end
@@ -599,6 +600,19 @@ def leaves():
         assert len(ended) == len(handles)
 
 
+def unwaited():
+    """`close` waits for collectives whose handles nothing waits for."""
+    with fake_device() as device:
+        comm = asyncoll.init()
+        of_host, of_device = np.ones(100_000), device.tensor(torch.ones(1000))
+        for x in (of_host, of_device):
+            comm.allreduce(x)
+        comm.close()
+        assert (of_host == comm.size).all()
+        assert (device.values(of_device) == comm.size).all()
+        assert "asyncoll-progress" not in {thread.name for thread in threading.enumerate()}
+
+
 def ends():
     """Rank 0 ends without `close`, in the middle of the calls of the others."""
     comm = asyncoll.init()
@@ -678,7 +692,7 @@ def inside(case):
         case(comm)
 
 
-ALONE = {case.__name__: case for case in (leaves, ends, raises, closes, begins)}
+ALONE = {case.__name__: case for case in (leaves, unwaited, ends, raises, closes, begins)}
 FAILING = (dies, differs, overdue, unfetched)  # a failed world is left with its error
 
 

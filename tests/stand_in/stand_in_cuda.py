@@ -226,6 +226,18 @@ def _trace(address, is_allocated):
 
 for _name, _value in _REPLACED.items():
     setattr(torch.cuda, _name, _value)
+_resize_on_host = torch.UntypedStorage.resize_
+
+
+def _resize(storage, nbytes):
+    if storage.device.type != "cuda":
+        return _resize_on_host(storage, nbytes)
+    x = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,), (1,))
+    _native.resize_storage(x, nbytes)
+    return storage
+
+
+torch.UntypedStorage.resize_ = _resize
 torch.Tensor.record_stream = lambda self, stream: None
 if "TORCH_CUDA_SANITIZER" in os.environ:
     import atexit

@@ -524,8 +524,21 @@ int64_t new_stream()
     return next_stream++;
 }
 
+// As `x.untyped_storage().resize_(nbytes)`, which a build of torch without CUDA lacks.
+void resize_storage(const Tensor &x, int64_t nbytes)
+{
+    c10::DeviceGuard guard(x.device());
+    auto *storage = x.storage().unsafeGetStorageImpl();
+    auto resized = allocator.allocate(nbytes);
+    std::copy_n(static_cast<const char *>(storage->data()), std::min<size_t>(storage->nbytes(), nbytes),
+                static_cast<char *>(resized.get()));
+    storage->set_data_ptr_noswap(std::move(resized));
+    storage->set_nbytes(nbytes);
+}
+
 TORCH_LIBRARY(stand_in, library)
 {
+    library.def("resize_storage(Tensor x, int nbytes) -> ()", resize_storage);
     library.def("current_device() -> int", current_device);
     library.def("set_device(int device) -> ()", set_device);
     library.def("current_stream(int device) -> int", current_stream);

@@ -5,6 +5,9 @@ The receiver says with its grant that its tensor is on a device, too. Then the s
 answers. So the two ranks agree in each message anew, and a sender or a receiver in the memory of the host needs to know
 nothing of it.
 
+A message takes a place in the block of its sender once the streams of both tensors have come to their calls. So work of
+the program that stands still there, such as a call of NCCL that waits for another rank, holds up no other message.
+
 The host sees the end of each copy before it tells the other rank. The receiver writes to its own tensor only, and reads
 nothing from a rank that is lost. A call that fails does not give its place of the block back: the other rank may read
 it, or may have read it and not know of the failure.
@@ -12,6 +15,8 @@ it, or may have read it and not know of the failure.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections import deque
 
 import numpy as np
@@ -19,16 +24,17 @@ import numpy as np
 from asyncoll.algorithms.arrival import unless_failed
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.pair_memory import PairMemory
-from asyncoll.errors import ProtocolError
+from asyncoll.errors import AsyncollError, DeviceError, ProtocolError
 from asyncoll.runtime.matching import Receive
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
-from asyncoll.transport.staging import Part, Transfer, set_when_moved
+from asyncoll.transport.staging import BlockPart, Transfer, set_when_moved
 
 _BYTES = 0  # the step of the whole array, if it goes as bytes
-_WINDOWS = 1  # the step of the first window, in both directions: where it is, and the answer
+_READY = 1  # the step that the receiver grants when its stream has come to the call
+_WINDOWS = 2  # the step of the first window, in both directions: where it is, and the answer
 _READ, _REFUSED = 1, 0  # answers
 
 
@@ -65,13 +71,17 @@ class DevicePair(MessageCall):
     async def _show(self, dest: int) -> bool:
         """Show the tensor to `dest`, window by window. Returns whether it has read it; otherwise it has refused."""
         lane, memory, mark = self._lane, self._memory, self._staged.mark
+        await self._over(mark.come())
+        await lane.offer(dest, _READY)
         place, shown = await memory.place(), deque[tuple[Receive, Array]]()
         ahead = 2 if memory.is_read_by(dest) else 1  # windows that are shown at a time
         for index, start in enumerate(range(0, mark.nbytes, memory.window)):
             if len(shown) == ahead and not await self._is_read(*shown.popleft()):
                 memory.give_back(place)
                 return False
-            part = Part(lane.rank, place + index % 2 * memory.window, start, min(memory.window, mark.nbytes - start))
+            part = BlockPart(
+                lane.rank, place + index % 2 * memory.window, start, min(memory.window, mark.nbytes - start)
+            )
             await self._over(memory.exchange.write(mark, [part]))
             answer = np.empty(1, np.int64)
             shown.append((lane.post(dest, _WINDOWS + index, answer), answer))
@@ -91,7 +101,11 @@ class DevicePair(MessageCall):
         shown = lane.post(source, _WINDOWS, where)
         lane.grant(source, _WINDOWS)
         whole = lane.post(source, _BYTES, into)
-        await lane.wait_for_one(shown, whole)
+        coming = asyncio.ensure_future(self._grant_once_ready(source))
+        try:
+            await lane.wait_for_one(shown, whole)
+        finally:
+            coming.cancel()
         if shown.complete:
             if self._memory.opens(source, self._staged.opened_device):
                 await self._read(source, where)
@@ -99,16 +113,24 @@ class DevicePair(MessageCall):
             await self._answer(source, 0, _REFUSED)
         await lane.wait(whole)
 
+    async def _grant_once_ready(self, source: int) -> None:
+        """Bytes may come meanwhile. An error of the device shows in the copy that follows."""
+        try:
+            with contextlib.suppress(DeviceError):
+                await self._over(self._staged.mark.come())
+        except AsyncollError:  # of the communicator, which ends the call
+            return
+        self._lane.grant(source, _READY)
+
     async def _read(self, source: int, where: Array) -> None:
         """Copy the windows of `source` into the tensor. The first one is shown, at byte `where` of its block."""
         lane, memory, mark = self._lane, self._memory, self._staged.mark
         for index, start in enumerate(range(0, mark.nbytes, memory.window)):
             if index:
                 await lane.recv(source, _WINDOWS + index, where)
-            part = Part(source, int(where[0]), start, min(memory.window, mark.nbytes - start))
+            part = BlockPart(source, int(where[0]), start, min(memory.window, mark.nbytes - start))
             if not 0 <= part.offset <= memory.nbytes - part.nbytes:
                 raise ProtocolError(f"byte {part.offset} of a block of device memory that has {memory.nbytes}", source)
-            self._member.check()  # nothing is read from a rank that is lost
             await self._over(memory.exchange.read(mark, [part]))
             await self._answer(source, index, _READ)
         self._staged.has_result()

@@ -9,6 +9,8 @@ the block any more, and it returns.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
 from collections import deque
 
@@ -24,8 +26,10 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
-from asyncoll.transport.staging import Part, Transfer, set_when_moved
+from asyncoll.transport.staging import BlockPart, Transfer, set_when_moved
 
+_READY = 0  # the step that the reader grants when its stream has come to its tensor
+_WINDOWS = 1  # the step of the first window, in both directions: where it is, and the answer
 # Answers: read; the block cannot be read here; nobody wants the tensor, or a copy has failed.
 _READ, _REFUSED, _UNREAD = 1, 0, 2
 _END = -1  # in the place of a window
@@ -80,11 +84,15 @@ class DeviceRpc:
     async def _read(self, source: int, number: int, nbytes: int, landing: Landing | None) -> None:
         memory, where, answer = self.memory, np.empty(1, np.int64), _UNREAD if landing is None else _READ
         with self.lane(source, self.member.group.rank, number, nbytes) as lane:
-            for index, start in enumerate(self.windows(nbytes)):
-                await lane.recv(source, index, where)
+            ready = asyncio.ensure_future(self._grant_once_ready(lane, source, landing))
+            for index, start in enumerate(self.windows(nbytes), _WINDOWS):
+                try:
+                    await lane.recv(source, index, where)
+                finally:
+                    ready.cancel()
                 if where[0] == _END:
                     return
-                part = Part(source, int(where[0]), start, min(memory.window, nbytes - start))
+                part = BlockPart(source, int(where[0]), start, min(memory.window, nbytes - start))
                 if not 0 <= part.offset <= memory.nbytes - part.nbytes:
                     raise ProtocolError(
                         f"byte {part.offset} of a block of device memory that has {memory.nbytes}", source
@@ -94,7 +102,14 @@ class DeviceRpc:
                     landing.is_whole = answer == _READ and start + part.nbytes == nbytes
                 await lane.send(source, index, np.array([answer]))
 
-    async def _copy(self, part: Part, landing: Landing) -> int:
+    async def _grant_once_ready(self, lane: Lane, source: int, landing: Landing | None) -> None:
+        """The sender may give up meanwhile. An error of the device shows in the copy that follows."""
+        with contextlib.suppress(AsyncollError):  # of the communicator, which ends the wait for windows
+            if landing is not None:
+                await self.over(landing.mark.come())
+            lane.grant(source, _READY)
+
+    async def _copy(self, part: BlockPart, landing: Landing) -> int:
         """Copy a window to its tensor. Returns the answer."""
         if not self.memory.opens(part.rank, landing.device):
             return _REFUSED
@@ -133,13 +148,24 @@ class Showing:
             if not memory.offers(self._tensor.opened_device):
                 await self._say(lane, _END)
                 return False
-            place = await memory.place()
-            is_read = await self._show(lane, place)
-            await self._end(lane)
-            memory.give_back(place)
+            if await self._is_ready(lane):
+                place = await memory.place()
+                is_read = await self._show(lane, place)
+                await self._end(lane)
+                memory.give_back(place)
+            else:
+                is_read = False
+                await self._end(lane)
         if self._error is not None:
             raise self._tensor.failure(self._error)
         return is_read
+
+    async def _is_ready(self, lane: Lane) -> bool:
+        """Wait until the streams of both tensors have come to them. Returns False if the device has failed."""
+        self._error = await self._route.over(self._tensor.mark.come())
+        if self._error is None:
+            await lane.offer(self._dest, _READY)
+        return self._error is None
 
     async def _show(self, lane: Lane, place: int) -> bool:
         """Show the windows, to the last one if all goes well. Returns whether the peer has read all of them."""
@@ -148,7 +174,7 @@ class Showing:
         for index, start in enumerate(self._route.windows(nbytes)):
             if len(self._shown) == ahead and not await self._is_read(lane):
                 return False
-            part = Part(lane.rank, place + index % 2 * memory.window, start, min(memory.window, nbytes - start))
+            part = BlockPart(lane.rank, place + index % 2 * memory.window, start, min(memory.window, nbytes - start))
             if not await self._is_written(part):
                 return False
             await self._say(lane, part.offset)
@@ -157,7 +183,7 @@ class Showing:
                 return False
         return True
 
-    async def _is_written(self, part: Part) -> bool:
+    async def _is_written(self, part: BlockPart) -> bool:
         """Copy a window to the block, unless it is given up. Returns whether it is there."""
         try:
             with self._lock:
@@ -174,8 +200,8 @@ class Showing:
         index, self._begun = self._begun, self._begun + 1
         if where != _END:
             answer = np.empty(1, np.int64)
-            self._shown.append((lane.post(self._dest, index, answer), answer))
-        await lane.send(self._dest, index, np.array([where]))
+            self._shown.append((lane.post(self._dest, _WINDOWS + index, answer), answer))
+        await lane.send(self._dest, _WINDOWS + index, np.array([where]))
 
     async def _is_read(self, lane: Lane) -> bool:
         """Wait for the oldest answer."""

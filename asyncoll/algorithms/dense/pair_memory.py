@@ -5,7 +5,7 @@ that it gets from there. So two ranks agree, and no other takes part. A rank tha
 from then on, and one that cannot open another's uses them with that rank. It logs the reason, once.
 
 The block has some places of two windows. A message keeps one place from its first window to the last, so messages do
-not wait for each other's windows in a circle. One whose tensor waits for work on its stream keeps its place meanwhile.
+not wait for each other's windows in a circle. It takes the place once no work of the program is in its way.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PairMemory:
         self._least = max(staging.sizes.device, SEGMENT_BYTES)
         self._rank = staging.rank
         self._member = member
-        self._block = SharedBlock(staging, 1, self.nbytes, f"rank {member.group.ranks[staging.rank]}", _CALLS)
+        self.block = SharedBlock(staging, member, 1, self.nbytes, _CALLS)
         self._has_offered = False
         self._is_refused = False  # the block of this rank
         self._refused: set[int] = set()  # ranks that have refused that of this one, or whose block is refused here
@@ -46,24 +46,24 @@ class PairMemory:
 
     @property
     def exchange(self) -> Exchange:
-        return self._block.exchange
+        return self.block.exchange
 
     def takes(self, nbytes: int, device: Any, peer: int) -> bool:
         """Whether a message of so many bytes of `device`, to or from `peer`, may pass through blocks."""
         if nbytes <= self._least or self._is_refused or peer in self._refused:
             return False
-        return self._block.takes(device)
+        return self.block.takes(device)
 
     def offers(self, device: Any) -> bool:
         """Whether this rank can show a tensor of `device`, which it `takes`, in its block."""
         if not self._has_offered:
             self._has_offered = True
             try:
-                self._block.offer()
-                self._block.open([self._rank])
+                self.block.offer()
+                self.block.open([self._rank])
             except RefusedError as refusal:
                 self._is_refused = True
-                self._block.log(device, _CALLS, str(refusal))
+                self.block.log(device, _CALLS, str(refusal))
         return not self._is_refused
 
     def opens(self, source: int, device: Any) -> bool:
@@ -72,11 +72,11 @@ class PairMemory:
             return False
         if source not in self._read:
             try:
-                self._block.open([source])
+                self.block.open([source])
             except RefusedError as refusal:
                 self._refused.add(source)
                 sender = self._member.group.ranks[source]
-                self._block.log(device, f"in messages from rank {sender}", str(refusal))
+                self.block.log(device, f"in messages from rank {sender}", str(refusal))
                 return False
             self._read.add(source)
         return True
@@ -108,11 +108,3 @@ class PairMemory:
             if not turn.done():
                 turn.set_result(None)
                 return
-
-    def shut(self) -> None:
-        """As of `SharedBlock`."""
-        self._block.shut()
-
-    def close(self) -> None:
-        """As of `SharedBlock`."""
-        self._block.close()

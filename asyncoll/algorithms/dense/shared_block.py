@@ -1,44 +1,48 @@
 """One block of device memory of each rank of a communicator, as one rank uses them: its own, and those that it opens.
 
 A rank shows the handle of its block (`transport.staging.Exchange`) in cells of the control block. The others count
-themselves in another cell, and then open it. When a rank makes no more calls, it closes what it has opened, and
-withdraws its handle. It frees its block once nobody counts. So no rank opens a block that is freed, or has one open
-that is freed, wherever it stops:
+themselves by a bit of other cells, and then open it. When a rank makes no more calls, or the communicator has failed,
+it closes what it has opened as soon as no copy of it is under way, and withdraws its handle. When it leaves, it frees
+its block once nobody counts. So no rank opens a block that is freed, or has one open that is freed, wherever it stops:
 
-| a rank is stopped | its count | when it goes on, its call has failed, and |
+| a rank is stopped | its bit | when it goes on, its call has failed, and |
 |---|---|---|
 | before it counts | 0: the block may be freed | it finds no handle, and refuses |
 | after that, until it has closed it | 1: the block stays until the process ends | it reads what nobody writes |
+
+A process that has ended reads nothing, so its bit does not matter.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from asyncoll.algorithms.dense.staging import BLOCK_CELLS, DEVICE_CELLS, StagingArea
+from asyncoll.algorithms.dense.staging import RANKS_IN_CELL, StagingArea
 from asyncoll.errors import AsyncollError
-from asyncoll.transport.staging import HANDLE_BYTES, Exchange, RefusedError
+from asyncoll.runtime.member import Member
+from asyncoll.transport.staging import HANDLE_BYTES, Exchange, RefusedError, arrived
 
 _NO_HANDLE = bytes(HANDLE_BYTES)
+_PATIENCE_S = 5.0  # for the copies that are under way when a rank leaves the world, of this rank and of others
+_AGAIN_S = 0.002  # between two looks whether others have closed the block
 logger = logging.getLogger("asyncoll")
 
 
 class SharedBlock:
     """On the runtime's loop, but for `takes`."""
 
-    def __init__(self, staging: StagingArea, number: int, nbytes: int, name: str, calls: str) -> None:
-        """The blocks with this `number`, 0 or 1, have `nbytes` bytes.
-
-        `name` is that of this rank, and `calls` are those that use the block, for the log.
-        """
+    def __init__(self, staging: StagingArea, member: Member, number: int, nbytes: int, calls: str) -> None:
+        """The blocks with this `number`, 0 or 1, have `nbytes` bytes. `calls` are those that use them, for the log."""
         self.device: Any = None  # that of the first tensor; tensors of others use mirrors
         self._staging = staging
-        self._first = staging.device_cells + 1 + BLOCK_CELLS * number
+        self._first = staging.device_cells + 1 + staging.block_cells * number
         self._nbytes = nbytes
-        self._name = name
+        self._member = member
+        self._name = f"rank {member.group.ranks[staging.rank]}"
         self._calls = calls
         self._exchange: Exchange | None = None
         self._opened: set[int] = set()  # other ranks, whose blocks are open here
@@ -47,6 +51,8 @@ class SharedBlock:
 
     @property
     def exchange(self) -> Exchange:
+        """For the next copy. Raises the error of the communicator, after which the blocks are closed."""
+        self._member.check()
         assert self._exchange is not None
         return self._exchange
 
@@ -75,41 +81,76 @@ class SharedBlock:
 
     def open(self, ranks: Collection[int]) -> None:
         """Open the blocks of `ranks`, which have offered them. Raises RefusedError; then none of them is open."""
-        cells, others, handles = self._staging.control_block.cells, set(ranks) - {self._staging.rank}, {}
+        exchange, others, handles = self.exchange, set(ranks) - {self._staging.rank}, {}
+        cells = self._staging.control_block.cells
         with self._staging.control_block:
             for rank in ranks:
-                first = self._cell(rank) + 1
+                first = self._handle_cell(rank)
                 handles[rank] = cells[first : first + HANDLE_BYTES // 8].tobytes()
-            self._count(others, 1)
+            self._count(others, is_reader=True)
         try:
             if _NO_HANDLE in handles.values():
                 raise RefusedError("a rank has ended its calls")
-            self.exchange.open(handles)
+            exchange.open(handles)
         except RefusedError:
             with self._staging.control_block:
-                self._count(others, -1)
+                self._count(others, is_reader=False)
             raise
         self._opened |= others
 
+    def is_idle(self, wake: Callable[[], None]) -> bool:
+        """Whether no copy of this rank is under way; otherwise `wake` is called, in any thread, when one has ended."""
+        copies = [] if self._exchange is None else self._exchange.under_way()
+        for copy in copies:
+            copy.when_moved(copy.nbytes, wake)
+        return not copies
+
     def shut(self) -> None:
-        """Close the blocks of the other ranks. This rank uses them no more. Without effect the second time."""
+        """Close the blocks of the other ranks, and offer that of this one no more. This rank uses none any more.
+
+        Without effect the second time, and while a copy of this rank is under way.
+        """
+        self._close_opened()
+        if self._exchange is not None and self._is_shut:
+            with self._giving_back(), self._staging.control_block:
+                self._show(_NO_HANDLE)
+
+    def close_when_failed(self) -> None:
+        """Close the blocks of the other ranks as soon as the copies of this rank are over. No call goes on.
+
+        Ranks that have not heard of the failure may still open the block of this one.
+        """
+        if self.is_idle(lambda: self._member.post(self.close_when_failed)):
+            self._close_opened()
+
+    def _close_opened(self) -> None:
         if self._exchange is None or self._is_shut:
             return
         with self._giving_back():
             self._is_shut = self._exchange.shut()
             if self._is_shut:
                 with self._staging.control_block:
-                    self._show(_NO_HANDLE)
-                    self._count(self._opened, -1)
+                    self._count(self._opened, is_reader=False)
 
     def close(self) -> None:
         """`shut`, and free the block of this rank, unless another rank may have it open."""
         self.shut()
-        has_readers = self._staging.control_block.cells[self._cell(self._staging.rank)]
-        if self._exchange is not None and self._is_shut and not has_readers:
+        if self._exchange is not None and self._is_shut and not self._readers():
             with self._giving_back():
                 self._exchange.free()
             self._exchange = None
+
+    async def end(self) -> None:
+        """`close`, once no copy is under way: of this rank, and of others in its block. A few seconds at most."""
+        if self._exchange is None:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_PATIENCE_S):
+                await asyncio.gather(*map(arrived, self._exchange.under_way()), return_exceptions=True)
+                self.shut()
+                while self._readers():
+                    await asyncio.sleep(_AGAIN_S)
+        self.close()
 
     @contextlib.contextmanager
     def _giving_back(self) -> Iterator[None]:
@@ -122,18 +163,31 @@ class SharedBlock:
             logger.warning("%s keeps memory of its device until it ends: %s", self._name, str(refusal))
             self._exchange = None
 
-    def _count(self, owners: Collection[int], change: int) -> None:
+    def _count(self, owners: Collection[int], *, is_reader: bool) -> None:
         """Count this rank among those that have the blocks of `owners` open, or no more. Under the lock."""
         cells = self._staging.control_block.cells
-        for rank in owners:
-            cells[self._cell(rank)] += change
+        cell, bit = divmod(self._staging.rank, RANKS_IN_CELL)
+        for owner in owners:
+            first = self._cell(owner)
+            cells[first + cell] = cells[first + cell] & ~(1 << bit) | is_reader << bit
+
+    def _readers(self) -> set[int]:
+        """The ranks that may have the block of this one open, because their processes have not ended."""
+        cells, first = self._staging.control_block.cells, self._cell(self._staging.rank)
+        places = (divmod(rank, RANKS_IN_CELL) for rank in range(self._staging.size))
+        readers = {rank for rank, (cell, bit) in enumerate(places) if cells[first + cell] >> bit & 1}
+        return {rank for rank in readers if not self._member.is_gone(rank)}
 
     def _show(self, handle: bytes) -> None:
         """Show the handle of this rank's block. Under the lock."""
-        cells, first = self._staging.control_block.cells, self._cell(self._staging.rank) + 1
+        cells, first = self._staging.control_block.cells, self._handle_cell(self._staging.rank)
         for index, word in enumerate(memoryview(handle).cast("q"), first):
             cells[index] = word
 
+    def _handle_cell(self, rank: int) -> int:
+        """Where the handle of the block of `rank` is."""
+        return self._cell(rank) + self._staging.block_cells - HANDLE_BYTES // 8
+
     def _cell(self, rank: int) -> int:
-        """Where the number of ranks is that have the block of `rank` open. The cells of its handle follow."""
-        return self._first + DEVICE_CELLS * rank
+        """Where the bits of the ranks are that have the block of `rank` open."""
+        return self._first + self._staging.rank_cells * rank

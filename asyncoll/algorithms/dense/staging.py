@@ -64,8 +64,7 @@ _PAGE = 4096
 PATIENCE = 8  # to sleep and wake takes longer than the other ranks need for their last chunks
 _CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
 _NO_CALL = -1  # in place of a number, which are from 1
-BLOCK_CELLS = 1 + HANDLE_BYTES // 8  # of each rank, for one block of `shared_block`
-DEVICE_CELLS = 1 + 2 * BLOCK_CELLS  # of each rank: the state of `device_memory`, its block, and that of `pair_memory`
+RANKS_IN_CELL = 62  # whose bits are in one cell
 _NOTHING: Array = np.empty(0, np.uint8)
 
 
@@ -111,8 +110,12 @@ class StagingArea:
         self._addresses = 2 * sizes.calls * self._stride  # first of `size` cells: address of each rank's short arrays
         self._begun = self._addresses + size  # first of `size` cells: each rank's newest call, for error messages only
         first = self._begun + size
-        self.device_cells = first + PEER_CELLS * size  # the first of DEVICE_CELLS cells for each rank
-        self.control_block = arena.control_block(context, self.device_cells + DEVICE_CELLS * size)
+        # Of each rank, for one block of `shared_block`: the bits of its readers, and its handle.
+        self.block_cells = -(-size // RANKS_IN_CELL) + HANDLE_BYTES // 8
+        # Of each rank: the state of `group_memory`, the cells of its block, and those of the one of `pair_memory`.
+        self.rank_cells = 1 + 2 * self.block_cells
+        self.device_cells = first + PEER_CELLS * size  # the first of `rank_cells` for each rank
+        self.control_block = arena.control_block(context, self.device_cells + self.rank_cells * size)
         self.peers: Peers | None = None
         if arena.native is not None:
             self.peers = Peers(arena.native, self.control_block, first, size, rank)

@@ -13,7 +13,7 @@ import numpy as np
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.gossip.graphs import Graph
 from asyncoll.errors import UsageError
-from asyncoll.tensors import on_device, reductions
+from asyncoll.tensors import device_operations, reductions
 from asyncoll.tensors.operands import Operand, Resident, staged_parts
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.tensors.staged import Staged
@@ -77,7 +77,7 @@ class Push:
                 _divide(self.operand, parts)
             else:
                 tensors = self._resident.source, self.operand.source
-                self._resident.stager.queue(partial(on_device.divide, parts=parts), *tensors)
+                self._resident.stager.queue(partial(device_operations.divide, parts=parts), *tensors)
         weight, tensor = self._split(self._message)
         weight[...] = self._weight.flat
         if self._resident is None:

@@ -162,7 +162,7 @@ class Operations:
         rounds = self._known.get(spec.name)
         if rounds is None or rounds.operation is not spec or rounds.at_once is None or type(x) is not np.ndarray:
             return
-        if spec.name in self._turns or spec.name in self._joined:
+        if spec.name in self._joined:
             return
         if x.dtype == storage(spec.layout[0][0]):  # otherwise it is packed in another dtype, or in native byte order
             at_once, pending, begin = rounds.at_once, self.pending, partial(self._begin, rounds)

@@ -14,7 +14,7 @@ import numpy as np
 
 from asyncoll.algorithms.sparse import selection
 from asyncoll.algorithms.sparse.parts import Chosen, Method, Outcome, Part, Wanted
-from asyncoll.tensors import on_device, reductions
+from asyncoll.tensors import device_operations, reductions
 from asyncoll.tensors.operands import Operand, Resident, as_operand, staged_parts
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Arriving, CopiesBack, Work
@@ -115,10 +115,10 @@ class OnDevice:
         if wanted.threshold:
             self._made = [self._room("int64", 1)]
             self._least = selection.least_magnitude(wanted.threshold, self._value)
-            self._queue(partial(on_device.count, dtype=self._value.name, least=self._least))
+            self._queue(partial(device_operations.count, dtype=self._value.name, least=self._least))
         else:
             self._made = [*self._rooms(wanted.k), self._room(self._value.name, 1)]
-            self._queue(on_device.top_k)
+            self._queue(device_operations.top_k)
         self._first = staged_parts(self._made)[0]  # it knows the stream on which the program has made the call
 
     @property
@@ -138,9 +138,10 @@ class OnDevice:
         await self._all_arrived()
         if self._wanted.threshold:  # how many elements reach it is known now, and so memory for them
             assert self._back is not None, "the call has begun"
-            self._made = self._rooms(int(self._made[0].flat[0]))
-            self._queue(partial(on_device.select, least=self._least))
-            self.begin(self._back)
+            with self._first.aside():
+                self._made = self._rooms(int(self._made[0].flat[0]))
+                self._queue(partial(device_operations.select, least=self._least))
+                self.begin(self._back)
             await self._all_arrived()
 
     def join(self) -> None:
@@ -159,10 +160,10 @@ class OnDevice:
             return self._first.like(flat, flat.dtype.name, flat.shape)
 
         told = Told.of(outcome, tensor)
-        self._first.queue(on_device.clear, x.source, reads=[told.included])
+        self._first.queue(device_operations.clear, x.source, reads=[told.included])
         if dense:
             reads = [told.indices, told.values]
-            told = told._replace(dense=self._first.made(on_device.scatter, self._value.name, x.shape, reads))
+            told = told._replace(dense=self._first.made(device_operations.scatter, self._value.name, x.shape, reads))
         return told
 
     async def _all_arrived(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, build, storage
-from asyncoll.transport.staging import HANDLE_BYTES, Device, Mark, Part, RefusedError, Transfer, arrived
+from asyncoll.transport.staging import HANDLE_BYTES, BlockPart, Device, Mark, RefusedError, Transfer, arrived
 
 _COUNT = 50_000  # elements
 _PATIENCE_S = 20.0  # of a check that fails
@@ -299,7 +299,12 @@ async def _holds_up_no_other_stream(program: DeviceProgram) -> None:
             later = _tensor(program, _numbers())
             mark, late, held = _fetched(program, later)
             unread = program.device.mark(_tensor(program, _numbers()))
-            waiting = [held, unread.put(_numbers().view(np.uint8), 0), mark.queue(lambda x: x.add_(1), later)]
+            waiting = [
+                held,
+                unread.come(),
+                unread.put(_numbers().view(np.uint8), 0),
+                mark.queue(lambda x: x.add_(1), later),
+            ]
             waiting.append(idle.queue(lambda x: x.add_(1), later, after=[mark]))
         except BaseException:
             release()
@@ -322,9 +327,16 @@ async def _holds_up_no_other_stream(program: DeviceProgram) -> None:
 
 
 async def _copies_in_all_ways(program: DeviceProgram, mark: Mark, into: Array) -> None:
+    await arrived(mark.come())
     await arrived(mark.fetch(0, into))
     await arrived(mark.put(into, 0))
     await arrived(mark.queue(lambda x: x.add_(1), _tensor(program, _numbers(5)), after=[mark]))
+    with mark.aside():
+        x = _tensor(program, _numbers(5))
+        program.add(x, 1)
+        _, found, transfer = _fetched(program, x)
+    await arrived(transfer)
+    assert (found.view(np.int32) == _numbers(5) + 1).all()
 
 
 async def _makes_tensors_beside(program: DeviceProgram) -> None:
@@ -388,9 +400,9 @@ async def _shares(program: DeviceProgram, mark: Mark) -> None:
     except RefusedError:
         return
     exchange.open({0: exchange.handle})
-    await arrived(exchange.write(mark, [Part(0, 0, 0, 4096)]))
+    await arrived(exchange.write(mark, [BlockPart(0, 0, 0, 4096)]))
     await arrived(exchange.reduce(ReduceOp.SUM, "int32", 0, 4096))
-    await arrived(exchange.read(mark, [Part(0, 0, 0, 4096)]))
+    await arrived(exchange.read(mark, [BlockPart(0, 0, 0, 4096)]))
     assert exchange.shut()
     exchange.free()
 
@@ -405,10 +417,10 @@ async def _shares_memory(program: DeviceProgram) -> None:
     x = _tensor(program, _numbers(4096))
     program.add(x, 1)
     mark = program.device.mark(x)
-    await arrived(exchange.write(mark, [Part(0, 1024, 4096, 4096), Part(0, 5120, 8192, 4096)]))
+    await arrived(exchange.write(mark, [BlockPart(0, 1024, 4096, 4096), BlockPart(0, 5120, 8192, 4096)]))
     assert exchange.reduces(ReduceOp.SUM, "int32")
     await arrived(exchange.reduce(ReduceOp.SUM, "int32", 1024, 8192))
-    await arrived(exchange.read(mark, [Part(0, 1024, 0, 4096), Part(0, 5120, 4096, 4096)]))
+    await arrived(exchange.read(mark, [BlockPart(0, 1024, 0, 4096), BlockPart(0, 5120, 4096, 4096)]))
     mark.join()
     program.add(x, 1)
     expected = np.concatenate([_numbers(4096)[1024:3072], _numbers(4096)[2048:]]) + 2

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncoll.tensors.reductions import Array, ReduceOp, reducer, storage
-from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError, Transfer
+from asyncoll.transport.staging import HANDLE_BYTES, BlockPart, RefusedError, Transfer
 
 POISON = 0xA5  # every byte of memory that has no content, or not yet
 _lock = threading.Lock()
@@ -100,7 +100,7 @@ class FakeExchange:
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         return True
 
-    def write(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def write(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         return _Joint([self._write(mark, part.offset, part.start, part.nbytes) for part in parts])
 
     def _write(self, mark: Any, offset: int, start: int, nbytes: int) -> FakeTransfer:
@@ -109,7 +109,7 @@ class FakeExchange:
         move = _mover(into, mark.elements[start : start + nbytes])
         return self._carry_out("write", [], offset, into, move, (mark, start))
 
-    def read(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def read(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         return _Joint([self._read(mark, *part) for part in parts])
 
     def _read(self, mark: Any, rank: int, offset: int, start: int, nbytes: int) -> FakeTransfer:
@@ -130,9 +130,12 @@ class FakeExchange:
         others = [block for block in opened if block is not self._own]
         return self._carry_out("reduce", others, offset, into, move)
 
+    def under_way(self) -> list[FakeTransfer]:
+        return [transfer for transfer in self._transfers if not transfer.is_over]
+
     def shut(self) -> bool:
         self._device.check_share("close memory")
-        if not all(transfer.is_over for transfer in self._transfers):
+        if self.under_way():
             return False
         for block in self._opened.values():
             block.readers -= 1
@@ -158,7 +161,7 @@ class FakeExchange:
     ) -> FakeTransfer:
         """Queue `move`, which reads these bytes of `sources`, and writes to the own block unless it is a "read"."""
         transfer = self._device.queue_copy(f"exchange: {kind}", into, move, mark, writes=kind == "read")
-        self._transfers = [*(each for each in self._transfers if not each.is_over), transfer]
+        self._transfers = [*self.under_way(), transfer]
         written = [] if kind == "read" else [self._own]
         for block in (*sources, *written):
             self._use(block, _Use(offset, offset + into.nbytes, block in written, transfer))

@@ -105,6 +105,9 @@ class FakeMark:
         """Their bytes."""
         return self.memory.content[self.start : self.start + self.nbytes]
 
+    def come(self) -> FakeTransfer:
+        return self._device.come(self)
+
     def fetch(self, start: int, into: Array) -> FakeTransfer:
         return self._device.fetch(self, start, into)
 
@@ -115,6 +118,11 @@ class FakeMark:
         self, work: Callable[..., object], *writes: Any, reads: Sequence[Any] = (), after: Sequence[FakeMark] = ()
     ) -> FakeTransfer:
         return self._device.queue_after((self, *after), work, writes, reads)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        with self._device.stream(self._device.stream_after([self])):
+            yield
 
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, FakeMark]:
         with self._device.stream(self.stream):
@@ -247,9 +255,7 @@ class FakeDevice:
     def queue_after(
         self, marks: Sequence[FakeMark], work: Callable[..., object], writes: Sequence[Any], reads: Sequence[Any]
     ) -> FakeTransfer:
-        late = next((mark for mark in marks if not mark.event.is_over), marks[0])
-        with self._streams.lock, self.stream(self._lane(_IN, late)):
-            self._wait(self._stream, [operation for mark in marks for operation in (mark.event, *mark.copies)])
+        with self._streams.lock, self.stream(self.stream_after(marks)):
             written = np.empty(sum(x.nbytes for x in writes), np.uint8)
             operation = self._compute(self._in_torch(work, (*writes, *reads)), writes, reads)
             transfer = FakeTransfer(self._order, operation.ticket, written, self._streams.lock)
@@ -259,6 +265,14 @@ class FakeDevice:
 
             marks[0].copies.append(self._add(self._order.queue(self._stream), _once(end)))
             return transfer
+
+    def stream_after(self, marks: Sequence[FakeMark]) -> str:
+        """A stream of the device whose work comes after the marks and their copies."""
+        with self._streams.lock:
+            late = next((mark for mark in marks if not mark.event.is_over), marks[0])
+            channel = self._channel(_IN, late)
+            self._wait(channel, [operation for mark in marks for operation in (mark.event, *mark.copies)])
+            return channel
 
     def mark(self, x: Any) -> FakeMark:
         with self._streams.lock:
@@ -272,6 +286,13 @@ class FakeDevice:
                 memory, start = _Memory(packed), 0
                 self._use(ticket, memory, 0, packed.nbytes, writes=True)
             return FakeMark(self, x, memory, start, self._stream, self._add(ticket, steps))
+
+    def come(self, mark: FakeMark) -> FakeTransfer:
+        with self._streams.lock:
+            ticket = self._order.queue(self._channel(_IN, mark), mark.event.ticket)
+            transfer = FakeTransfer(self._order, ticket, np.empty(1, np.uint8), self._streams.lock)
+            self._add(ticket, _once(lambda: transfer.advance(0 if self._broken else 1, self._broken)), [mark.event])
+            return transfer
 
     def fetch(self, mark: FakeMark, start: int, into: Array) -> FakeTransfer:
         source = mark.elements[start : start + into.nbytes]
@@ -399,8 +420,8 @@ class FakeDevice:
         """
         with self._streams.lock:
             events = [of[0].event] if of else []
-            lane = self._lane(stream, of[0]) if of else stream
-            ticket = self._order.queue(lane, *(event.ticket for event in events))
+            channel = self._channel(stream, of[0]) if of else stream
+            ticket = self._order.queue(channel, *(event.ticket for event in events))
             transfer = FakeTransfer(self._order, ticket, other, self._streams.lock)
             failure = self._failures.get(self._count)
             self._count += 1
@@ -413,7 +434,7 @@ class FakeDevice:
                 mark.copies.append(operation)
             return transfer
 
-    def _lane(self, stream: str, mark: FakeMark) -> str:
+    def _channel(self, stream: str, mark: FakeMark) -> str:
         """Where a copy of `mark` waits: on `stream` if it has nothing to wait for, which would hold up others there."""
         return stream if mark.event.is_over else f"{stream} of {mark.stream}"
 

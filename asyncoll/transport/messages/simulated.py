@@ -161,6 +161,7 @@ class SimulatedTransport:
         self._receiver: Receiver | None = None
         self._early: list[Callable[[Receiver], None]] = []
         self._closed = False
+        self.has_crashed = False
 
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -197,6 +198,7 @@ class SimulatedTransport:
 
     def crash(self) -> None:
         """Stop at once. The peers notice it as they would notice the end of a process."""
+        self.has_crashed = True
         self._end("it crashed")
 
     def _end(self, cause: str) -> None:

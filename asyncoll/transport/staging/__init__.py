@@ -56,6 +56,9 @@ class Mark(Protocol):
     def nbytes(self) -> int:
         """The bytes of its elements, which copies see packed, in the order of a contiguous tensor."""
 
+    def come(self) -> Transfer:
+        """A transfer of one byte, which copies nothing: it is over once the device has come to the mark."""
+
     def fetch(self, start: int, into: Array) -> Transfer:
         """Copy the bytes of the tensor from `start` on into the flat uint8 array `into`.
 
@@ -79,6 +82,12 @@ class Mark(Protocol):
         comes after it. Returns a transfer of the bytes of `writes`, whose end is that of the work.
         """
 
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        """Makes a stream of the device the current one of this thread, for work that belongs to the mark.
+
+        That comes after the mark and all its copies, and does not wait for what the program queues later.
+        """
+
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[Any, Mark]:
         """A new contiguous tensor with undefined content, as if the program had made it where it was in `Device.mark`.
 
@@ -97,7 +106,7 @@ class RefusedError(Exception):
     """Why ranks cannot read each other's memory of a device."""
 
 
-class Part(NamedTuple):
+class BlockPart(NamedTuple):
     """`nbytes` bytes of the block of `rank`, from `offset` on, and of a tensor, from `start` on."""
 
     rank: int
@@ -130,10 +139,10 @@ class Exchange(Protocol):
     def reduces(self, op: ReduceOp, dtype: str) -> bool:
         """Whether `reduce` gives the bits of the host."""
 
-    def write(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def write(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         """Copy parts of a tensor into the block of this rank. `mark` is a `Mark` of the device."""
 
-    def read(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def read(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         """Copy parts of blocks into a tensor.
 
         The host has seen the end of all copies of the bytes that it overwrites.
@@ -141,6 +150,9 @@ class Exchange(Protocol):
 
     def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> Transfer:
         """Reduce these bytes of all open blocks, in the order of ranks, into those of this rank's block."""
+
+    def under_way(self) -> Sequence[Transfer]:
+        """The copies and reductions of this rank that are not over."""
 
     def shut(self) -> bool:
         """Use the blocks of the other ranks no more. Returns False, and does nothing, if copies are under way.
@@ -221,6 +233,8 @@ async def arrived(transfer: Transfer, nbytes: int | None = None) -> None:
     Cancellation ends the wait, and the copy goes on.
     """
     wanted = transfer.nbytes if nbytes is None else nbytes
+    if transfer.moved >= wanted:
+        return
     ended = asyncio.get_running_loop().create_future()
     set_when_moved(transfer, wanted, ended)
     await ended

@@ -48,6 +48,9 @@ class CudaMark:
         self.is_changed = False  # by a copy
         self._unpacked: torch.cuda.Event | None = None
 
+    def come(self) -> Landing:
+        return self._device.queue_shared(1, _do_nothing, self)
+
     def fetch(self, start: int, into: Array) -> Landing:
         return self._device.copy_to_host(self, start, into)
 
@@ -72,6 +75,9 @@ class CudaMark:
     ) -> Landing:
         return self._device.queue_after((self, *after), work, writes, reads)
 
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        return _on(self._device.stream_after([self]))
+
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, CudaMark]:
         with _on(self.stream):  # else its memory would be reused in the order of another stream
             x = self._device.empty(dtype, shape)
@@ -95,7 +101,7 @@ class CudaMark:
             stream.wait_event(self._unpacked)
 
 
-class _Lane(NamedTuple):
+class _Channel(NamedTuple):
     """A stream of copies, and the thread that waits for their ends, in order."""
 
     stream: torch.cuda.Stream
@@ -109,9 +115,9 @@ class CudaDevice:
     has no pinned memory, is copied to or from pinned memory of torch's: by the caller in `put`, and by the thread that
     sees the end in `fetch`.
 
-    What waits for the program's work must hold up nothing else. So there is a lane for each stream of the program, and
-    copies of its marks wait there, in the order of that stream. Copies that have nothing to wait for, because the host
-    has seen an end of another copy of the mark, are on free lanes.
+    What waits for the program's work must hold up nothing else. So there is a channel for each stream of the program,
+    and copies of its marks wait there, in the order of that stream. Copies that have nothing to wait for, because the
+    host has seen an end of another copy of the mark, are on free channels.
     """
 
     def __init__(self, index: int) -> None:
@@ -127,10 +133,11 @@ class CudaDevice:
         self._owned: set[int] = set()  # addresses of those that are memory of torch's
         self.refusal = ""  # why the driver has last refused to pin memory
         watcher = self._watcher()
-        self._out, self._in, self._shared = (_Lane(stream, watcher) for stream in streams)
+        self._out, self._in, self._shared = (_Channel(stream, watcher) for stream in streams)
         self._watchers = [watcher]
-        self._lanes: dict[torch.cuda.Stream, _Lane] = {}  # by stream of the program; torch has at most 32 of a priority
-        self._lock = threading.Lock()  # of the lanes
+        # By stream of the program, of which torch has at most 32 of a priority; and of work that is `aside`.
+        self._channels: dict[torch.cuda.Stream, _Channel] = {self._in.stream: self._in}
+        self._lock = threading.Lock()  # of the channels
 
     def holds(self, x: Any) -> bool:
         return bool(x.device == self.place)
@@ -190,7 +197,7 @@ class CudaDevice:
     @refusing()
     def share(self, nbytes: int) -> CudaExchange:
         runtime = loaded_runtime()
-        return CudaExchange(Gpu(self.place.index, self._queue_shared), runtime, nbytes)
+        return CudaExchange(Gpu(self.place.index, self.queue_shared), runtime, nbytes)
 
     def close(self) -> bool:
         for watcher in self._watchers:
@@ -208,20 +215,22 @@ class CudaDevice:
     ) -> Landing:
         """`mark.queue(work, *writes, reads=reads, after=others)` of the first mark."""
         mark, transfer = marks[0], Landing(sum(x.nbytes for x in writes))
-        lane = self._lane(next((each for each in marks if not each.has_come), mark), self._in)
-        for event in (event for each in marks for event in each.events()):
-            lane.stream.wait_event(event)
-        with _on(lane.stream):
+        channel = self._channel_after(marks)
+        with _on(channel.stream):
             _carry_out(work, writes, reads)
-        self._watch(lane, mark, partial(transfer.advance, transfer.nbytes), transfer, writes, reads)
+        self._watch(channel, mark, partial(transfer.advance, transfer.nbytes), transfer, writes, reads)
         return transfer
+
+    def stream_after(self, marks: Sequence[CudaMark]) -> torch.cuda.Stream:
+        """A stream of the device whose work comes after the marks and their copies."""
+        return self._channel_after(marks).stream
 
     def copy_to_host(self, mark: CudaMark, start: int, into: Array) -> Landing:
         """`mark.fetch(start, into)`."""
 
         def copy(first: int, last: int, is_pinned: bool) -> Callable[[], None]:
             host, content = into[first:last], mark.content[start + first : start + last]
-            target = torch.from_numpy(host) if is_pinned else _pinned(last - first)
+            target = torch.from_numpy(host) if is_pinned else self._bounce(last - first)
             target.copy_(content, non_blocking=True)
 
             def landed() -> None:
@@ -242,7 +251,7 @@ class CudaDevice:
             if is_pinned:
                 staged = torch.from_numpy(host)
             else:
-                staged = _pinned(last - first)
+                staged = self._bounce(last - first)
                 staged.numpy()[:] = host
             content.copy_(staged, non_blocking=True)
             return lambda: transfer.advance(last)
@@ -255,50 +264,69 @@ class CudaDevice:
         transfer: Landing,
         mark: CudaMark,
         host: Array,
-        free: _Lane,
+        free: _Channel,
         copy: Callable[[int, int, bool], Callable[[], None]],
     ) -> Landing:
         """Queue the parts of a transfer by `copy`, which returns what is to be done once the part has landed."""
         try:
-            lane = self._lane(mark, free)
-            lane.stream.wait_event(mark.ready)
+            channel = self._channel(mark, free)
+            channel.stream.wait_event(mark.ready)
             for first, last, is_pinned in self._pins.pieces(address_of(host), host.nbytes, _CHUNK):
-                with torch.inference_mode(), _on(lane.stream):
+                with torch.inference_mode(), _on(channel.stream):
                     landed = copy(first, last, is_pinned)
-                self._watch(lane, mark, landed, transfer, host)
+                self._watch(channel, mark, landed, transfer, host)
         except Exception as error:
             transfer.fail(error)
         return transfer
 
-    def _queue_shared(self, nbytes: int, work: Callable[[], None], mark: CudaMark | None) -> Landing:
+    def _bounce(self, nbytes: int) -> torch.Tensor:
+        """Pinned memory of torch's, through which memory that is not pinned is copied."""
+        try:
+            return _pinned(nbytes)
+        except RuntimeError as error:
+            raise DeviceError(
+                f"{self.name} has no pinned memory, which copies need, neither of ours "
+                f"({self.refusal or 'not tried'}) nor of torch's ({describe(error)}): free memory of the host, or "
+                "allow this process more of it (ulimit, containers), or pass x.cpu()"
+            ) from error
+
+    def queue_shared(self, nbytes: int, work: Callable[[], None], mark: CudaMark | None) -> Landing:
         """Queue `work` on blocks of device memory that ranks share: that of `ipc.Gpu`."""
         transfer = Landing(nbytes)
         try:
-            lane = self._lane(mark, self._shared)
+            channel = self._channel(mark, self._shared)
             if mark is not None:
-                lane.stream.wait_event(mark.ready)
+                channel.stream.wait_event(mark.ready)
             try:
-                with torch.inference_mode(), _on(lane.stream):
+                with torch.inference_mode(), _on(channel.stream):
                     work()
             except Exception as error:  # before the watch, which sees the end of what was queued before it
                 transfer.fail(error)
-            self._watch(lane, mark, partial(transfer.advance, nbytes), transfer)
+            self._watch(channel, mark, partial(transfer.advance, nbytes), transfer)
         except Exception as error:
             transfer.fail(error)
         return transfer
 
-    # -- lanes --------------------------------------------------------------------------------------
+    # -- channels --------------------------------------------------------------------------------------
 
-    def _lane(self, mark: CudaMark | None, free: _Lane) -> _Lane:
+    def _channel(self, mark: CudaMark | None, free: _Channel) -> _Channel:
         """Where a copy of `mark` waits for its end: `free` if it has nothing else to wait for."""
         if mark is None or mark.has_come:
             return free
         with self._lock:
-            lane = self._lanes.get(mark.stream)
-            if lane is None:
-                lane = self._lanes[mark.stream] = _Lane(self._stream(), self._watcher())
-                self._watchers.append(lane.watcher)
-            return lane
+            channel = self._channels.get(mark.stream)
+            if channel is None:
+                channel = _Channel(self._stream(), self._watcher())
+                self._channels[mark.stream] = self._channels[channel.stream] = channel
+                self._watchers.append(channel.watcher)
+            return channel
+
+    def _channel_after(self, marks: Sequence[CudaMark]) -> _Channel:
+        """Where what comes after the marks and their copies waits."""
+        channel = self._channel(next((each for each in marks if not each.has_come), marks[0]), self._in)
+        for event in (event for each in marks for event in each.events()):
+            channel.stream.wait_event(event)
+        return channel
 
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self.place, priority=_URGENT)
@@ -313,13 +341,13 @@ class CudaDevice:
             yield
 
     def _watch(
-        self, lane: _Lane, mark: CudaMark | None, landed: Callable[[], None], transfer: Landing, *kept: object
+        self, channel: _Channel, mark: CudaMark | None, landed: Callable[[], None], transfer: Landing, *kept: object
     ) -> None:
-        """Call `landed` once what is queued on the lane has ended. Until then `mark` and `kept` live."""
-        end = _recorded(lane.stream, is_awaited=True)
+        """Call `landed` once what is queued on the channel has ended. Until then `mark` and `kept` live."""
+        end = _recorded(channel.stream, is_awaited=True)
         if mark is not None:
-            mark.copied(lane.stream, end)
-        lane.watcher.watch(end, partial(_land, landed, mark, *kept), transfer.fail)
+            mark.copied(channel.stream, end)
+        channel.watcher.watch(end, partial(_land, landed, mark, *kept), transfer.fail)
 
     # -- pinning ------------------------------------------------------------------------------------
 
@@ -362,7 +390,7 @@ def open_device(index: int) -> CudaDevice:
     if not torch.cuda.is_available():
         raise UsageError(
             f"{name}, but torch {torch.__version__} finds no device of CUDA: use a build of torch with CUDA on a host "
-            "whose nvidia-smi shows a GPU, or pass x.cpu()"
+            "whose nvidia-smi shows a GPU, or tensors of the CPU"
         )
     if index >= torch.cuda.device_count():
         raise UsageError(
@@ -392,6 +420,9 @@ def _recorded(stream: torch.cuda.Stream, *, is_awaited: bool = False) -> torch.c
 def _pinned(nbytes: int) -> torch.Tensor:
     """Pinned memory of torch's, which torch does not reuse before the copies of it are over."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _do_nothing() -> None: ...
 
 
 def _carry_out(work: Callable[..., object], writes: Sequence[torch.Tensor], reads: Sequence[torch.Tensor]) -> None:

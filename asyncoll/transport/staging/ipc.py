@@ -26,7 +26,7 @@ import torch
 
 from asyncoll.errors import describe
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.transport.staging import HANDLE_BYTES, Part, RefusedError, Transfer
+from asyncoll.transport.staging import HANDLE_BYTES, BlockPart, RefusedError, Transfer
 
 _HANDLE = struct.Struct("=64s16sQ8s")  # the handle of CUDA IPC, the UUID of the GPU, the bytes of the block, a nonce
 _NONCE_BYTES = 8  # CUDA does not say that handles differ between processes, for instance of different PID namespaces
@@ -168,7 +168,8 @@ def relaxed() -> Iterator[None]:
     try:
         yield
     finally:
-        runtime.exchange_capture_mode(before)
+        with contextlib.suppress(RefusedError):  # the device is broken, which copies tell
+            runtime.exchange_capture_mode(before)
 
 
 Queue = Callable[[int, Callable[[], None], Any], Transfer]
@@ -270,14 +271,14 @@ class CudaExchange:
             return op is ReduceOp.SUM
         return not (dtype in ("uint16", "uint32", "uint64") and op in (ReduceOp.MIN, ReduceOp.MAX))  # torch has none
 
-    def write(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def write(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         def copy() -> None:
             for into, source in self._places(mark, parts):
                 into.copy_(source, non_blocking=True)
 
         return self._queue(sum(part.nbytes for part in parts), copy, mark)
 
-    def read(self, mark: Any, parts: Sequence[Part]) -> Transfer:
+    def read(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         def copy() -> None:
             for source, into in self._places(mark, parts):
                 into.copy_(source, non_blocking=True)
@@ -285,7 +286,7 @@ class CudaExchange:
         mark.is_changed = True
         return self._queue(sum(part.nbytes for part in parts), copy, mark)
 
-    def _places(self, mark: Any, parts: Sequence[Part]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def _places(self, mark: Any, parts: Sequence[BlockPart]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The bytes of the block, and of the tensor, of each part."""
         for rank, offset, start, nbytes in parts:
             yield self._blocks[rank][offset : offset + nbytes], mark.content[start : start + nbytes]
@@ -295,9 +296,12 @@ class CudaExchange:
         into = self._own[offset : offset + nbytes]
         return self._queue(nbytes, lambda: reduce_on_device(into, parts, op, dtype))
 
+    def under_way(self) -> list[Transfer]:
+        return [each for each in self._transfers if each.moved < each.nbytes and each.error is None]
+
     @refusing()
     def shut(self) -> bool:
-        if not all(transfer.moved == transfer.nbytes or transfer.error for transfer in self._transfers):
+        if self.under_way():
             return False
         self._blocks = {}
         return True
@@ -324,8 +328,7 @@ class CudaExchange:
 
     def _queue(self, nbytes: int, work: Callable[[], None], mark: Any = None) -> Transfer:
         transfer = self._gpu.queue(nbytes, work, mark)
-        under_way = [each for each in self._transfers if each.moved < each.nbytes and each.error is None]
-        self._transfers = [*under_way, transfer]
+        self._transfers = [*self.under_way(), transfer]
         return transfer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple, Protocol
 
 
@@ -70,7 +70,7 @@ class Watcher:
         self._thread.start()
 
     def watch(self, event: Event, landed: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
-        """Call `landed` once the event has come, or `failed` if the device or `landed` fails; in the thread."""
+        """In the thread: call `landed` once the event has come, or `failed` if the device, `inside` or that fails."""
         self._watched.put(_Watched(event, landed, failed))
 
     def end(self) -> None:
@@ -83,11 +83,22 @@ class Watcher:
         return not self._thread.is_alive()
 
     def _watch(self) -> None:
-        with self._inside:
-            while (watched := self._watched.get()) is not None:
-                try:
-                    watched.event.synchronize()
-                    watched.landed()
-                except BaseException as error:
-                    watched.failed(error)
-                del watched  # and what it keeps alive, before this thread waits for the next one
+        broken: BaseException | None = None
+        with ExitStack() as entered:
+            try:
+                entered.enter_context(self._inside)
+            except BaseException as error:
+                broken = error
+            self._see_events(broken)
+
+    def _see_events(self, broken: BaseException | None) -> None:
+        """Until the end. `broken` is why the thread is not in `inside`: then all that is watched fails."""
+        while (watched := self._watched.get()) is not None:
+            try:
+                watched.event.synchronize()  # also then: until now the device uses the memory
+                if broken is not None:
+                    raise broken
+                watched.landed()
+            except BaseException as error:
+                watched.failed(error)
+            del watched  # and what it keeps alive, before this thread waits for the next one

@@ -41,12 +41,14 @@ class Mirror:
         self.is_deferred = self._may_share = False
         self._returned = 0  # the bytes that have been put
         self._rooms: set[int] = set()  # addresses of what `room` has given
-        self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize)
+        self.mirror: Array = stager.pool.empty(x.numel() * x.itemsize, is_copied=False)
 
     def begin(self, back: CopiesBack) -> None:
         self._back = back
         with self._stager.failing():
             self._marks.append(self.opened_device.mark(self._x))
+        if not self._may_share:  # here, because to pin memory takes long, and other threads must not wait for it
+            self._stager.pool.pin(self.mirror)
         if not self.is_deferred:
             self.fetch()
 
@@ -63,6 +65,7 @@ class Mirror:
 
     def fetch(self) -> None:
         if self._is_read:
+            self._stager.pool.pin(self.mirror)
             self._fetched = self._stager.under_way(self.mark.fetch(0, self.mirror))
 
     async def arrived(self) -> None:
@@ -93,6 +96,7 @@ class Mirror:
     def put(self, nbytes: int | None = None) -> None:
         start, self._returned = self._returned, self.mirror.nbytes if nbytes is None else nbytes
         if start < self._returned:
+            self._stager.pool.pin(self.mirror)
             self._put(self.mirror[start : self._returned], self.mark, start)
 
     def result(self, nbytes: int) -> Mark:
@@ -141,6 +145,10 @@ class Mirror:
             transfer = self.mark.queue(work, *writes, reads=reads, after=self._marks)
         self._tell_end(transfer)
 
+    def aside(self) -> contextlib.AbstractContextManager[None]:
+        with self._stager.failing():
+            return self.mark.aside()
+
     def made(self, work: Work, dtype: str, shape: tuple[int, ...], reads: Sequence[Any]) -> Any:
         with self._stager.failing():
             x, mark = self.mark.like(dtype, shape)
@@ -182,9 +190,14 @@ class Mirror:
 class DeviceStager:
     """Implements `tensors.staged.Stager`."""
 
-    def __init__(self, device: Device, pages: Callable[[int], Array], *, owns: bool = False) -> None:
-        """Mirrors are in memory of `pages`. The device closes with this if this `owns` it."""
+    def __init__(self, device: Device, pages: Callable[[int], Array], owner: str = "", *, owns: bool = False) -> None:
+        """Mirrors are in memory of `pages`. The device closes with this if this `owns` it.
+
+        Errors name the `owner`, such as "rank 3".
+        """
         self.device = device
+        self.name = device.name
+        self._owner = owner
         self.pool = Pool(device, pages)
         self._owns = owns
         self._under_way: set[Transfer] = set()
@@ -225,25 +238,31 @@ class DeviceStager:
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """Raise the errors of the device as DeviceError."""
-        try:
-            yield
-        except (UsageError, DeviceError):
-            raise
-        except Exception as error:
-            raise self.failure(error) from error
+        with staged.naming(self._owner):
+            try:
+                yield
+            except (UsageError, DeviceError):
+                raise
+            except Exception as error:
+                raise DeviceError(self._failure(error)) from error
 
     def failure(self, error: BaseException) -> DeviceError:
-        return DeviceError(f"{self.device.name} has failed: {describe(error)}")
+        owner = f"{self._owner}: " if self._owner else ""
+        return DeviceError(owner + self._failure(error))
+
+    def _failure(self, error: BaseException) -> str:
+        return str(error) if isinstance(error, DeviceError) else f"{self.name} has failed: {describe(error)}"
 
     async def close(self) -> None:
         must_end = self._owns or self.pool.is_pinned
         if (must_end and not await self._settled()) or (self._owns and not self.device.close()):
             _stuck.append(self)
             logger.error(
-                "%s has not ended its work %g s after its rank has left the world: their memory stays pinned until "
-                "this process ends",
-                self.device.name,
+                "%s has not ended its work %g s after %s has left the world: their memory stays pinned until this "
+                "process ends",
+                self.name,
                 _PATIENCE_S,
+                self._owner or "its rank",
             )
             return
         self.pool.close()

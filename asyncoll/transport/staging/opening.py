@@ -11,22 +11,22 @@ from asyncoll.tensors.staged import Stager, hidden
 from asyncoll.transport.staging import Device
 
 
-def open_stager(x: Any, pages: Callable[[int], Array]) -> Stager:
+def open_stager(x: Any, pages: Callable[[int], Array], owner: str) -> Stager:
     """What stages the tensors of the device of `x`, for one rank. Mirrors are in the memory that `pages(nbytes)` gives.
 
-    Raises UsageError if the device cannot be used.
+    `owner` names the rank in errors. Raises UsageError if the device cannot be used.
     """
     from asyncoll.transport.staging.mirrors import DeviceStager
 
     for known in hidden:
         if known.holds(x):
-            return DeviceStager(cast(Device, known), pages)  # `staging` has put it there
-    return DeviceStager(_opened(x), pages, owns=True)
+            return DeviceStager(cast(Device, known), pages, owner)  # `staging` has put it there
+    return DeviceStager(_opened(x), pages, owner, owns=True)
 
 
 def _opened(x: Any) -> Device:
     if x.device.type != "cuda":
-        raise UsageError(f"a tensor on {x.device} is not supported: pass x.cpu(), and copy the result back")
+        raise UsageError(f"tensors on {x.device} are not supported: use those of the CPU or of CUDA")
     from asyncoll.transport.staging.cuda import open_device
 
     return open_device(x.device.index)

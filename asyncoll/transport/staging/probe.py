@@ -12,7 +12,7 @@ import sys
 import torch
 
 from asyncoll.errors import describe
-from asyncoll.transport.staging import Device, Part, RefusedError, arrived
+from asyncoll.transport.staging import BlockPart, Device, RefusedError, arrived
 from asyncoll.transport.staging.cuda import CudaDevice
 
 _NBYTES = 1 << 12
@@ -24,7 +24,7 @@ def why_not_shared(device: Device, index: int) -> str:
     try:
         exchange = device.share(_NBYTES)
         exchange.open({0: exchange.handle})
-        asyncio.run(arrived(exchange.write(device.mark(_pattern(index)), [Part(0, 0, 0, _NBYTES)])))
+        asyncio.run(arrived(exchange.write(device.mark(_pattern(index)), [BlockPart(0, 0, 0, _NBYTES)])))
         command = [sys.executable, "-m", __name__, str(index), exchange.handle.hex()]
         other = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
         exchange.shut()
@@ -49,7 +49,7 @@ def _read(index: int, handle: bytes) -> str:
         return str(refusal)
     x = torch.zeros(_NBYTES, dtype=torch.uint8, device=device.place)
     mark = device.mark(x)
-    asyncio.run(arrived(exchange.read(mark, [Part(1, 0, 0, _NBYTES)])))
+    asyncio.run(arrived(exchange.read(mark, [BlockPart(1, 0, 0, _NBYTES)])))
     mark.join()
     return "" if torch.equal(x, _pattern(index)) else "another process reads other bytes than were written"
 

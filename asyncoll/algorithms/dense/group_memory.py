@@ -11,26 +11,26 @@ from typing import Any
 
 from asyncoll.algorithms.dense.pieces import ALIGNED
 from asyncoll.algorithms.dense.shared_block import SharedBlock
-from asyncoll.algorithms.dense.staging import DEVICE_CELLS, Rendezvous, StagingArea
+from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
+from asyncoll.runtime.member import Member
 from asyncoll.transport.staging import Exchange, RefusedError
 
 _OFFERS, _READS, _REFUSES = 1, 2, -1  # the state of a rank, in its cell
 _CALLS = "at all ranks"
 
 
-class DeviceMemory:
+class GroupMemory:
     """The blocks of the ranks of a communicator, as seen by one of them. On the runtime's loop."""
 
-    def __init__(self, staging: StagingArea, name: str) -> None:
-        """`name` is that of this rank, for the log."""
+    def __init__(self, staging: StagingArea, member: Member) -> None:
         self._staging = staging
         self.window = max(staging.sizes.device_window, ALIGNED * staging.size)  # bytes; room for a piece of each rank
-        self._block = SharedBlock(staging, 0, 2 * staging.sizes.calls * self.window, name, _CALLS)
+        self.block = SharedBlock(staging, member, 0, 2 * staging.sizes.calls * self.window, _CALLS)
         self._has_agreed = False
 
     @property
     def exchange(self) -> Exchange:
-        return self._block.exchange
+        return self.block.exchange
 
     def offset(self, turn: int) -> int:
         """Where the bytes that are shown at record `turn` begin, in each block."""
@@ -44,13 +44,13 @@ class DeviceMemory:
     def offers(self, device: Any) -> bool:
         """Whether this rank can show a tensor of `device` in a block."""
         if self.is_refused:
-            self.close()  # what can be given back now, as other ranks have closed it
+            self.block.close()  # what can be given back now, as other ranks have closed it
             return False
-        if not self._block.takes(device):
+        if not self.block.takes(device):
             return False
         if self._states()[self._staging.rank] == 0:
             try:
-                self._block.offer()
+                self.block.offer()
             except RefusedError as refusal:
                 self._refuse(refusal)
                 return False
@@ -61,7 +61,7 @@ class DeviceMemory:
         """Whether all ranks read all blocks. All have offered theirs, and have arrived at `rendezvous`."""
         if self._states()[self._staging.rank] == _OFFERS:
             try:
-                self._block.open(range(self._staging.size))
+                self.block.open(range(self._staging.size))
             except RefusedError as refusal:
                 self._refuse(refusal)
             else:
@@ -72,28 +72,20 @@ class DeviceMemory:
             self._has_agreed = set(self._states()) == {_READS}
         return self._has_agreed
 
-    def shut(self) -> None:
-        """As of `SharedBlock`."""
-        self._block.shut()
-
-    def close(self) -> None:
-        """As of `SharedBlock`."""
-        self._block.close()
-
     def _refuse(self, refusal: RefusedError) -> None:
         is_first = self._note(_REFUSES)
         if is_first:
-            self._block.log(self._block.device, _CALLS, str(refusal))
+            self.block.log(self.block.device, _CALLS, str(refusal))
 
     def _note(self, state: int) -> bool:
         """Show the state of this rank. Returns whether no rank has refused before."""
         with self._staging.control_block as control_block:
             has_refused = self.is_refused
-            control_block.cells[self._staging.device_cells + DEVICE_CELLS * self._staging.rank] = state
+            control_block.cells[self._staging.device_cells + self._staging.rank_cells * self._staging.rank] = state
         return not has_refused
 
     def _states(self) -> list[int]:
-        first, size = self._staging.device_cells, self._staging.size
+        first, each = self._staging.device_cells, self._staging.rank_cells
         cells = self._staging.control_block.cells
-        states: list[int] = cells[first : first + DEVICE_CELLS * size : DEVICE_CELLS].tolist()
+        states: list[int] = cells[first : first + each * self._staging.size : each].tolist()
         return states

@@ -1,6 +1,6 @@
 """The dense collectives of one call whose tensors are all on devices, and whose ranks read each other's device memory.
 
-Tensors pass in windows, as in memory of the host: a rank shows a window in its block (`DeviceMemory`), at the place of
+Tensors pass in windows, as in memory of the host: a rank shows a window in its block (`GroupMemory`), at the place of
 the rendezvous's record, and the others read it there. So a window is overwritten once all ranks have left its
 rendezvous. Two windows are under way at a time: a rank copies the next one in before it reduces the one before.
 
@@ -18,23 +18,22 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from asyncoll.algorithms.dense.device_memory import DeviceMemory
+from asyncoll.algorithms.dense.group_memory import GroupMemory
 from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.pieces import ALIGNED, share
 from asyncoll.algorithms.dense.staging import Rendezvous
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import Turn, turn_of
-from asyncoll.transport.staging import Mark, Part, Transfer
+from asyncoll.transport.staging import BlockPart, Mark, Transfer
 
 
-class OnDevice:
+class DeviceCollectives:
     """The collectives of `call`, of one tensor at each rank."""
 
-    def __init__(self, call: SharedCall, memory: DeviceMemory, staged: Staged) -> None:
+    def __init__(self, call: SharedCall, memory: GroupMemory, staged: Staged) -> None:
         self._call = call
         self._memory = memory
-        self._exchange = memory.exchange
         self._staged = staged
         self._total: int = staged.mark.nbytes
         self._window = memory.window
@@ -108,7 +107,7 @@ class OnDevice:
         rendezvous, nbytes = await self._call.come(), self._nbytes(start)
         self._call.traffic.sent(nbytes)
         part = self._part(rendezvous, self._call.rank, 0, nbytes, start)
-        return rendezvous, self._exchange.write(self._staged.mark, [part])
+        return rendezvous, self._memory.exchange.write(self._staged.mark, [part])
 
     def _deal(
         self, rendezvous: Rendezvous, chunks: Sequence[int], pieces: Sequence[int], start: int, apart: int
@@ -119,24 +118,24 @@ class OnDevice:
             parts.append(self._part(rendezvous, me, rank * apart, rank * apart + nbytes, begin + start))
             begin += chunks[rank]
         self._call.traffic.sent(sum(pieces) - pieces[me])
-        return self._exchange.write(self._staged.mark, [part for part in parts if part.nbytes])
+        return self._memory.exchange.write(self._staged.mark, [part for part in parts if part.nbytes])
 
     async def _reduce(self, rendezvous: Rendezvous, op: ReduceOp, dtype: str, part: tuple[int, int]) -> None:
         """Reduce a part of the window of all ranks into that of this rank, whose part is read by no other rank yet."""
         first, last = part
         if first < last:
             offset = self._memory.offset(rendezvous.turn) + first
-            await self._over(self._exchange.reduce(op, dtype, offset, last - first))
+            await self._over(self._memory.exchange.reduce(op, dtype, offset, last - first))
             self._call.traffic.received((last - first) * (self._call.size - 1))
 
-    async def _read(self, mark: Mark, parts: Sequence[Part]) -> None:
+    async def _read(self, mark: Mark, parts: Sequence[BlockPart]) -> None:
         """Copy the parts from the blocks into the tensor."""
         self._call.traffic.received(sum(part.nbytes for part in parts if part.rank != self._call.rank))
-        await self._over(self._exchange.read(mark, [part for part in parts if part.nbytes]))
+        await self._over(self._memory.exchange.read(mark, [part for part in parts if part.nbytes]))
 
-    def _part(self, rendezvous: Rendezvous, rank: int, first: int, last: int, start: int) -> Part:
+    def _part(self, rendezvous: Rendezvous, rank: int, first: int, last: int, start: int) -> BlockPart:
         """Bytes `first` to `last` of the window that `rank` shows, and those of a tensor from `start` on."""
-        return Part(rank, self._memory.offset(rendezvous.turn) + first, start, last - first)
+        return BlockPart(rank, self._memory.offset(rendezvous.turn) + first, start, last - first)
 
     def _nbytes(self, start: int) -> int:
         """The bytes of the window from byte `start`."""

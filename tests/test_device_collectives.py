@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import asyncoll
+from asyncoll.algorithms.dense import shared_block
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, PeerLostError, UsageError
 from asyncoll.tensors.reductions import DTYPES, check_reduction
 from asyncoll.testing import Crash, FakeDevice, Network, fake_device, run_ranks, simulate
@@ -142,6 +143,28 @@ def test_a_device_for_each_rank_in_virtual_time(seed):
             await comm.barrier()
 
     simulate(2 + seed % 6, main, seed=seed, shared_memory=True)
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_tensors_that_pass_through_blocks_take_no_pinned_memory(is_refused, monkeypatch):
+    """Those of at least 1 MiB: shorter ones share what is pinned once. If a rank refuses, they are pinned then."""
+    monkeypatch.setenv("ASYNCOLL_SIZES", "device_window=1048576")
+    count = 300_001
+
+    async def main(comm):
+        x, y = (device.tensor(torch.full((count,), float(comm.rank))) for _ in range(2))
+        await comm.allreduce(x)
+        await (comm.recv(y, 0) if comm.rank else comm.send(y, 1))
+        gathered = await comm.allgather(x)
+        assert (device.values(x) == 1).all()
+        assert (device.values(y) == 0).all()
+        assert (device.values(gathered) == 1).all()
+        assert bool(device._pinned) == is_refused
+
+    with opened() as device:
+        if is_refused:
+            device.refuse("open memory")
+        run_ranks(2, main, "shm")
 
 
 # -- the agreement --------------------------------------------------------------------------------
@@ -298,8 +321,69 @@ def test_a_rank_dies_at_any_time():
     assert ends == {"over", "lost"}
 
 
-def test_memory_that_cannot_be_closed(caplog):
+@pytest.mark.usefixtures("nothing_is_shared")
+@pytest.mark.parametrize("closes", [False, True])
+def test_blocks_are_freed_after_the_copies_of_a_call_that_was_cancelled(closes):
+    """Of its rank, and of the other ones, with the world, or with the communicator."""
+    size = 3
+
+    async def main(comm, devices):
+        device, part = devices[comm.rank], await comm.split(0) if closes else comm
+        await part.allreduce(device.tensor(torch.ones(1000)))
+        if comm.rank == 1:
+            release = device.hold()
+            asyncio.get_running_loop().call_later(1, release)
+        work = asyncio.ensure_future(part.allreduce(device.tensor(torch.ones(1000))))
+        await asyncio.sleep(0.1)
+        if comm.rank == 1:
+            work.cancel()
+        with pytest.raises((asyncio.CancelledError, AbortedError)):
+            await work
+        if closes:
+            part.close()
+            await asyncio.sleep(2)
+            assert not part._core.backend._blocks[0]._exchange
+        elif comm.rank == 2:
+            await asyncio.sleep(20)  # no rank that leaves waits for it
+
+    with ExitStack() as stack:
+        devices = [stack.enter_context(opened(rank, "loop", f"fake:{rank}")) for rank in range(size)]
+        simulate(size, lambda comm: main(comm, devices), shared_memory=True)
+
+
+@pytest.mark.usefixtures("nothing_is_shared")
+@pytest.mark.parametrize("size", [2, 63])
+def test_blocks_are_freed_although_a_reader_has_died(size):
+    """The last rank."""
+
+    async def main(comm):
+        block, last = comm._core.backend._devices.block, comm.size - 1
+        block.takes(device)
+        block.offer()
+        await comm.barrier()
+        block.open([0, last])
+        await comm.barrier()
+        if comm.rank == last:
+            block.exchange.shut()  # as the system does for a process that has died
+        elif comm.rank:
+            block.shut()
+        await comm.barrier()
+        if not comm.rank:
+            assert block._readers() == {last}
+            block.close()
+            assert block._exchange is not None
+            comm._core.member.endpoint.membership.is_gone = {last}.__contains__
+            block.close()
+            assert block._exchange is None
+        await comm.barrier()
+
+    with opened() as device:
+        simulate(size, main, shared_memory=True)
+
+
+def test_memory_that_cannot_be_closed(caplog, monkeypatch):
     """It stays, and that of the others with it; the world ends all the same."""
+    monkeypatch.setattr(shared_block, "_PATIENCE_S", 0.01)
     with ExitStack() as stack:
         devices = [stack.enter_context(opened(rank, "thread", f"fake:{rank}")) for rank in range(2)]
         devices[1].refuse("close memory")
@@ -313,8 +397,9 @@ def test_memory_that_cannot_be_closed(caplog):
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_device_that_stands_still(call):
+def test_a_device_that_stands_still(call, monkeypatch):
     """The call notices a deadline, and that the communicator is aborted."""
+    monkeypatch.setattr(shared_block, "_PATIENCE_S", 0.01)
 
     async def overdue(comm):
         with asyncoll.deadline(0.1 if comm.rank == 0 else 60):
