@@ -743,6 +743,68 @@ def test_a_rank_that_stands_still_while_arguments_are_shown():
         simulate(2, lambda comm, seed=seed: main(comm, seed), network, seed, shared_memory=True)
 
 
+@pytest.mark.usefixtures("nothing_is_shared")
+def test_a_plain_function_whose_thread_has_another_stream_than_the_loop():
+    async def main(comm, device):
+        with device.stream("of the loop") if comm.rank else contextlib.nullcontext():
+            takes_on_device(comm, device)
+            await comm.barrier()
+            if comm.rank == 0:
+                for _ in range(2):  # by a mirror, and through device memory
+                    await pass_on(comm, device, 1, name="plain")
+            await comm.barrier()
+            await settled(comm)
+
+    world(["fake:0", "fake:1"], main)
+
+
+def test_a_call_is_withdrawn_after_what_it_has_shown():
+    """The news that a tensor comes is on its way for longer than the cancellation takes."""
+
+    async def main(comm):
+        with opened(0, "loop", f"fake:{comm.rank}") as device:
+            takes_on_device(comm, device)
+            await comm.barrier()
+            if comm.rank == 0:
+                await pass_on(comm, device, 1)
+                carrier = comm.rpc._exchange._carrier
+                send = carrier.send
+
+                async def delayed(*message):
+                    await asyncio.sleep(0.1)
+                    await send(*message)
+
+                carrier.send = delayed
+                call = asyncio.ensure_future(pass_on(comm, device, 1))
+                await asyncio.sleep(0.05)
+                call.cancel()
+                await asyncio.wait([call])
+                await asyncio.sleep(1)
+                assert not comm.rpc._exchange.client._pending
+                carrier.send = send
+            await comm.barrier()
+            await settled(comm)
+            assert not comm.rpc._exchange._server._arrivals
+
+    simulate(2, main, shared_memory=True)
+
+
+@pytest.mark.parametrize("name", ["at_the_host", "unknown"])
+def test_an_argument_that_a_function_does_not_want(name):
+    async def main(comm):
+        with opened(0, "loop", f"fake:{comm.rank}") as device:
+            takes_on_device(comm, device)
+            await comm.barrier()
+            if comm.rank == 0:
+                message = protocol.encode(protocol.SHOW_ARGUMENT, 7, struct.pack("<IQ", 0, 9), name=name)
+                await comm.rpc._exchange._carrier.send(1, *message)
+                assert await comm.rpc.call(1, "at_the_host", torch.ones(5)) == 5
+                assert not comm.rpc._exchange._server._arrivals
+            await comm.barrier()
+
+    simulate(2, main, shared_memory=True)
+
+
 def test_an_argument_that_is_shown_twice():
     async def main(comm):
         with opened(0, "loop", f"fake:{comm.rank}") as device:
