@@ -701,6 +701,21 @@ def test_a_rank_that_leaves_hears_of_a_collective_that_fails_and_that_nothing_aw
         call.close()
 
 
+@pytest.mark.parametrize("shared_memory", [False, True])
+def test_a_collective_that_one_rank_does_not_make_holds_up_the_end_for_a_minute(shared_memory):
+    started = []
+
+    async def main(comm):
+        part = await comm.split(0)
+        if comm.rank == 0:
+            started.append(part.allreduce(torch.ones(100_000)))
+
+    with pytest.raises(asyncoll.DeadlineError, match=r"rank 0 has left a collective .* without an await"):
+        simulate(2, main, shared_memory=shared_memory)
+    for call in started:
+        call.close()
+
+
 async def leaves_with_a_copy_under_way(comm, device):
     """The copy back to the device has not begun."""
     call = asyncio.ensure_future(comm.allreduce(device.tensor(torch.ones(1000))))

@@ -2,7 +2,7 @@
 
 A rank shows the handle of its block (`transport.staging.Exchange`) in cells of the control block. The others count
 themselves by a bit of other cells, and then open it. When a rank makes no more calls, or the communicator has failed,
-it closes what it has opened as soon as no copy of it is under way, and withdraws its handle. When it leaves, it frees
+it closes what it has opened as soon as no copy of it is under way. When it leaves, it withdraws its handle, and frees
 its block once nobody counts. So no rank opens a block that is freed, or has one open that is freed, wherever it stops:
 
 | a rank is stopped | its bit | when it goes on, its call has failed, and |
