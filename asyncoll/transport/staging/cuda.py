@@ -293,6 +293,7 @@ class CudaDevice:
     def queue_shared(self, nbytes: int, work: Callable[[], None], mark: CudaMark | None) -> Landing:
         """Queue `work` on blocks of device memory that ranks share: that of `ipc.Gpu`."""
         transfer = Landing(nbytes)
+        landed = partial(transfer.advance, nbytes)
         try:
             channel = self._channel(mark, self._shared)
             if mark is not None:
@@ -300,9 +301,9 @@ class CudaDevice:
             try:
                 with torch.inference_mode(), _on(channel.stream):
                     work()
-            except Exception as error:  # before the watch, which sees the end of what was queued before it
-                transfer.fail(error)
-            self._watch(channel, mark, partial(transfer.advance, nbytes), transfer)
+            except Exception as error:  # told once what was queued before it is over: until then it uses the blocks
+                landed = partial(transfer.fail, error)
+            self._watch(channel, mark, landed, transfer)
         except Exception as error:
             transfer.fail(error)
         return transfer
