@@ -157,7 +157,7 @@ class Client:
     async def _next_item(self, items: asyncio.Queue[Answer | None], request: Request) -> Answer | None:
         """The next item of a stream; None at its end. Raises the error of the generator, or that of the connection."""
         self.check()
-        answer = await self._in_time(items.get(), self._ends_s(), request)
+        answer = await self._in_time(items.get, self._ends_s(), request)
         if answer is None:  # put by `fail`
             self.check()
             return None
@@ -186,16 +186,15 @@ class Client:
         ends_s = self._now_s() + self._patience_s
         return ends_s if expires is None else min(expires, ends_s)
 
-    async def _in_time(self, work: Coroutine[Any, Any, R], ends_s: float, request: Request) -> R:
-        """Await `work`; raise DeadlineError at `ends_s`."""
+    async def _in_time(self, work: Callable[[], Coroutine[Any, Any, R]], ends_s: float, request: Request) -> R:
+        """Await `work()`; raise DeadlineError at `ends_s`."""
         if ends_s == math.inf:
-            return await work
+            return await work()
         seconds = ends_s - self._now_s()
         if seconds <= 0:
-            work.close()
             raise self._late(request)
         async with failure.Limit(seconds, partial(self._late, request)):
-            return await work
+            return await work()
 
     def _set_timer(self, ends_s: float) -> None:
         """Make `_expire` run at `ends_s`, or earlier."""
@@ -262,14 +261,14 @@ class Client:
         if arrays:
             nbytes += sum(array.nbytes for array in arrays)
         if not slots.take_nowait(nbytes):
-            await self._in_time(self._unless_failed(slots.take(nbytes)), ends_s, request)
+            await self._in_time(lambda: self._unless_failed(slots.take(nbytes)), ends_s, request)
             seconds = remaining_s()
         number = next(self._numbers)
         pending = self._pending[number] = _Pending(peer, name, slots, nbytes, kind, ends_s, arrivals)
         try:
             if deferred:
                 message = shown.Message(protocol.SHOW_ARGUMENT, peer, number, name)
-                arrays = await self._in_time(self._shown(message, arrays, deferred), ends_s, request)
+                arrays = await self._in_time(partial(self._shown, message, arrays, deferred), ends_s, request)
                 seconds = remaining_s()
             if kind == protocol.CALL:
                 pending.answer = self._loop.create_future()
@@ -282,7 +281,7 @@ class Client:
                 kind, number, body, arrays, name=name, number=level, seconds=seconds, is_on_device=on_device
             )
             if not self._carrier.send_nowait(peer, head, out):
-                await self._in_time(self._unless_failed(self._carrier.send(peer, head, out)), ends_s, request)
+                await self._in_time(lambda: self._unless_failed(self._carrier.send(peer, head, out)), ends_s, request)
         except BaseException as error:
             if deferred or isinstance(error, asyncio.CancelledError | DeadlineError):
                 self._give_up(number)  # the message, or an argument, may have arrived
