@@ -716,6 +716,23 @@ def test_a_collective_that_one_rank_does_not_make_holds_up_the_end_for_a_minute(
         call.close()
 
 
+@pytest.mark.parametrize("of_world", [False, True])
+def test_a_copy_back_of_a_collective_that_nothing_awaits_fails(of_world):
+    started = []
+    with fake_device() as device:
+
+        async def main(comm):
+            part = comm if of_world else await comm.split(0)
+            if comm.rank == 0:
+                device.fail_copy(1, OSError("no such bus"))  # the first fetches the tensor
+            started.append(part.allreduce(device.tensor(torch.ones(1000)) if comm.rank == 0 else torch.ones(1000)))
+
+        with pytest.raises(asyncoll.DeviceError, match="rank 0: fake:0 has failed: OSError: no such bus"):
+            run_ranks(2, main, "shm")
+        for call in started:
+            call.close()
+
+
 async def leaves_with_a_copy_under_way(comm, device):
     """The copy back to the device has not begun."""
     call = asyncio.ensure_future(comm.allreduce(device.tensor(torch.ones(1000))))

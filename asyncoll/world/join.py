@@ -456,19 +456,25 @@ class World:
         self._endpoint.depart()
         await self._core.leave(site_outside(os.path.dirname(__file__)))
         await self._settle_others()
+        if self._endpoint.returns.any:
+            await self._return()
         self._endpoint.part()
         with contextlib.suppress(PeerLostError):
             await self._barrier("leaving")
 
     async def _settle_others(self) -> None:
-        """Wait for the calls of communicators made by `split`. Those that all their ranks have made are over soon."""
+        """Wait for the calls of communicators made by `split`. Those that all their ranks have made are over soon.
+
+        Unless a device has much to do before: a minute bounds that, too.
+        """
         try:
             async with asyncio.timeout(_SETTLE_S):
                 await self._endpoint.departures.settle()
         except TimeoutError:
             raise DeadlineError(
                 f"rank {self._endpoint.rank} has left a collective of a communicator made by `split` without an await, "
-                f"and {_SETTLE_S:g} s after the last call of all ranks it is not over: another rank has not made it"
+                f"and {_SETTLE_S:g} s after the last call of all ranks it is not over: another rank has not made it, "
+                "or a device has not come to it"
             ) from None
 
     async def _depart(self, error: BaseException | None) -> None:
