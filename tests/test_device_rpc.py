@@ -385,35 +385,6 @@ def test_a_copy_of_a_window_fails(monkeypatch, stream):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_dies_at_every_passage(who):
-    ends, points = set(), 0
-
-    async def main(comm, point):
-        with opened(point, "loop", f"fake:{comm.rank}") as device:
-            served(comm, device)
-            await comm.barrier()
-            try:
-                with fault(comm, Kill(), rank=who, injection_point=point):
-                    if comm.rank == 0:
-                        await ask(comm, device, 1)
-                        ends.add("over")
-                    await comm.barrier()
-                    if comm.rank == who:
-                        ends.add("all points")
-                await comm.barrier()
-            except PeerLostError:
-                ends.add("lost")
-
-    while "all points" not in ends and points < 200:
-        points += 1
-        try:
-            simulate(2, partial(main, point=points), seed=points, shared_memory=True)
-        except PeerLostError:  # as the other rank leaves the world
-            ends.add("lost")
-    assert ends == {"over", "lost", "all points"}
-
-
-@pytest.mark.parametrize("who", [0, 1])
 def test_a_rank_that_stands_still_and_goes_on_later(who):
     """Its peer gives the calls up, or ends them. What the rank does later spoils nothing."""
     ends = set()
@@ -691,20 +662,22 @@ def test_a_callee_whose_device_is_full(monkeypatch, is_shown):
 
 
 @pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_dies_at_every_passage_of_a_call_with_arguments(who):
+@pytest.mark.parametrize("of", ["results", "arguments"])
+def test_a_rank_dies_at_every_passage(of, who):
     ends, points = set(), 0
+    register, call = (served, ask) if of == "results" else (takes_on_device, pass_on)
 
     async def main(comm, point):
         with opened(point, "loop", f"fake:{comm.rank}") as device:
-            takes_on_device(comm, device)
+            register(comm, device)
             await comm.barrier()
             try:
-                if comm.rank == 0:
+                if comm.rank == 0 and of == "arguments":  # from here on this rank knows that the function takes them
                     await pass_on(comm, device, 1, [5])
                 await comm.barrier()
                 with fault(comm, Kill(), rank=who, injection_point=point):
                     if comm.rank == 0:
-                        await pass_on(comm, device, 1)
+                        await call(comm, device, 1)
                         ends.add("over")
                     await comm.barrier()
                     if comm.rank == who:
@@ -715,8 +688,10 @@ def test_a_rank_dies_at_every_passage_of_a_call_with_arguments(who):
 
     while "all points" not in ends and points < 200:
         points += 1
-        with contextlib.suppress(PeerLostError):  # as the other rank leaves the world
+        try:
             simulate(2, partial(main, point=points), seed=points, shared_memory=True)
+        except PeerLostError:  # as the other rank leaves the world
+            ends.add("lost")
     assert ends == {"over", "lost", "all points"}
 
 
