@@ -226,29 +226,11 @@ class Client:
 
     async def _begin(self, kind: int, request: Request) -> tuple[int, _Pending]:
         """Take a slot, send a call and return its number. Raises UsageError, without sending, for a wrong call."""
-        peer, name, args, kwargs, *_ = request
-        ends_s, seconds = self._ends_s(), remaining_s()
+        peer, ends_s, seconds = request.peer, self._ends_s(), remaining_s()
         if seconds is not None and seconds <= 0:
             raise self._late(request)
-        if self._failure is not None:
-            raise self._failure()
-        if asyncio.get_running_loop() is not self._loop:
-            raise UsageError(FOREIGN_LOOP)
-        if type(name) is not str:
-            name = text(name, "a function is called by its name, which")
-        if not is_name(name):
-            raise UsageError(f"a function is called by its name, got {name!r:.60}")
-        level = depth.get()
-        if kind == protocol.NOTIFY:
-            level %= protocol.MAX_DEPTH + 1  # no caller waits, so a chain of notifications may be infinite
-        elif level > protocol.MAX_DEPTH:
-            raise UsageError(f"{name}: {protocol.MAX_DEPTH} calls wait for each other already: does one call itself?")
-        try:
-            body, arrays, staged = self._encoder.encode([[*args], kwargs])
-        except UsageError:
-            for which, value in (*enumerate(args, 1), *kwargs.items()):
-                codec.encode(value, f"{name}: argument {which}")  # raises an error that names the argument
-            raise
+        name, level = self._check(kind, request.name)
+        body, arrays, staged = self._encode(name, request)
         place = request.place if kind != protocol.NOTIFY else None
         arrivals = place.arrivals() if place is not None and place.reads(peer) else None
         if staged:
@@ -289,6 +271,33 @@ class Client:
                 self._forget(number)
             raise
         return number, pending
+
+    def _check(self, kind: int, name: Any) -> tuple[str, int]:
+        """The name of the function, and the depth of the call. Raises UsageError, and the failure."""
+        if self._failure is not None:
+            raise self._failure()
+        if asyncio.get_running_loop() is not self._loop:
+            raise UsageError(FOREIGN_LOOP)
+        if type(name) is not str:
+            name = text(name, "a function is called by its name, which")
+        if not is_name(name):
+            raise UsageError(f"a function is called by its name, got {name!r:.60}")
+        level = depth.get()
+        if kind == protocol.NOTIFY:
+            level %= protocol.MAX_DEPTH + 1  # no caller waits, so a chain of notifications may be infinite
+        elif level > protocol.MAX_DEPTH:
+            raise UsageError(f"{name}: {protocol.MAX_DEPTH} calls wait for each other already: does one call itself?")
+        return name, level
+
+    def _encode(self, name: str, request: Request) -> codec.Encoded:
+        """The arguments. Raises UsageError, which names the argument that cannot be sent."""
+        args, kwargs = request.args, request.kwargs
+        try:
+            return self._encoder.encode([[*args], kwargs])
+        except UsageError:
+            for which, value in (*enumerate(args, 1), *kwargs.items()):
+                codec.encode(value, f"{name}: argument {which}")  # raises an error that names the argument
+            raise
 
     async def _fetch(self, staged: Sequence[Staged], ends_s: float, name: str) -> None:
         """Wait until the tensors of devices are at the host, and can be sent, but for those that are deferred."""
