@@ -35,7 +35,11 @@ def main() -> None:
 
 
 @main.command(context_settings=PROGRAM_SETTINGS)
-@click.option("-n", "size", type=click.IntRange(min=1), required=True, help="Number of ranks.")
+@click.option("-n", "size", type=click.IntRange(min=1), help="Number of ranks on this host.")
+@click.option("--hosts", metavar="HOST:RANKS,...", help="Hosts to reach by ssh, and the number of ranks on each.")
+@click.option(
+    "--env", "environment", metavar="NAME", multiple=True, help="A variable that all hosts get. May be repeated."
+)
 @click.option("-m", "module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.option(
     "--log-dir", type=click.Path(path_type=Path), help="Folder for the raw output of each rank: rank-R.out, rank-R.err."
@@ -52,23 +56,45 @@ def main() -> None:
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|MODULE [ARGS]...")
 def launch(
-    size: int,
+    size: int | None,
+    hosts: str | None,
+    environment: tuple[str, ...],
     module: bool,
     log_dir: Path | None,
     timeout: float | None,
     transport: str | None,
     program: tuple[str, ...],
 ) -> None:
-    """Run a Python program as N ranks on this host.
+    """Run a Python program as N ranks on this host, or on several hosts.
 
     Arguments after the script's or the module's name are passed to the program. The ranks find each other by the
     environment variables that torchrun sets. If one rank fails, the others are stopped. The traceback of the rank that
     failed first is printed first, and its exit code is the command's. Ctrl-C gives the ranks time to end; a second
     Ctrl-C kills them.
+
+    With --hosts a:4,b:4 ranks 0 to 3 run on host a, and 4 to 7 on host b. `ssh a` and `ssh b` must work without a
+    question, also for this host. Python, asyncoll, the program and the current folder must be at the same paths on all
+    hosts. The ranks get the variables ASYNCOLL_*, PYTHON*, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, and those of --env.
     """
     from asyncoll.launch import launch as run
+    from asyncoll.launch import parse_hosts
 
-    sys.exit(run(size, program, module=module, log_dir=log_dir, timeout=timeout, transport=transport))
+    ranks = size if hosts is None else parse_hosts(hosts)
+    if ranks is None or None not in (size, hosts):
+        raise UsageError("give either -n RANKS, for this host, or --hosts HOST:RANKS,...")
+    if environment and hosts is None:
+        raise UsageError("--env goes with --hosts: ranks of this host have its environment")
+    sys.exit(
+        run(
+            ranks,
+            program,
+            module=module,
+            log_dir=log_dir,
+            timeout=timeout,
+            transport=transport,
+            environment=environment,
+        )
+    )
 
 
 @main.command()
@@ -76,7 +102,8 @@ def launch(
 def key(file: Path) -> None:
     """Make a key for jobs that run on several hosts.
 
-    Copy FILE to every host, readable for your user alone, and set ASYNCOLL_KEY_FILE=FILE for all ranks.
+    Copy FILE to every host, readable for your user alone. Ranks find it there as ~/.asyncoll.key, or by
+    ASYNCOLL_KEY_FILE=FILE.
     """
     from asyncoll.transport.keys import write_key
 
@@ -112,14 +139,14 @@ def doctor(as_json: bool, gpu: bool) -> None:
     "--transport",
     type=click.Choice(
         [
-            *("simulated", "memory", "inproc", "zmq", "shm", "shm-mixed"),
+            *("simulated", "memory", "hosts", "inproc", "zmq", "shm", "shm-mixed"),
             *("zmq-processes", "shm-processes", "shm-mixed-processes"),
         ]
     ),
     default="simulated",
     show_default=True,
-    help="simulated, memory: virtual time; inproc, zmq, shm, shm-mixed: real time in one process; others: a process "
-    "each. mixed: every second rank does without the compiled core.",
+    help="simulated, memory, hosts: virtual time; inproc, zmq, shm, shm-mixed: real time in one process; others: a "
+    "process each. mixed: every second rank does without the compiled core.",
 )
 @click.option("--devices", is_flag=True, help="Some ranks have tensors on devices, which have no hardware.")
 def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str, devices: bool) -> None:

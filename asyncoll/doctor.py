@@ -19,7 +19,9 @@ import numpy
 from asyncoll import _core
 from asyncoll.errors import DeviceError, UsageError
 from asyncoll.launch.environment import socket_folder, threads
-from asyncoll.world.environment import read_launcher
+from asyncoll.transport.keys import find_key
+from asyncoll.world.launchers import read_launcher
+from asyncoll.world.network import addresses, place
 from asyncoll.world.rendezvous import files_for
 
 PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop")
@@ -33,6 +35,9 @@ WORLD = (
     "ASYNCOLL_FOLDER",
     "ASYNCOLL_KEY_FILE",
     "ASYNCOLL_ENCRYPT",
+    "ASYNCOLL_ADDRESS",
+    "ASYNCOLL_INTERFACE",
+    "ASYNCOLL_PORTS",
 )
 EXTERNAL_ADDRESS = "192.0.2.1"  # reserved for documentation: no host has it, but the route to it is the default route
 FILES_MIN = 1024
@@ -57,10 +62,12 @@ def examine(*, with_gpu: bool = False) -> Findings:
     sections = {
         "versions": _versions(),
         "host": {"cores": _cores(), "memory": _memory(), "open files": _files()},
+        "interfaces": {name: ", ".join(its) or "no address" for name, its in addresses()},
         "transports": _transports(),
         "choices": {
-            "tcp address": _own_address(os.environ.get("MASTER_ADDR", EXTERNAL_ADDRESS)),
+            "tcp address": _own_address(),
             "socket folder": _folder(),
+            "key": find_key(os.environ) or "none: ranks of several hosts need one (asyncoll key ~/.asyncoll.key)",
             "core": _core_of_ranks(),
             "threads per rank": " ".join(f"{name}={value}" for name, value in threads(2, os.environ).items()),
         },
@@ -163,33 +170,16 @@ def _transports() -> dict[str, str]:
     }
 
 
-def _own_address(target: str) -> str:
-    """The address and the interface that lead to `target`. Connecting a datagram socket sends nothing."""
-    if chosen := os.environ.get("ASYNCOLL_ADDRESS"):
-        return f"{chosen} (ASYNCOLL_ADDRESS)"
+def _own_address() -> str:
+    """The address at which a rank listens for other hosts, and its interface."""
+    chosen = [os.environ.get(name, "") for name in ("ASYNCOLL_ADDRESS", "ASYNCOLL_INTERFACE")]
     try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))
-            address = probe.getsockname()[0]
-    except OSError as error:
-        return f"none leads to {target} ({error})"
-    return f"{address} (interface {_interface(address)}, towards {target})"
-
-
-def _interface(address: str) -> str:
-    import fcntl
-    import struct
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode())
-            try:
-                answer = fcntl.ioctl(probe, 0x8915, request)  # SIOCGIFADDR
-            except OSError:
-                continue  # it has no address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return "unknown"
+        found = place(os.environ.get("MASTER_ADDR", EXTERNAL_ADDRESS).strip("[]"), *chosen)
+    except UsageError as error:
+        return f"none: {error}"
+    interface = next((name for name, its in addresses() if found.listens in its), "unknown")
+    told = "" if found.told == found.listens else f", others are told {found.told}"
+    return f"{found.listens} (interface {interface}){told}"
 
 
 def _core_of_ranks() -> str:

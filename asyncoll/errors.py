@@ -130,7 +130,7 @@ class DeviceError(AsyncollError):
 
 
 class RemoteError(AsyncollError):
-    """A function that this rank has called by RPC has raised an exception where it ran.
+    """A function called by RPC, or `main` at a rank of `asyncoll.notebook.run` or `asyncoll.ray.run`, has raised.
 
     Attributes:
         rank: the rank where it ran, in the world; -1 for a service outside of a world.
@@ -158,3 +158,20 @@ class ClosedError(AsyncollError):
 
 class DeadlockError(AsyncollError):
     """In a simulated world, all ranks wait and no timer is set. The message lists what each rank waits for."""
+
+
+def reported_failure(error: BaseException) -> AbortedError | PeerLostError | None:
+    """The failure of a rank that `error`, or an exception of its chain or group, reports; None if it reports none."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is None or id(link) in seen:
+            continue
+        if isinstance(link, AbortedError | PeerLostError):
+            return link
+        seen.add(id(link))
+        pending += [link.__context__, link.__cause__]
+        if isinstance(link, BaseExceptionGroup):
+            pending += link.exceptions
+    return None

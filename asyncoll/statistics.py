@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 WORD_BYTES = 4  # the papers count words of a float32 or an int32
@@ -51,6 +51,12 @@ class Traffic:
         """Count one message with `nbytes` bytes of payload."""
         self.messages_received += 1
         self.bytes_received += nbytes
+
+    @classmethod
+    def total(cls, parts: Iterable[Traffic]) -> Traffic:
+        """The sum of `parts`."""
+        counts = [[getattr(part, name) for name in _COUNTED] for part in parts]
+        return cls(*map(sum, zip(*counts, strict=True)))
 
 
 _COUNTED = tuple(field.name for field in dataclasses.fields(Traffic))

@@ -98,7 +98,10 @@ def refuse_without_means() -> None:
 
 @contextlib.contextmanager
 def hosts(count: int, rate: str) -> Iterator[list[str]]:
-    """The names of `count` namespaces, connected by links of `rate`; nothing is left of them at the end."""
+    """The names of `count` namespaces, connected by links of `rate`, without a limit if that is empty.
+
+    Nothing is left of them at the end.
+    """
     prefix = f"asyncoll-{os.getpid()}"
     switch, names = f"{prefix}-switch", [f"{prefix}-{place}" for place in range(count)]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
@@ -119,7 +122,7 @@ def connect_host(name: str, own: str, switch: str, port: str, rate: str) -> None
     ip("-n", name, "addr", "add", f"{own}/24", "dev", INTERFACE)
     for interface in ("lo", INTERFACE):
         ip("-n", name, "link", "set", interface, "up")
-    for namespace, interface in ((name, INTERFACE), (switch, port)):
+    for namespace, interface in ((name, INTERFACE), (switch, port)) if rate else ():
         limit = ["root", "tbf", "rate", rate, "burst", BURST, "latency", QUEUE]
         subprocess.run(["tc", "-n", namespace, "qdisc", "add", "dev", interface, *limit], check=True)
 
@@ -132,15 +135,15 @@ def address(place: int) -> str:
     return f"10.77.0.{place + 1}"
 
 
-def ask_hosts(names: list[str], question: Row) -> Any:
-    """One rank in each namespace; rank 0's answer."""
+def ask_hosts(names: list[str], question: Row, script: str = __file__) -> Any:
+    """One rank of `script` in each namespace; rank 0's answer."""
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
         answer = Path(folder) / "answer"
         write_key(Path(folder) / "key")
         with contextlib.ExitStack() as running:
             processes = []
             for place, name in enumerate(names):
-                command = [sys.executable, __file__, RANK, json.dumps(question), str(answer)]
+                command = [sys.executable, script, RANK, json.dumps(question), str(answer)]
                 environ = os.environ | rank_environment(place, len(names), Path(folder))
                 processes.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env=environ))
                 running.callback(end, processes[-1])

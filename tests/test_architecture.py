@@ -78,7 +78,6 @@ PACKAGES: dict[str, set[str]] = {
     },
     "blocking": {"algorithms", "communicator", "errors", "runtime", "world"},
     "torch": {"algorithms", "arguments", "blocking", "errors", "runtime", "tensors", "world"},
-    "launch": {"_core", "arguments", "errors", "transport"},
     "": {  # asyncoll/__init__.py
         "algorithms",
         "blocking",
@@ -89,6 +88,8 @@ PACKAGES: dict[str, set[str]] = {
         "tensors",
         "world",
     },
+    "launch": {"", "_core", "arguments", "errors", "transport"},
+    "ray": {"errors", "launch", "runtime", "transport", "world"},
     "training": {""},
     "torch.hooks": {"algorithms", "blocking", "errors", "runtime", "tensors", "torch", "training"},
     # tools for tests and users, on top of all
@@ -108,7 +109,7 @@ PACKAGES: dict[str, set[str]] = {
         "transport.staging",
         "world",
     },
-    "doctor": {"", "_core", "errors", "launch", "transport.staging", "world"},
+    "doctor": {"", "_core", "errors", "launch", "transport", "transport.staging", "world"},
     "bench": {
         "",
         "algorithms",
@@ -118,10 +119,11 @@ PACKAGES: dict[str, set[str]] = {
         "tensors",
         "testing",
     },
+    "notebook": {"arguments", "errors", "launch", "rpc", "world"},
     "cli": {"bench", "doctor", "errors", "launch", "testing", "transport"},
 }
 SUBPACKAGES = ("torch.hooks", "transport.memory", "transport.messages", "transport.staging")
-MODULES_MAX, PACKAGES_MAX = 9, 12  # at the top of asyncoll/
+MODULES_MAX, PACKAGES_MAX = 10, 13  # at the top of asyncoll/
 SANS_IO = (
     "transport.wire",
     "runtime.matching",
@@ -133,6 +135,8 @@ SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", 
 TORCH = {"bench", "tensors", "torch", "torch.hooks", "training", "transport.staging", "doctor", "launch", "world"}
 ZMQ = {"transport.messages", "doctor"}
 DOORS = (
+    "asyncoll.notebook",
+    "asyncoll.ray",
     "asyncoll.rpc",
     "asyncoll.testing",
     "asyncoll.torch",

@@ -29,6 +29,7 @@ SCRIPTS = (
     "ddp",
     "gpu",
     "group_propagation",
+    "long_messages",
     "long_run",
     "message_cost",
     "rpc",
@@ -40,6 +41,7 @@ SCRIPTS = (
     "sparse_words",
     "torch_backend",
     "training_overhead",
+    "two_levels",
 )
 REPRODUCE = BENCHMARKS / "reproduce"
 STUDIES = ("cifar_severe", "dc_s3gd", "oktopk", "video", "wagma")

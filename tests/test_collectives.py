@@ -17,7 +17,7 @@ from asyncoll.tensors.reductions import DTYPES, combiner, fill_neutral
 from asyncoll.testing import Network, simulate
 
 sizes = pytest.mark.parametrize("size", SIZES)
-ALGORITHMS = [on_lane.tree, on_lane.recursive_doubling, on_lane.rabenseifner, on_lane.ring]
+ALGORITHMS = [on_lane.tree, on_lane.recursive_doubling, on_lane.rabenseifner, on_lane.ring, on_lane.rings]
 
 
 def counts(size: int) -> list[int]:

@@ -23,6 +23,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
 import asyncoll
 import trainers.runs
-from asyncoll import rpc, testing, training
+from asyncoll import notebook, rpc, testing, training
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -45,6 +46,7 @@ SOURCES = [path for folder in ("asyncoll", "tests", "trainers") for path in (ROO
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 DESIGN = [ROOT / "DESIGN.md", *sorted((DOCS / "design").glob("*.md"))]  # they name files and definitions of the code
 PROSE = [*PAGES, *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "BENCHMARKS.md", "CONTRIBUTING.md"))]
+STUBS = ROOT / "tests" / "stubs"  # programs that are not on this machine, such as ssh to other hosts
 RANKS = 3
 SHORT = {"ROUNDS": "4", "COMPUTE_MS": "0"}  # what the scripts of the tutorial read
 LANGUAGES = {"python", "sh", "text", "diff"}  # `tests/test_examples.py` compares the differences with their files
@@ -120,7 +122,10 @@ def folder(page, tmp_path, monkeypatch):
     for name, value in SHORT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("ASYNCOLL_PRELOAD", preloaded(page))
-    yield tmp_path
+    monkeypatch.setenv("PATH", f"{STUBS}{os.pathsep}{os.environ['PATH']}")
+    with tempfile.TemporaryDirectory(prefix="hosts-", dir="/tmp") as hosts:  # a short path, for sockets
+        monkeypatch.setenv("STUB_HOSTS", hosts)
+        yield tmp_path
     forget(tmp_path)
 
 
@@ -192,7 +197,7 @@ def test_shell_blocks_run(page, folder, monkeypatch, one_thread):
             printed += _run_world(source, int(launch["ranks"]), [launch["file"], *words], setting, monkeypatch)
 
 
-@pytest.mark.parametrize("module", [asyncoll, rpc, testing, training], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [asyncoll, notebook, rpc, testing, training], ids=lambda module: module.__name__)
 def test_the_reference_has_every_public_name(module):
     reference = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     constants = {"__version__", *(op.name for op in asyncoll.ReduceOp)}  # these are shown at ReduceOp

@@ -60,7 +60,11 @@ def test_socket_folder_has_a_short_path(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_address_leads_to_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert examine().sections["choices"]["tcp address"] == "127.0.0.1 (interface lo, towards 127.0.0.1)"
+    assert examine().sections["choices"]["tcp address"] == "127.0.0.1 (interface lo)"
+    monkeypatch.setenv("ASYNCOLL_INTERFACE", "none7")
+    found = examine().sections
+    assert "ASYNCOLL_INTERFACE=none7: this host" in found["choices"]["tcp address"]
+    assert "127.0.0.1" in found["interfaces"]["lo"]
 
 
 @pytest.mark.parametrize(

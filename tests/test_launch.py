@@ -93,7 +93,7 @@ def until(condition: Callable[[], bool]) -> None:
 def runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it ends right now
         return False
 
 
@@ -356,7 +356,7 @@ def test_a_rank_that_is_blamed_and_does_not_fail_is_the_root_cause() -> None:
     for rank in (1, 0):
         supervisor.failed(Failure(rank, 1, 1.0, traceback="Traceback\n", summary=lost, blames=2))
     supervisor.tick(1.0 + BLAME_S)
-    assert list(explain(supervisor, [[]] * 4, {})) == [
+    assert list(explain(supervisor, [[]] * 4, {}, {})) == [
         f"rank 2 is the root cause, as the other ranks report: {lost}",
         "rank 1 failed (exit code 1) after 1.0 s:",
         "Traceback",
@@ -537,13 +537,13 @@ def test_verdict_on_ranks_that_were_left_stopped() -> None:
     supervisor = Supervisor(3, 0.0, Orders(), stopped_grace_s=1.0)
     supervisor.exited(1, 0, 0.0)
     assert [supervisor.looked({0: "T", 2: "T"}, now) for now in (0.5, 1.0, 2.0)] == [[], [0, 2], []]
-    assert list(explain(supervisor, [[]] * 3, pids)) == [
+    assert list(explain(supervisor, [[]] * 3, pids, {})) == [
         "ranks 0 (pid 10), 2 (pid 12) were stopped by a signal (SIGSTOP, say), and the launcher ended them after 2.0 s"
         ": every other rank had ended, and they did not continue within 1 s",
         "find out who sent the signal; if that was intended, continue a stopped rank in time (kill -CONT PID), "
         "or set ASYNCOLL_STOPPED_S to more seconds (0: the launcher waits for ever)",
     ]
-    assert tell_stopped([0, 2], pids, float("inf")) == (
+    assert tell_stopped([0, 2], pids, float("inf"), {}) == (
         "ranks 0 (pid 10), 2 (pid 12) are stopped and every other rank has ended: the launcher waits. "
         "To end them: kill -KILL 10 12. To continue them: kill -CONT 10 12"
     )

@@ -22,7 +22,7 @@ from asyncoll.cli import main
 from asyncoll.testing import LawBroken, check_laws
 from asyncoll.testing.laws import gossip, runs
 from asyncoll.testing.laws.rules import conservation, laws_of, staleness, synchrony
-from asyncoll.testing.laws.runs import MEMORY, SIMULATED, read_record, tell, write_record
+from asyncoll.testing.laws.runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
 from asyncoll.testing.laws.story import GOSSIP, KINDS, NAP_S, Call, Cancelled, Story, draw
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 
@@ -36,7 +36,14 @@ SEEDS = 13  # worlds of each kind: one of each size
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "seeds", "devices"),
-    [(SIMULATED, SEEDS, []), (MEMORY, 9, []), (SIMULATED, 6, ["--devices"]), (MEMORY, 3, ["--devices"])],
+    [
+        (SIMULATED, SEEDS, []),
+        (MEMORY, 9, []),
+        (HOSTS, 9, []),
+        (SIMULATED, 6, ["--devices"]),
+        (MEMORY, 3, ["--devices"]),
+        (HOSTS, 3, ["--devices"]),
+    ],
 )
 def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices):
     """Runs the command: once in two processes, and otherwise here, because processes take seconds to start."""
@@ -54,7 +61,7 @@ def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices):
     assert all(line.endswith("all laws hold") for line in lines)
 
 
-@pytest.mark.parametrize("transport", [SIMULATED, MEMORY])
+@pytest.mark.parametrize("transport", [SIMULATED, MEMORY, HOSTS])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_few_worlds_of_each_kind(kind, transport):
     for size in (1, 2, 5, 9):

@@ -46,11 +46,11 @@ def interrupt(monkeypatch, rank):
     """Have the joining of `rank` cancelled as it comes to share memory."""
     share = rendezvous._share_memory
 
-    def cancelled(environment, folder, ranks, joining):
+    def cancelled(environment, folder, ranks, joining, **more):
         if environment.rank == rank:
             joining.cancel()
             joining.check(list, "")
-        return share(environment, folder, ranks, joining)
+        return share(environment, folder, ranks, joining, **more)
 
     monkeypatch.setattr(rendezvous, "_share_memory", cancelled)
 

@@ -141,9 +141,10 @@ asyncoll.run(main)
 
 STORE_OF_RANK_0 = """
 import socket
+from asyncoll.transport.joining import Joining
 from asyncoll.world.environment import Environment
 from asyncoll.world.store import _serve_store
-store = _serve_store(Environment.read())
+store = _serve_store(Environment.read(), Joining(0, 2))
 for address in "127.0.0.1", "127.0.0.2":
     with socket.socket() as caller:
         print(caller.connect_ex((address, int(store.port))))

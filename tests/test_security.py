@@ -38,6 +38,7 @@ from asyncoll.transport.messages import connection_policy, split, zeromq
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
 from asyncoll.transport.messages.peers import UnauthenticatedPeers
 from asyncoll.transport.messages.split import SplitTransport
+from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.world import rendezvous
 from asyncoll.world import store as store_module
@@ -170,9 +171,9 @@ def test_ranks_with_the_same_key_can_exchange_values():
 
 def test_ranks_with_another_number_of_ranks_are_refused():
     store = {}
-    stores(3, store)[0].post("nonce", "one", "", "", "3")
-    with pytest.raises(UsageError, match=r"settings of WORLD_SIZE: 2 \(rank 1\), 3 \(rank 0\); give all the same"):
-        stores(2, store)[1].begin_session()
+    stores(3, store)[1].post("nonce", store_module._version(), "host", "one", "", "", "3")
+    with pytest.raises(UsageError, match=r"settings of WORLD_SIZE: 2 \(rank 0\), 3 \(rank 1\); give all the same"):
+        stores(2, store)[0].begin_session()
 
 
 def test_the_session_depends_on_the_nonce_of_every_rank(monkeypatch):
@@ -180,8 +181,8 @@ def test_the_session_depends_on_the_nonce_of_every_rank(monkeypatch):
     sessions = []
     for mine in ("new", "newer"):
         store = {}
-        old, fresh = stores(2, store)
-        old.post("nonce", "an old one, replayed", "", "", "2")
+        fresh, old = stores(2, store)
+        old.post("nonce", store_module._version(), "host", "an old one, replayed", "", "", "2")
         monkeypatch.setattr(secrets, "token_hex", lambda _, mine=mine: mine)
         sessions.append(fresh.begin_session().derive("x"))
     assert sessions[0] != sessions[1]
@@ -243,18 +244,23 @@ HOSTS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
     ("address", "more", "complaint"),
     [
         ("127.0.0.1", {}, None),
-        ("192.0.2.1", {"ASYNCOLL_KEY_FILE": "somewhere"}, None),
-        ("192.0.2.1", {}, r"need a key.*`asyncoll key FILE`.*ASYNCOLL_KEY_FILE=FILE"),
-        ("eth0", {}, "need a key"),
+        ("127.0.0.2", {"ASYNCOLL_KEY_FILE": "somewhere"}, None),
+        ("192.0.2.1", {}, r"is no address of this host .*NAT.*set ASYNCOLL_INTERFACE, too"),
+        (
+            "127.0.0.2",
+            {"ASYNCOLL_ENCRYPT": "all"},
+            r"need a key.*`asyncoll key ~/.asyncoll.key`.*or .*ASYNCOLL_KEY_FILE",
+        ),
+        ("eth0", {}, "is no IP address.* set ASYNCOLL_INTERFACE"),
+        ("eth0", {"ASYNCOLL_INTERFACE": "eth0"}, "is no IP address"),
         ("127.0.0.1", {"ASYNCOLL_ENCRYPT": "all"}, "need a key"),
         ("0.0.0.0", {"ASYNCOLL_KEY_FILE": "somewhere"}, "every address of this host"),
     ],
 )
-def test_addresses_to_listen_at(address, more, complaint, monkeypatch):
-    monkeypatch.setenv("ASYNCOLL_ADDRESS", address)
-    environment = Environment.read(HOSTS | more)
+def test_addresses_to_listen_at(address, more, complaint):
+    environment = Environment.read(HOSTS | {"ASYNCOLL_ADDRESS": address} | more)
     with contextlib.nullcontext() if complaint is None else pytest.raises(UsageError, match=complaint):
-        assert rendezvous._own_address(environment) == address
+        assert rendezvous._place(environment) == (address, address)
 
 
 def test_an_unknown_encryption_mode_is_refused():
@@ -328,7 +334,11 @@ def over_tcp(size, job=JOB, *, encrypted):
 
 @contextlib.contextmanager
 def in_two_streams(size):
-    with over_tcp(size, encrypted=True) as (messages, nothing), over_tcp(size, encrypted=False) as (payloads, _):
+    payloads = [TcpPayloads(rank, size, JOB) for rank in range(size)]
+    addresses = [each.bind("tcp://127.0.0.1:0") for each in payloads]
+    for each in payloads:
+        each.peers = addresses
+    with over_tcp(size, encrypted=True) as (messages, nothing):
         others = [set(range(size)) - {rank} for rank in range(size)]
         yield list(map(SplitTransport, messages, payloads, others)), nothing
 
@@ -345,7 +355,7 @@ def in_an_open_folder(size):
 
 
 WORLDS = {"plain": partial(over_tcp, encrypted=False), "encrypted": partial(over_tcp, encrypted=True)}
-OTHERS = {"two streams": in_two_streams, "folder": in_an_open_folder, "zmq": worlds._zmq}
+OTHERS = {"two streams": in_two_streams, "folder": in_an_open_folder, "zmq": lambda size: worlds._zmq(range(size))}
 
 
 @pytest.fixture
@@ -368,7 +378,7 @@ def attacked(caplog):
         async def everything():
             carriers = WORLDS[world](3, job) if world in WORLDS else OTHERS[world](3)
             with carriers as (transports, arenas):
-                await worlds._run_all(transports, arenas, main, {})
+                await worlds._run_all((transports, arenas), [0] * len(arenas), main, {})
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(everything())

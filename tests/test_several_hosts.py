@@ -15,6 +15,7 @@ from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.testing.contract import _Recorder
 from asyncoll.transport.keys import write_key
 from asyncoll.transport.messages.split import SplitTransport
+from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport
 from asyncoll.world import rendezvous
 from asyncoll.world.environment import Environment
@@ -40,10 +41,10 @@ def test_a_rank_that_gives_up_joining_can_tell_the_others():
         refused = f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
     async def main():
-        streams = [ZeroMQTransport(0, 2, b"job") for _ in range(2)]
+        streams = [ZeroMQTransport(0, 2, b"job"), TcpPayloads(0, 2, b"job")]
         for stream in streams:
             stream.peers = [stream.bind("tcp://127.0.0.1:0"), refused]
-            stream.are_bound = True
+        streams[0].are_bound = True
         transport = SplitTransport(*streams, {1})
         with pytest.raises(PeerLostError, match="refuses connections"):
             await transport.start(_Recorder())
@@ -63,9 +64,11 @@ def test_a_store_without_an_address_needs_one_between_hosts(variables, address, 
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     environment = Environment.of_store(HashStore(), 0, 2)
-    fails = pytest.raises(UsageError, match=r"several hosts.*set MASTER_ADDR .*or ASYNCOLL_ADDRESS")
+    fails = pytest.raises(
+        UsageError, match=r"several hosts.*set MASTER_ADDR .*ASYNCOLL_INTERFACE .*or ASYNCOLL_ADDRESS"
+    )
     with contextlib.nullcontext() if address else fails:
-        assert rendezvous._own_address(environment) == address
+        assert rendezvous._place(environment) == (address, address)
 
 
 def test_an_address_that_other_hosts_do_not_reach_is_refused():

@@ -31,6 +31,7 @@ from asyncoll.transport.messages import inproc, split, zeromq
 from asyncoll.transport.messages.monitor import Monitor
 from asyncoll.transport.messages.simulated import SimulatedWorld
 from asyncoll.transport.messages.split import SplitTransport
+from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
@@ -78,7 +79,11 @@ def over_tcp(size, encrypted=False):
 
 @contextlib.contextmanager
 def in_two_streams(size, threshold_bytes=split.THRESHOLD_BYTES):
-    with over_tcp(size, encrypted=True) as messages, over_tcp(size) as payloads:
+    payloads = [TcpPayloads(rank, size, b"test") for rank in range(size)]
+    addresses = [each.bind("tcp://127.0.0.1:0") for each in payloads]
+    for each in payloads:
+        each.peers = addresses
+    with over_tcp(size, encrypted=True) as messages:
         others = [set(range(size)) - {rank} for rank in range(size)]
         yield [SplitTransport(*each, threshold_bytes) for each in zip(messages, payloads, others, strict=True)]
 
@@ -163,8 +168,13 @@ class Stream:
         return True
 
 
+class PayloadStream(Stream):
+    def send(self, dest, payload):
+        self.sent.append((dest, payload))
+
+
 def test_only_long_payloads_to_other_hosts_use_the_second_stream():
-    messages, payloads, long, short = Stream(), Stream(), bytes(100), bytes(99)
+    messages, payloads, long, short = Stream(), PayloadStream(), bytes(100), bytes(99)
     transport = SplitTransport(messages, payloads, {1}, threshold_bytes=100)
     for dest, payload in ((1, short), (2, long), (1, long)):
         transport.send(dest, [b"header", payload])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.backend import Host
+from asyncoll.algorithms.backend import Collectives, Host
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
@@ -30,12 +30,15 @@ class MessageBackend:
         self.short_way = None
         self.device_route = None
         # Made with the communicator: announcements of other ranks may arrive before this rank calls an operation.
-        self._announced = AnnouncedOperations(member, self.operations)
+        self._announced = self._operations()
+
+    def _operations(self) -> AnnouncedOperations:
+        return AnnouncedOperations(self._member, self.operations)
 
     def short_calls(self, host: Host) -> None:
         """None: a call by message needs the runtime's loop."""
 
-    def collectives(self, call: Signature) -> MessageCall:
+    def collectives(self, call: Signature) -> Collectives:
         return MessageCall(self._member, call, self._member.communicator)
 
     def overlapped(self, call: Signature, staged: Staged) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from asyncoll.algorithms.alone import AloneBackend
 from asyncoll.algorithms.backend import Backend
+from asyncoll.algorithms.between_hosts import HostsBackend
 from asyncoll.algorithms.by_message import MessageBackend
 from asyncoll.algorithms.in_memory import MemoryBackend
+from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 
 
@@ -19,4 +21,7 @@ def choose_backend(member: Member) -> Backend:
         return AloneBackend(member)
     if arena is not None and set(ranks) <= set(arena.ranks):
         return MemoryBackend(member, arena)
+    host_of = [member.endpoint.host_of[rank] for rank in ranks]
+    if 1 < len(set(host_of)) < len(ranks):
+        return HostsBackend(member, Hosts.of(host_of, member.group.rank))
     return MessageBackend(member)

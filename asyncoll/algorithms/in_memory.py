@@ -270,7 +270,7 @@ class MemoryBackend:
         group, endpoint = member.group, member.endpoint
         context = digest(member.communicator, "persistent", operation.name)
         # Before the registry is entered: a rank that finds the entry may ask at once for the call of this rank.
-        endpoint.executions.on_dispute(context, lambda _: (group.ranks, text))
+        endpoint.executions.on_dispute(context, lambda _: (group.members, text))
         member.at_end(lambda: endpoint.executions.off_dispute(context))
         try:
             setting = Setting(
@@ -329,7 +329,7 @@ class MemoryBackend:
     def _describe(self, number: int) -> tuple[tuple[int, ...], str] | None:
         """The members of call `number` and its description; None if it is not among the recent calls."""
         recent = {call.number: call for call in self._newest()}
-        return (self._member.group.ranks, str(recent[number])) if number in recent else None
+        return (self._member.group.members, str(recent[number])) if number in recent else None
 
     def _trace(self, rank: int) -> str:
         """The last call that world rank `rank` has begun, as this rank describes it; empty if unknown."""

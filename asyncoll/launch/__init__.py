@@ -1,12 +1,14 @@
-"""Start every rank of a job on this host, show their output, and report the root cause of a failure.
+"""Start every rank of a job, on this host or on several, show their output, and report the root cause of a failure.
 
     launcher (this process) ── control socket ── template (loads torch once) ── fork ── rank 0, rank 1, …
+                            ── ssh ── agent ── control socket ── template ── fork ── rank 4, rank 5, …
 
-The launcher supervises and prints; the template forks and reaps. When the launcher ends, killed or not, the template
-kills every descendant and removes the job's folder. When the template is killed, the kernel kills the ranks, and the
-launcher kills their process groups.
+The launcher supervises and prints; the templates fork and reap; an agent passes on orders of the launcher, and news of
+a template. When the launcher ends, killed or not, the templates kill every descendant and remove the job's folder. When
+a template is killed, the kernel kills its ranks, and the launcher, or the agent, kills their process groups.
 """
 
 from asyncoll.launch.launcher import launch
+from asyncoll.launch.placement import parse_hosts
 
-__all__ = ["launch"]
+__all__ = ["launch", "parse_hosts"]

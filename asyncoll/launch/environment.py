@@ -12,6 +12,7 @@ from pathlib import Path
 
 from asyncoll.arguments import seconds
 from asyncoll.errors import UsageError
+from asyncoll.launch.placement import Placement
 from asyncoll.launch.supervisor import STOPPED_GRACE_S
 from asyncoll.transport.keys import write_key
 
@@ -19,26 +20,25 @@ FOLDER_BYTES_MAX = 60  # the whole path of a unix socket has at most 107 bytes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
-def job_environment(
-    size: int, port: int, folder: Path, transport: str | None, environ: Mapping[str, str]
+def rank_environment(
+    rank: int, placement: Placement, address: str, port: int, transport: str | None = None
 ) -> dict[str, str]:
-    """`environ`, and the variables that all ranks of a job share."""
+    """The variables of one rank. Rank 0 serves at `address` and `port`.
+
+    `transport` None leaves the choice to ASYNCOLL_TRANSPORT.
+    """
+    host = placement.host_of(rank)
+    ranks = placement.ranks_of(host)
     return {
-        **threads(size, environ),
-        **environ,
-        "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(ranks.index(rank)),
+        "WORLD_SIZE": str(placement.size),
+        "LOCAL_WORLD_SIZE": str(len(ranks)),
+        "GROUP_RANK": str(list(placement.hosts).index(host)),
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
-        "ASYNCOLL_FOLDER": str(folder),
         **({} if transport is None else {"ASYNCOLL_TRANSPORT": transport}),
     }
-
-
-def rank_environment(rank: int) -> dict[str, str]:
-    """The variables that differ between the ranks."""
-    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}
 
 
 def threads(size: int, environ: Mapping[str, str]) -> dict[str, str]:
@@ -67,18 +67,28 @@ def socket_folder() -> Path:
 
 
 @contextmanager
-def job_folder() -> Iterator[Path]:
-    """A new folder, open to this user only, with the job's key in the file `job`. It is removed at the end."""
+def job_folder(key: bytes | None = None) -> Iterator[Path]:
+    """A new folder, open to this user only, with the job's key in the file `job`. It is removed at the end.
+
+    The key is `key`; None: a new one.
+    """
     with tempfile.TemporaryDirectory(prefix="asyncoll-", dir=socket_folder(), ignore_cleanup_errors=True) as name:
         folder = Path(name)
         # In a file, not on an inherited descriptor: all children of the ranks would inherit that, too.
-        write_key(folder / "job")
+        write_key(folder / "job", key)
         yield folder
 
 
-def reserve_port() -> socket.socket:
-    """A bound socket that does not listen: no other program is given its port, but rank 0 may bind it."""
-    holder = socket.socket()
+def reserve_port(address: str = "127.0.0.1") -> socket.socket:
+    """A bound socket that does not listen: no other program is given its port, but rank 0 may bind it.
+
+    Raises UsageError if `address` is none of this host.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    holder.bind(("127.0.0.1", 0))
+    try:
+        holder.bind((address, 0))
+    except OSError as error:
+        holder.close()
+        raise UsageError(f"cannot listen at {address}: {error.strerror}") from error
     return holder

@@ -1,44 +1,49 @@
-"""The launcher's process: one loop over the ranks' output, the template's messages and the user's signals."""
+"""The launcher's process: one loop over the news of the hosts and the user's signals."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import selectors
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import asyncoll._core  # noqa: F401 (raises UsageError for a wrong ASYNCOLL_CORE: here once, and not in each rank)
 from asyncoll.errors import UsageError
-from asyncoll.launch import control, template
-from asyncoll.launch.environment import job_environment, job_folder, reserve_port, stopped_grace_s
+from asyncoll.launch.environment import job_folder, rank_environment, stopped_grace_s
+from asyncoll.launch.host import Host, News, Sources
+from asyncoll.launch.local import check, local_host, template_of
 from asyncoll.launch.output import Output, Stream, open_output
+from asyncoll.launch.placement import HERE, Placement
 from asyncoll.launch.program import Program
+from asyncoll.launch.remote import remote_host, travelling
 from asyncoll.launch.supervisor import INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
-from asyncoll.transport.processes import allow_files, state
+from asyncoll.transport.keys import new_key
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LOOPBACK = "127.0.0.1"
 LOOK_S = 0.5  # between two looks at the states of the ranks that run while others have ended
 
 
 def launch(
-    size: int,
+    ranks: int | Mapping[str, int],
     argv: Sequence[str],
     *,
     module: bool = False,
     log_dir: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
     transport: str | None = None,
+    environment: Sequence[str] = (),
 ) -> int:
-    """Run `size` ranks of a Python program on this host and return the exit code of the job.
+    """Run a Python program as `ranks` ranks on this host, or on the hosts of a map, and return the job's exit code.
 
     `argv` is a script and its arguments, or with `module` a module's name and its arguments. With `log_dir` the raw
     bytes of each rank are also written there, to `rank-R.out` and `rank-R.err`. `transport` is "shm" (shared memory,
@@ -52,30 +57,62 @@ def launch(
 
     The modules that the ranks will import are loaded once, before the ranks are forked: numpy, torch and asyncoll, or
     those in ASYNCOLL_PRELOAD (names separated by commas, or nothing).
+
+    Several hosts: `ranks` has their names and the number of ranks on each, such as {"a": 4, "b": 4}. All are reached by
+    `ssh`, this one too, which must run a program there without asking a question. Python, asyncoll, the program and the
+    current folder must be at the same paths on all hosts. The ranks get a key of the job, the variables ASYNCOLL_* and
+    PYTHON*, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, and those that `environment` names. Rank 0's host serves the
+    store, at the address at which ssh has reached it. A broken connection to a host ends the ranks there, and the job.
     """
-    if size < 1:
-        raise UsageError(f"a job has at least one rank, not {size}")
+    placement = Placement({HERE: ranks} if isinstance(ranks, int) else dict(ranks))
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")
-    files = 12 * size + 64
-    if (limit := allow_files(files)) is not None:
-        raise UsageError(f"{size} ranks need {files} open files, the limit is {limit}: raise it (ulimit -n)")
     program = Program(tuple(argv), module)
-    program.check()
+    if placement.is_here:
+        check(placement.size, program)
     grace_s = stopped_grace_s(os.environ)
     with ExitStack() as job:
-        output = job.enter_context(open_output(size, None if log_dir is None else Path(log_dir)))
-        signals = job.enter_context(_stop_signals())
-        folder = job.enter_context(job_folder())
-        port = job.enter_context(reserve_port()).getsockname()[1]
-        environment = job_environment(size, port, folder, transport, os.environ)
-        process, channel, death = job.enter_context(_template(program, environment))
-        selector = job.enter_context(selectors.DefaultSelector())
-        return _Launcher(size, timeout, grace_s, output, signals, process, channel, death, selector).run()
+        output = job.enter_context(open_output(placement.size, None if log_dir is None else Path(log_dir)))
+        signals = job.enter_context(stop_signals())
+        sources = Sources(job.enter_context(selectors.DefaultSelector()))
+        launcher = Launcher(placement, timeout, grace_s, transport, output, signals, sources)
+        if placement.is_here:
+            hosts = {HERE: job.enter_context(_this_host(placement, program, sources, launcher.hear))}
+        else:
+            hosts = _other_hosts(placement, program, environment, sources, launcher.hear, job)
+        outcome = launcher.run(hosts)
+        _say(outcome.words)
+        return outcome.exit_code
 
 
 @contextmanager
-def _stop_signals() -> Iterator[socket.socket]:
+def _this_host(
+    placement: Placement, program: Program, sources: Sources, hear: Callable[[str, News], None]
+) -> Iterator[Host]:
+    with job_folder() as folder:
+        environ = {**os.environ, "ASYNCOLL_FOLDER": str(folder)}
+        start = template_of(placement.size, program, folder, environ)
+        with local_host(start, LOOPBACK, sources, partial(hear, HERE)) as host:
+            yield host
+
+
+def _other_hosts(
+    placement: Placement,
+    program: Program,
+    names: Sequence[str],
+    sources: Sources,
+    hear: Callable[[str, News], None],
+    job: ExitStack,
+) -> dict[str, Host]:
+    key, variables = new_key(), travelling(os.environ, names)
+    return {
+        name: job.enter_context(remote_host(name, size, program, key, variables, sources, partial(hear, name)))
+        for name, size in placement.hosts.items()
+    }
+
+
+@contextmanager
+def stop_signals() -> Iterator[socket.socket]:
     """The user's signals: each byte that is read from this socket is the number of one.
 
     Signals that are ignored (nohup) stay ignored.
@@ -97,101 +134,113 @@ def _stop_signals() -> Iterator[socket.socket]:
             signal.set_wakeup_fd(wakeup)
 
 
-@contextmanager
-def _template(
-    program: Program, environment: dict[str, str]
-) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket, int]]:
-    """Start a template for `program`, in a session of its own, so that the terminal's Ctrl-C does not reach it.
+def is_reachable(address: str, addresses: Sequence[str]) -> bool:
+    """Whether the hosts that ssh has reached at `addresses` reach `address`, one of them. A loopback address: no.
 
-    Yields its process, a channel to it, whose end ends the job, and a descriptor that becomes readable at its death.
+    If all of them are, the hosts are containers that share the network of one.
     """
-    ours, its = control.pair()
-    with ours:
-        with its:
-            process = subprocess.Popen(
-                template.command("template", its.fileno(), program),
-                env=environment,
-                pass_fds=[its.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        try:
-            death = os.pidfd_open(process.pid)
-            try:
-                yield process, ours, death
-            finally:
-                os.close(death)
-        finally:
-            ours.close()  # ends the template
-            process.wait()
+    is_inner = [ipaddress.ip_address(each).is_loopback for each in (address, *addresses)]
+    return all(is_inner) or not is_inner[0]
 
 
-class _Launcher:
+class Outcome(NamedTuple):
+    """How a job has ended. `words` are the lines to print; `stopped_by` is the user's signal, if one has ended it."""
+
+    exit_code: int
+    words: list[str]
+    root: Failure | None
+    stopped_by: int | None
+    pids: Mapping[int, int]  # by rank
+
+
+class Launcher:
     def __init__(
         self,
-        size: int,
+        placement: Placement,
         timeout: float | None,
         grace_s: float,
+        transport: str | None,
         output: Output,
         signals: socket.socket,
-        template: subprocess.Popen[bytes],
-        channel: socket.socket,
-        death: int,
-        selector: selectors.BaseSelector,
+        sources: Sources,
     ) -> None:
+        self._placement = placement
         self._timeout = timeout
         self._deadline = None if timeout is None else time.monotonic() + timeout
+        self._transport = transport
         self._output = output
         self._signals = signals
-        self._template = template
-        self._channel = channel
-        self._selector = selector
+        self._sources = sources
+        self._hosts: Mapping[str, Host] = {}
+        self._addresses: dict[str, tuple[str, int]] = {}  # of the hosts that are ready: an address, and a free port
+        self._refusals: dict[str, str] = {}
         self._pids: dict[int, int] = {}
+        self._states: dict[int, str] = {}  # at the last look
         self._last_words: list[str] = []
+        self._stopped_by: int | None = None
         self._look_at: float | None = None  # the time of the next look at the states of the ranks that still run
-        self._supervisor = Supervisor(size, time.monotonic(), self._order, grace_s)
-        self._watch(signals, self._hear_user)
-        self._watch(channel, self._hear_template)
-        self._watch(death, lambda: None)
-        for stream in self._streams():
-            self._watch(stream.reader, partial(self._show, stream, stream.read))
+        self._supervisor = Supervisor(placement.size, time.monotonic(), self._order, grace_s)
+        sources.watch(signals, self._hear_user)
 
-    def run(self) -> int:
-        supervisor = self._supervisor
-        # Ask for all ranks. The template forks them when it has loaded.
-        for rank, (out, err) in enumerate(zip(self._output.out, self._output.err, strict=True)):
-            self._tell_template(out.writer, err.writer, fork=rank)
-            out.close_writer()
-            err.close_writer()
-            self._hear_template()  # read its messages, so that both sides never block on sending to each other
-        while supervisor.running and self._template.poll() is None:
+    def run(self, hosts: Mapping[str, Host]) -> Outcome:
+        """Run the job. Raises UsageError if a host cannot start its ranks."""
+        supervisor, self._hosts = self._supervisor, hosts
+        while len(self._addresses) < len(hosts) and not self._refusals and not supervisor.stopping:
             self._turn()
-            if self._deadline is not None and time.monotonic() >= self._deadline:
-                self._deadline = None
-                if not supervisor.stopping:
-                    supervisor.stop(signal.SIGTERM, TIMEOUT_CODE, time.monotonic())
-                    late = f"{were(supervisor.stopped)} still running"
-                    self._last_words.append(f"the job ran into its timeout of {self._timeout:g} s; {late}")
-        self._end_template()
-        for stream in self._streams():
-            self._show(stream, stream.drain)
-        _say(explain(supervisor, [stream.last for stream in self._output.err], self._pids))
-        _say(self._last_words)
-        if supervisor.exit_code is not None:
-            return supervisor.exit_code
-        return supervisor.root.exit_code if supervisor.root else int(bool(supervisor.running))
+        if not self._refusals and not supervisor.stopping:
+            self._check_reachable()
+        if not self._refusals and not supervisor.stopping:
+            self._start()
+            while supervisor.running:
+                self._turn()
+        for host in hosts.values():
+            host.end()
+        while not all(host.has_ended for host in hosts.values()):
+            self._turn()
+        for name, why in self._refusals.items():
+            raise UsageError(f"host {name}: {why}")
+        words = explain(supervisor, [stream.last for stream in self._output.err], self._pids, self._host_names())
+        exit_code = supervisor.exit_code
+        if exit_code is None:
+            exit_code = supervisor.root.exit_code if supervisor.root else 0
+        return Outcome(exit_code, [*words, *self._last_words], supervisor.root, self._stopped_by, self._pids)
+
+    def _check_reachable(self) -> None:
+        first = self._placement.host_of(0)
+        address, _ = self._addresses[first]
+        if not is_reachable(address, [place for place, _ in self._addresses.values()]):
+            self._refusals[first] = (
+                f"ssh reaches it at {address}, which other hosts do not reach, and rank 0 serves the store there: give "
+                "its address, or a name that means the same address on all hosts"
+            )
+
+    def _start(self) -> None:
+        """Ask for all ranks. Templates fork them when they have loaded."""
+        address, port = self._addresses[self._placement.host_of(0)]
+        for name, host in self._hosts.items():
+            for rank in self._placement.ranks_of(name):
+                variables = rank_environment(rank, self._placement, address, port, self._transport)
+                host.tell({"fork": rank, "environment": variables})
 
     def _turn(self) -> None:
         """Wait until an event comes or is due, and handle it."""
         due = [at for at in (self._deadline, self._look_at, self._supervisor.wake_at()) if at is not None]
-        for key, _ in self._selector.select(max(0.0, min(due) - time.monotonic()) if due else None):
-            key.data()
+        self._sources.wait(max(0.0, min(due) - time.monotonic()) if due else None)
         self._look()
         self._supervisor.tick(time.monotonic())
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            self._deadline = None
+            self._time_out()
+
+    def _time_out(self) -> None:
+        supervisor = self._supervisor
+        if supervisor.running and not supervisor.stopping:
+            supervisor.stop(signal.SIGTERM, TIMEOUT_CODE, time.monotonic())
+            late = f"{were(supervisor.stopped)} still running"
+            self._last_words.append(f"the job ran into its timeout of {self._timeout:g} s; {late}")
 
     def _look(self) -> None:
-        """Report to the supervisor the states of the ranks that still run while others have ended.
+        """Ask for the states of the ranks that still run while others have ended.
 
         If all of them are stopped, none will end by itself.
         """
@@ -202,85 +251,84 @@ class _Launcher:
             self._look_at = now + LOOK_S
         elif now >= self._look_at:
             self._look_at = now + LOOK_S
-            # Fast ranks may end before the last ones are forked.
-            forked = self._supervisor.running & self._pids.keys()
-            stopped = self._supervisor.looked({rank: state(self._pids[rank]) for rank in forked}, now)
-            if stopped:
-                _say([tell_stopped(stopped, self._pids, self._supervisor.stopped_grace_s)])
+            self._states.clear()
+            for name, host in self._hosts.items():
+                # Fast ranks may end before the last ones are forked.
+                if ranks := [rank for rank in self._running_on(name) if rank in self._pids]:
+                    host.tell({"look": ranks})
 
-    def _end_template(self) -> None:
-        """Let the template kill all descendants of the ranks.
+    def _take_states(self, states: Sequence[tuple[int, str]]) -> None:
+        """Report to the supervisor the states of the stragglers, once all hosts have told theirs."""
+        self._states.update(states)
+        if self._supervisor.running - self._states.keys():
+            return
+        grace_s = self._supervisor.stopped_grace_s
+        if stopped := self._supervisor.looked(self._states, time.monotonic()):
+            _say([tell_stopped(stopped, self._pids, grace_s, self._host_names())])
 
-        If it has been killed itself, kill the ranks' process groups.
-        """
-        self._hear_template()
-        if self._supervisor.running and not self._supervisor.stopping:
-            code = self._template.poll() or 0
-            fate = f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
-            self._last_words.append(f"the process that starts the ranks died ({fate}), so all were stopped")
-        for rank in self._supervisor.running & self._pids.keys():
-            with suppress(ProcessLookupError):
-                os.killpg(self._pids[rank], signal.SIGKILL)
-        self._unwatch(self._channel)
-        self._channel.close()
-        while self._template.poll() is None:
-            self._turn()
+    def _host_names(self) -> dict[int, str]:
+        """The host of each rank; nothing in a job of this host alone."""
+        return {} if self._placement.is_here else {rank: self._placement.host_of(rank) for rank in self._pids}
 
-    def _streams(self) -> list[Stream]:
-        return [*self._output.out, *self._output.err]
-
-    def _watch(self, source: Any, callback: Callable[[], object]) -> None:
-        self._selector.register(source, selectors.EVENT_READ, callback)
-
-    def _unwatch(self, source: Any) -> None:
-        with suppress(KeyError):
-            self._selector.unregister(source)
-
-    def _show(self, stream: Stream, read: Callable[[float], object]) -> None:
-        """Show output of `stream` by its method `read`. If the reader of it is gone (`| head`), stop the job."""
-        try:
-            if not read(time.monotonic()):
-                self._unwatch(stream.reader)
-        except BrokenPipeError:
-            stream.abandon()
-            self._supervisor.stop(signal.SIGTERM, 128 + signal.SIGPIPE, time.monotonic())
+    def _running_on(self, name: str) -> list[int]:
+        return sorted(self._supervisor.running.intersection(self._placement.ranks_of(name)))
 
     def _hear_user(self) -> None:
         for signum in self._signals.recv(64):
             if self._supervisor.stopping:
                 _say(["killing the ranks"])
             else:
+                self._stopped_by = signum
                 grace = INTERRUPT_GRACE_S if signum == signal.SIGINT else STOP_GRACE_S
                 _say([f"{signal_name(signum)}: the ranks get {grace:.0f} s; a second signal kills them"])
             self._supervisor.stop(signum, 128 + signum, time.monotonic())
+            if not self._supervisor.running:  # what is left are descendants of the ranks, or hosts that do not answer
+                for host in self._hosts.values():
+                    host.tell({"signal": signal.SIGKILL, "ranks": []})
 
-    def _hear_template(self) -> None:
-        with suppress(BlockingIOError):
-            while news := control.receive(self._channel):
-                self._take(news)
-            self._unwatch(self._channel)
-
-    def _tell_template(self, *files: int, **message: object) -> None:
-        with suppress(OSError):  # it is gone, and its death ends the loop
-            control.send(self._channel, message, files)
-
-    def _take(self, news: dict[str, Any]) -> None:
+    def hear(self, name: str, news: News) -> None:
+        """Take the news of the host `name`."""
         now = time.monotonic()
-        if "started" in news:
-            if not self._pids:
-                self._supervisor.started_at = now
-            self._pids[news["started"]] = news["pid"]
-        elif "exited" in news:
-            self._supervisor.exited(news["exited"], news["code"], now)
-        else:
-            self._output.log_error(news["rank"], news["traceback"])
-            self._supervisor.failed(Failure(after_s=now - self._supervisor.started_at, **news))
+        match news:
+            case {"output": rank, "error": is_error, "data": data}:
+                self._show((self._output.err if is_error else self._output.out)[rank], data)
+            case {"ready": port, "address": address}:
+                self._addresses[name] = address, port
+            case {"refused": why}:
+                self._refusals.setdefault(name, why)
+            case {"started": rank, "pid": pid}:
+                if not self._pids:
+                    self._supervisor.started_at = now
+                self._pids[rank] = pid
+            case {"exited": rank, "code": code}:
+                self._supervisor.exited(rank, code, now)
+            case {"states": states}:
+                self._take_states(states)
+            case {"ended": why}:
+                self._lose(name, why)
+            case _:
+                self._output.log_error(news["rank"], news["traceback"])
+                self._supervisor.failed(Failure(after_s=now - self._supervisor.started_at, **news))
+
+    def _show(self, stream: Stream, data: bytes) -> None:
+        """Show output. If the reader of it is gone (`| head`), stop the job."""
+        try:
+            stream.show(data, time.monotonic())
+        except BrokenPipeError:
+            stream.abandon()
+            self._supervisor.stop(signal.SIGTERM, 128 + signal.SIGPIPE, time.monotonic())
+
+    def _lose(self, name: str, why: str) -> None:
+        """A host has ended, and with it the ranks that ran there."""
+        if name not in self._addresses and not self._supervisor.stopping:
+            self._refusals.setdefault(name, why)
+        of_host = "" if name == HERE else f"host {name}: "
+        self._supervisor.lost(self._running_on(name), f"{of_host}{why}", time.monotonic())
 
     def _order(self, signum: int, ranks: Sequence[int]) -> None:
-        if not self._pids:
-            self._template.kill()  # it still loads, and there is no rank yet
-        elif ranks:
-            self._tell_template(signal=signum, ranks=ranks)
+        for name, host in self._hosts.items():
+            if chosen := sorted(set(ranks).intersection(self._placement.ranks_of(name))):
+                host.tell({"signal": signum, "ranks": chosen})
 
 
 def _say(lines: Iterable[str]) -> None:

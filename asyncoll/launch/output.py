@@ -1,4 +1,4 @@
-"""The output of the ranks: pipes that are read here, and shown with the rank in front of each line."""
+"""The output of the ranks, shown with the rank in front of each line."""
 
 from __future__ import annotations
 
@@ -14,62 +14,49 @@ from typing import BinaryIO, NamedTuple, TextIO
 from asyncoll.errors import UsageError
 from asyncoll.launch.lines import Lines
 
-READ_BYTES = 1 << 16
 LAST_LINES = 20
 COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 
 
+class TextSink:
+    """An output that takes text only, as that of a notebook's cell."""
+
+    def __init__(self, text: TextIO) -> None:
+        self._text = text
+        self.flush = text.flush
+        self.fileno = text.fileno
+
+    def write(self, data: bytes) -> None:
+        self._text.write(data.decode(errors="replace"))
+
+
 @dataclass(slots=True)
 class Stream:
-    """One of a rank's two outputs. The rank writes into `writer`."""
+    """One output: of a rank, or of the connection to a host."""
 
-    reader: int
-    writer: int
     prefix: bytes
-    sink: BinaryIO
-    log: BinaryIO | None
+    sink: BinaryIO | TextSink
+    log: BinaryIO | None = None
     lines: Lines = field(default_factory=Lines)
     last: deque[bytes] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
-    def read(self, now: float) -> bool:
-        """Show the bytes that have arrived. False at the end.
+    def show(self, data: bytes, now: float) -> None:
+        """Show the bytes that have arrived; none: the end of the output.
 
-        Raises BlockingIOError if there are none, BrokenPipeError if the reader of the launcher's output is gone.
+        Raises BrokenPipeError if the reader of the launcher's output is gone.
         """
-        data = os.read(self.reader, READ_BYTES)
         if self.log:
             self.log.write(data)
-        self._show(self.lines.feed(data, now) if data else self.lines.end())
-        return bool(data)
-
-    def drain(self, now: float) -> None:
-        """Read and show all bytes that are there, including a last line without an end."""
-        try:
-            while self.read(now):
-                pass
-        except BlockingIOError:
-            self._show(self.lines.end())
-
-    def close_writer(self) -> None:
-        os.close(self.writer)
-        self.writer = -1
-
-    def close(self) -> None:
-        os.close(self.reader)
-        if self.writer >= 0:
-            os.close(self.writer)
+        if lines := self.lines.feed(data, now) if data else self.lines.end():
+            self.last += lines
+            self.sink.write(b"".join(self.prefix + line + b"\n" for line in lines))
+            self.sink.flush()
 
     def abandon(self) -> None:
         """Redirect `sink` to /dev/null, so that even the last flush of the interpreter succeeds."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.sink.fileno())
         os.close(nowhere)
-
-    def _show(self, lines: list[bytes]) -> None:
-        if lines:
-            self.last += lines
-            self.sink.write(b"".join(self.prefix + line + b"\n" for line in lines))
-            self.sink.flush()
 
 
 class Output(NamedTuple):
@@ -100,11 +87,7 @@ def open_output(size: int, logs: Path | None) -> Iterator[Output]:
                     log = opened.enter_context(open(logs / f"rank-{rank}.{name}", "wb", buffering=0))
                 except OSError as error:
                     raise UsageError(f"cannot write logs: {error}") from error
-            reader, writer = os.pipe()
-            os.set_blocking(reader, False)
-            made = Stream(reader, writer, f"{prefix} ".encode(), sink.buffer, log)
-            opened.callback(made.close)
-            return made
+            return Stream(f"{prefix} ".encode(), getattr(sink, "buffer", None) or TextSink(sink), log)
 
         yield Output(
             [stream(rank, sys.stdout, "out") for rank in range(size)],

@@ -13,8 +13,9 @@ import signal
 import socket
 import sys
 import traceback
+from typing import Protocol
 
-from asyncoll.errors import AbortedError, PeerLostError
+from asyncoll.errors import reported_failure
 from asyncoll.launch import control
 from asyncoll.launch.program import Program
 
@@ -29,7 +30,13 @@ def main() -> None:
     run(Program(tuple(argv), bool(int(module))), socket.socket(fileno=int(channel)))
 
 
-def run(program: Program, channel: socket.socket) -> None:
+class Runnable(Protocol):
+    """What a rank runs: a program, or a function of the process that it is a fork of."""
+
+    def run(self) -> None: ...
+
+
+def run(program: Runnable, channel: socket.socket) -> None:
     """Run the program in this process. Returns or raises at its end; the caller must let either pass."""
     pid = os.getpid()
     os.set_inheritable(channel.fileno(), False)
@@ -60,18 +67,17 @@ def _settle_in() -> None:
 
 def _report(error: BaseException, channel: socket.socket) -> None:
     """Report the failure to the launcher, which shows the traceback in place of the interpreter."""
-    code = _exit_code(error)
+    code = exit_code(error)
     if code == 0:
         return
     text = "" if isinstance(error, SystemExit) else "".join(traceback.format_exception(error))
-    # One line: the last of several for a SyntaxError, the first for an exception group.
-    summary = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
+    cause = reported_failure(error)
     report = {
         "rank": int(os.environ["RANK"]),
         "code": code,
         "traceback": text[-TRACEBACK_CHARACTERS_MAX:],
-        "summary": summary.partition("\n")[0][:SUMMARY_CHARACTERS_MAX],
-        "blames": blamed(error),
+        "summary": summary(error),
+        "blames": None if cause is None else cause.rank,
     }
     try:
         control.send(channel, report)
@@ -81,7 +87,13 @@ def _report(error: BaseException, channel: socket.socket) -> None:
         sys.excepthook = lambda *_: None  # the launcher has the traceback
 
 
-def _exit_code(error: BaseException) -> int:
+def summary(error: BaseException) -> str:
+    """One line: the last of several for a SyntaxError, the first for an exception group."""
+    line = next(line for line in traceback.format_exception_only(error) if not line.startswith(" "))
+    return line.partition("\n")[0][:SUMMARY_CHARACTERS_MAX]
+
+
+def exit_code(error: BaseException) -> int:
     """The exit code that the interpreter will derive from `error`; negative: the signal that will end the process."""
     if isinstance(error, KeyboardInterrupt):
         return -signal.SIGINT
@@ -90,20 +102,3 @@ def _exit_code(error: BaseException) -> int:
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
-
-
-def blamed(error: BaseException) -> int | None:
-    """The rank that `error`, or an exception of its chain or group, names as the cause."""
-    seen: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        link = pending.pop()
-        if link is None or id(link) in seen:
-            continue
-        if isinstance(link, AbortedError | PeerLostError):
-            return link.rank
-        seen.add(id(link))
-        pending += [link.__context__, link.__cause__]
-        if isinstance(link, BaseExceptionGroup):
-            pending += link.exceptions
-    return None

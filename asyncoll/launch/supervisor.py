@@ -25,6 +25,7 @@ class Failure(NamedTuple):
     """The end of a rank that has failed.
 
     `code` is negative if a signal has ended, or stopped, the rank. `blames` is the rank that its exception names.
+    `is_lost`: its host has ended, for the reason that `summary` tells.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Failure(NamedTuple):
     traceback: str = ""
     summary: str = ""
     blames: int | None = None
+    is_lost: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -68,8 +70,9 @@ class Supervisor:
         """The failure that the others follow from, as far as is known."""
         if not self.failures:
             return None
-        # Nothing a rank does makes a peer die of SIGKILL, so such a death is never a consequence.
-        failure = min(self.failures.values(), key=lambda failure: failure.code != -signal.SIGKILL)
+        # Nothing a rank does makes a peer die of SIGKILL, or its host end: such a death is never a consequence.
+        failures = self.failures.values()
+        failure = min(failures, key=lambda failure: failure.code != -signal.SIGKILL and not failure.is_lost)
         seen = {failure.rank}
         while failure.blames in self.failures and failure.blames not in seen:
             failure = self.failures[failure.blames]
@@ -86,6 +89,12 @@ class Supervisor:
         if code:
             self.failed(Failure(rank, code, now - self.started_at))
         self.running.discard(rank)
+
+    def lost(self, ranks: Sequence[int], why: str, now: float) -> None:
+        """The host of these ranks, which ran, has ended."""
+        for rank in ranks:
+            self.failed(Failure(rank, 1, now - self.started_at, summary=why, is_lost=True))
+            self.running.discard(rank)
 
     @property
     def has_stragglers(self) -> bool:

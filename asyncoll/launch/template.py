@@ -17,7 +17,6 @@ import sys
 from contextlib import suppress
 
 from asyncoll.launch import control, process_tree, rank
-from asyncoll.launch.environment import rank_environment
 from asyncoll.launch.program import Program
 
 BOOT = """
@@ -30,21 +29,24 @@ main()
 LEFT_TO_THE_LAUNCHER = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def command(module: str, channel: int, program: Program) -> list[str]:
-    """The command line that runs `main` of a module of this package. It leaves `sys.path` as it is."""
+def command(module: str, channel: int, program: Program, *more: str) -> list[str]:
+    """The command line that runs `main` of a module of this package. It leaves `sys.path` as it is.
+
+    The arguments of `main` are `more`, the channel, and the program.
+    """
     root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
     boot = [sys.executable, "-P", "-c", BOOT.format(module), root]
-    return [*boot, str(channel), str(int(program.module)), *program.argv]
+    return [*boot, *more, str(channel), str(int(program.module)), *program.argv]
 
 
 def main() -> None:
     """Serve until the job ends, or until a fork has made this process a rank; then run that rank."""
-    channel, module, *argv = sys.argv[2:]
+    folder, channel, module, *argv = sys.argv[2:]
     program = Program(tuple(argv), bool(int(module)))
     signal.pthread_sigmask(signal.SIG_SETMASK, LEFT_TO_THE_LAUNCHER)
     process_tree.adopt_orphans()
     loaded = preload()
-    template = Template(socket.socket(fileno=int(channel)))
+    template = Template(socket.socket(fileno=int(channel)), folder)
     if not template.serve():
         os._exit(0)  # a regular exit would first tear down torch, which takes time
     # A fork has no copies of the template's other threads. This looks after the fork, because OpenBLAS ends its threads
@@ -78,8 +80,9 @@ def preload() -> bool:
 class Template:
     """Forks ranks, reaps them, and forwards signals to them."""
 
-    def __init__(self, channel: socket.socket) -> None:
+    def __init__(self, channel: socket.socket, folder: str) -> None:
         self.channel = channel
+        self._folder = folder  # of the job
         self._ranks: dict[int, int] = {}  # the living ranks, by pid
         self._wake, self._waker = socket.socketpair()
         self._waker.setblocking(False)
@@ -100,15 +103,15 @@ class Template:
                 received = control.receive_files(self.channel)
                 if received is None:
                     process_tree.kill_descendants()
-                    shutil.rmtree(os.environ["ASYNCOLL_FOLDER"], ignore_errors=True)
+                    shutil.rmtree(self._folder, ignore_errors=True)
                     return False
                 message, files = received
                 if "fork" not in message:
                     self._signal(message["signal"], message["ranks"])
-                elif self._fork(message["fork"], *files):
+                elif self._fork(message["fork"], message["environment"], *files):
                     return True
 
-    def _fork(self, number: int, out: int, err: int) -> bool:
+    def _fork(self, number: int, environment: dict[str, str], out: int, err: int) -> bool:
         template = os.getpid()
         pid = os.fork()
         if pid == 0:
@@ -120,7 +123,7 @@ class Template:
             self._waker.close()
             os.dup2(out, 1)
             os.dup2(err, 2)
-            os.environ.update(rank_environment(number))
+            os.environ.update(environment)
         else:
             with suppress(OSError):
                 os.setpgid(pid, pid)  # in both processes: a signal that is sent now must find the group

@@ -9,35 +9,48 @@ from collections.abc import Iterator, Mapping, Sequence
 from asyncoll.launch.supervisor import Failure, Supervisor
 
 
-def explain(supervisor: Supervisor, last_lines: Sequence[Sequence[bytes]], pids: Mapping[int, int]) -> Iterator[str]:
-    """The lines to print. `last_lines` are the last lines of each rank's stderr."""
+def explain(
+    supervisor: Supervisor,
+    last_lines: Sequence[Sequence[bytes]],
+    pids: Mapping[int, int],
+    hosts: Mapping[int, str],
+) -> Iterator[str]:
+    """The lines to print.
+
+    `last_lines` are the last lines of each rank's stderr; `hosts` are the names of their hosts, if there are several.
+    """
     root = supervisor.root
     if root is None:
         return
     if root.code == -signal.SIGSTOP:
-        yield from _left_stopped(supervisor, root, pids)
+        yield from _left_stopped(supervisor, root, pids, hosts)
         return
     # The rank that is blamed may have been frozen, and so could not fail by itself.
     accused = root.blames if root.blames in supervisor.stopped else None
     if accused is not None:
-        yield f"rank {accused} is the root cause, as the other ranks report: {root.summary}"
-    yield f"rank {root.rank} {_fate(root)} after {root.after_s:.1f} s" + (":" if root.traceback else "")
+        yield f"{_ranks([accused], hosts=hosts)} is the root cause, as the other ranks report: {root.summary}"
+    if root.is_lost:
+        lost = [failure.rank for failure in supervisor.failures.values() if _is_same_loss(failure, root)]
+        yield f"{were(lost)} lost after {root.after_s:.1f} s: {root.summary}"
+    else:
+        name = _ranks([root.rank], hosts=hosts)
+        yield f"{name} {_fate(root)} after {root.after_s:.1f} s" + (":" if root.traceback else "")
     if root.traceback:
         yield root.traceback.rstrip("\n")
     elif last := [line.decode(errors="replace") for line in last_lines[root.rank]]:
         yield f"the last lines of its stderr ({len(last)}):"
         yield from (f"    {line}" for line in last)
-    yield from _followers(supervisor, root)
+    yield from followers(supervisor, root)
     if supervisor.exit_code is None and supervisor.stopped:
-        why = f"because rank {root.rank} failed" if accused is None else "in the end"
-        yield f"{were(supervisor.stopped)} stopped {why}"
+        cause = f"because rank {root.rank} {'was lost' if root.is_lost else 'failed'}"
+        yield f"{were(supervisor.stopped)} stopped {cause if accused is None else 'in the end'}"
 
 
-def tell_stopped(ranks: Sequence[int], pids: Mapping[int, int], grace_s: float) -> str:
+def tell_stopped(ranks: Sequence[int], pids: Mapping[int, int], grace_s: float, hosts: Mapping[int, str]) -> str:
     """The message for the user when every rank that still runs is stopped."""
     are, them = ("is", "it") if len(ranks) == 1 else ("are", "them")
     numbers = " ".join(str(pids[rank]) for rank in ranks)
-    found = f"{_ranks(ranks, pids)} {are} stopped and every other rank has ended"
+    found = f"{_ranks(ranks, pids, hosts)} {are} stopped and every other rank has ended"
     if grace_s == math.inf:
         plan = f"the launcher waits. To end {them}: kill -KILL {numbers}"
     else:
@@ -45,12 +58,14 @@ def tell_stopped(ranks: Sequence[int], pids: Mapping[int, int], grace_s: float) 
     return f"{found}: {plan}. To continue {them}: kill -CONT {numbers}"
 
 
-def _left_stopped(supervisor: Supervisor, root: Failure, pids: Mapping[int, int]) -> Iterator[str]:
+def _left_stopped(
+    supervisor: Supervisor, root: Failure, pids: Mapping[int, int], hosts: Mapping[int, str]
+) -> Iterator[str]:
     """All failures of such a job are stopped ranks: if another rank fails, stopped ranks do not count as failed."""
     ranks = sorted(supervisor.failures)
     they, were, them = ("it", "was", "it") if len(ranks) == 1 else ("they", "were", "them")
     yield (
-        f"{_ranks(ranks, pids)} {were} stopped by a signal (SIGSTOP, say), and the launcher ended {them} "
+        f"{_ranks(ranks, pids, hosts)} {were} stopped by a signal (SIGSTOP, say), and the launcher ended {them} "
         f"after {root.after_s:.1f} s: every other rank had ended, and {they} did not continue "
         f"within {supervisor.stopped_grace_s:g} s"
     )
@@ -60,10 +75,11 @@ def _left_stopped(supervisor: Supervisor, root: Failure, pids: Mapping[int, int]
     )
 
 
-def _followers(supervisor: Supervisor, root: Failure) -> Iterator[str]:
+def followers(supervisor: Supervisor, root: Failure) -> Iterator[str]:
+    """The lines that name the other ranks that have failed, alike ones together."""
     alike: dict[str, list[int]] = {}
     for failure in supervisor.failures.values():
-        if failure is not root:
+        if failure is not root and not _is_same_loss(failure, root):
             what = failure.summary or _fate(failure)
             alike.setdefault(what, []).append(failure.rank)
     for what, members in alike.items():
@@ -74,9 +90,21 @@ def were(members: Sequence[int]) -> str:
     return f"{_ranks(members)} {'was' if len(members) == 1 else 'were'}"
 
 
-def _ranks(members: Sequence[int], pids: Mapping[int, int] | None = None) -> str:
-    names = (f"{rank} (pid {pids[rank]})" if pids else str(rank) for rank in sorted(members))
-    return f"rank{'s' * (len(members) > 1)} {', '.join(names)}"
+def _is_same_loss(failure: Failure, root: Failure) -> bool:
+    return root.is_lost and failure.is_lost and failure.summary == root.summary
+
+
+def _ranks(
+    members: Sequence[int], pids: Mapping[int, int] | None = None, hosts: Mapping[int, str] | None = None
+) -> str:
+    """The ranks, each with its host and its pid as far as they are given."""
+
+    def name(rank: int) -> str:
+        host = [f"host {hosts[rank]}"] if hosts else []
+        pid = [f"pid {pids[rank]}"] if pids else []
+        return f"{rank} ({', '.join(host + pid)})" if host or pid else str(rank)
+
+    return f"rank{'s' * (len(members) > 1)} {', '.join(map(name, sorted(members)))}"
 
 
 def _fate(failure: Failure) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,8 +38,19 @@ class Endpoint:
     called in any thread, where the attributes may be read, too.
     """
 
-    def __init__(self, transport: Transport, arena: Arena | None = None, patience_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        arena: Arena | None = None,
+        patience_s: float = math.inf,
+        host_of: Sequence[object] = (),
+        *,
+        all_have_arenas: bool = False,
+    ) -> None:
         """`arena` is the memory that the ranks of this host share; None without shared memory.
+
+        `host_of` has the name of each rank's host, the same at all ranks; by default each rank is on one of its own.
+        `all_have_arenas`: every rank of the world has an arena, also one that is alone on its host.
 
         `patience_s` is the longest time in seconds that a call may take (ASYNCOLL_DEADLINE_S). A shorter
         `asyncoll.deadline` takes precedence.
@@ -49,6 +60,8 @@ class Endpoint:
         self.patience_s = patience_s
         self.rank = transport.rank
         self.size = transport.size
+        self.host_of = host_of or range(self.size)
+        self.all_have_arenas = all_have_arenas
         self.traffic = Traffic()  # messages of the transport
         self.in_memory = Ledger()  # calls in shared memory, added when they end
         self.router = Router(transport, self.traffic)

@@ -22,18 +22,24 @@ class Group:
     ranks: tuple[int, ...]  # world ranks, by group rank
     rank: int  # the group rank of this process
     communicator: int  # its context: the contexts of operations derive from it, and failures belong to it
+    whole: tuple[int, ...] = ()  # the world ranks of the communicator, if the group is a subset of it
 
     @property
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The world ranks of the communicator, which hear of its failures."""
+        return self.whole or self.ranks
+
     def subset(self, group_ranks: tuple[int, ...]) -> Group:
         """The group of these group ranks, in this order; the rank of this process must be one of them."""
         if len(group_ranks) == self.size:
             return self
         ranks = tuple(self.ranks[group_rank] for group_rank in group_ranks)
-        return Group(ranks, group_ranks.index(self.rank), self.communicator)
+        return Group(ranks, group_ranks.index(self.rank), self.communicator, self.members)
 
 
 class Lane:
@@ -73,7 +79,7 @@ class Lane:
         self._world = group.ranks
         self._piggyback = piggyback
         self._executions = executions
-        self._identity = Identity(group.communicator, group.ranks, context, number, fingerprint, describe)
+        self._identity = Identity(group.communicator, group.members, context, number, fingerprint, describe)
 
     def __enter__(self) -> Lane:
         self._execution = self._executions.open(self._identity, self._piggyback)

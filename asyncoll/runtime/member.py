@@ -37,6 +37,10 @@ class Member:
         self._aborted: str | None = None  # the reason for which this rank has aborted the communicator
         self._forget: list[Callable[[], None]] = []
 
+    def among(self, ranks: tuple[int, ...]) -> Member:
+        """This rank as a member of a subset of the communicator: of these group ranks, in this order."""
+        return Member(self.endpoint, self.group.subset(ranks), self.runner)
+
     def at_end(self, forget: Callable[[], None]) -> None:
         """Call `forget` once no rank uses the communicator any more. Not at the end of the world."""
         self._forget.append(forget)
@@ -110,7 +114,7 @@ class Member:
             return False
         group = self.group
         fingerprint = marked(call.fingerprint(), group.communicator)
-        identity = Identity(group.communicator, group.ranks, context, call.number, fingerprint, call.__str__)
+        identity = Identity(group.communicator, group.members, context, call.number, fingerprint, call.__str__)
         return self.endpoint.executions.send_directly(identity, group.ranks[dest], data)
 
     def is_gone(self, rank: int) -> bool:
@@ -135,7 +139,7 @@ class Member:
             return
         if self._aborted is None and not self.is_closed:
             self._aborted = reason
-        failures, communicator, ranks = self.endpoint.failures, self.communicator, self.group.ranks
+        failures, communicator, ranks = self.endpoint.failures, self.communicator, self.group.members
         failure = Abort(communicator, self.endpoint.rank, reason)
         failures.record(failure, communicator)  # at once: no later call of this rank begins
         self.post(lambda: failures.give_up(failure, communicator, ranks))
@@ -143,7 +147,7 @@ class Member:
     def mismatch(self, text: str) -> None:
         """Fail the communicator at all of its ranks with a MismatchError: the ranks have made different calls."""
         group = self.group
-        self.post(lambda: self.endpoint.failures.mismatch(group.communicator, group.ranks, text))
+        self.post(lambda: self.endpoint.failures.mismatch(group.communicator, group.members, text))
 
     def failed(self, call: object, error: BaseException) -> None:
         """Abort the communicator, because `call`, which the other ranks wait for, has ended with `error`.

@@ -40,23 +40,33 @@ Carriers = tuple[Sequence[Transport], Sequence[Arena] | Sequence[None]]  # the t
 
 
 @contextlib.contextmanager
-def _inproc(size: int) -> Iterator[Carriers]:
-    yield inproc.world(size), [None] * size
+def _inproc(hosts: Sequence[object]) -> Iterator[Carriers]:
+    yield inproc.world(len(hosts)), [None] * len(hosts)
 
 
 @contextlib.contextmanager
-def _zmq(size: int) -> Iterator[Carriers]:
-    with zeromq.local_world(size) as transports:
-        yield transports, [None] * size
+def _zmq(hosts: Sequence[object]) -> Iterator[Carriers]:
+    with zeromq.local_world(len(hosts)) as transports:
+        yield transports, [None] * len(hosts)
 
 
 @contextlib.contextmanager
-def _shm(size: int, natives: Sequence[Core | None] = (_core.native,)) -> Iterator[Carriers]:
-    with zeromq.local_world(size) as transports, arena.local_world(size, natives) as arenas:
+def _shm(hosts: Sequence[object], natives: Sequence[Core | None] = (_core.native,)) -> Iterator[Carriers]:
+    with zeromq.local_world(len(hosts)) as transports, contextlib.ExitStack() as opened:
+        arenas = _by_rank(hosts, lambda ranks: opened.enter_context(arena.local_world(len(ranks), natives, ranks)))
         yield list(map(SlottedTransport, transports, arenas)), arenas
 
 
-_WORLDS: dict[str, Callable[[int], contextlib.AbstractContextManager[Carriers]]] = {
+def _by_rank(hosts: Sequence[object], open_arenas: Callable[[Sequence[int]], Sequence[Arena]]) -> list[Arena]:
+    """The arena of each rank. `open_arenas` makes those of the ranks of one host."""
+    arenas: dict[int, Arena] = {}
+    for host in dict.fromkeys(hosts):
+        ranks = [rank for rank, its in enumerate(hosts) if its == host]
+        arenas |= zip(ranks, open_arenas(ranks), strict=True)
+    return [arenas[rank] for rank in range(len(hosts))]
+
+
+_WORLDS: dict[str, Callable[[Sequence[object]], contextlib.AbstractContextManager[Carriers]]] = {
     "inproc": _inproc,
     "zmq": _zmq,
     "shm": _shm,
@@ -64,21 +74,24 @@ _WORLDS: dict[str, Callable[[int], contextlib.AbstractContextManager[Carriers]]]
 }
 
 
-def run_ranks(size: int, main: Main[T], transport: str = "inproc") -> list[T]:
+def run_ranks(size: int, main: Main[T], transport: str = "inproc", *, hosts: Sequence[object] | None = None) -> list[T]:
     """Run `main(comm)` at `size` ranks on one loop. Returns the results of the ranks, in the order of ranks.
 
     `transport` is "inproc" (messages are passed as objects), "zmq" (real sockets) or "shm" (real sockets and real
     shared memory); "shm-mixed" is the same with ranks that use the compiled core and ranks that do without it, in turn.
+    `hosts` has the name of each rank's host: ranks share memory if the names are equal. By default all are on one.
+
     When a rank raises, the others are cancelled and its error is raised here; a CancelledError of its own, too. A
-    UsageError is raised for a size below 1, an unknown transport, or a `main` that is not callable.
+    UsageError is raised for a size below 1, an unknown transport, a `main` that is not callable, or a wrong number of
+    hosts.
     """
-    _check(size, main)
+    hosts = _check(size, main, hosts)
     if transport not in _WORLDS:
         raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(_WORLDS)}")
 
     async def everything() -> list[T]:
-        with _WORLDS[transport](size) as (transports, arenas):
-            return await _run_all(transports, arenas, main, {})
+        with _WORLDS[transport](hosts) as carriers:
+            return await _run_all(carriers, hosts, main, {})
 
     return _outside_of_any_loop(lambda: _run(uvloop.new_event_loop(), everything()))
 
@@ -95,12 +108,19 @@ class SimReport:
 
 
 def simulate(
-    size: int, main: Main[Any], network: Network | None = None, seed: int = 0, *, shared_memory: bool = False
+    size: int,
+    main: Main[Any],
+    network: Network | None = None,
+    seed: int = 0,
+    *,
+    shared_memory: bool = False,
+    hosts: Sequence[object] | None = None,
 ) -> SimReport:
     """Run `main(comm)` at `size` ranks on a simulated network, in virtual time. The same seed gives the same trace.
 
-    With `shared_memory` the ranks are ranks of one host. Collectives then go through memory; each piece of work takes a
-    random time up to the network's jitter, and pieces of work of different ranks interleave.
+    With `shared_memory` the ranks of a host share memory, and collectives among them go through it; each piece of work
+    takes a random time up to the network's jitter, and pieces of work of different ranks interleave. `hosts` has the
+    name of each rank's host; by default all are on one.
 
     Virtual time advances only when all ranks wait. A rank that never waits (a root that only broadcasts) stops the
     clock. `main` must not use real time or real I/O; a rank computes by `asyncio.sleep`.
@@ -108,19 +128,23 @@ def simulate(
     Raises the first error of a rank, as `run_ranks`. Raises DeadlockError, with a list of the pending calls, when all
     ranks wait and no timer is set.
     """
-    _check(size, main)
+    hosts = _check(size, main, hosts)
     world = SimulatedWorld(size, network or Network(), seed)
     arenas: Sequence[Arena] | Sequence[None] = [None] * size
     if shared_memory:
         draw = np.random.default_rng([seed, size])
-        arenas = inproc_memory.arenas(size, lambda: float(draw.uniform(0.0, world.network.jitter_s)))
+
+        def pause_s() -> float:
+            return float(draw.uniform(0.0, world.network.jitter_s))
+
+        arenas = _by_rank(hosts, lambda ranks: inproc_memory.arenas(len(ranks), pause_s, ranks))
     loop = VirtualTimeLoop()
     endpoints: dict[int, Endpoint] = {}
     loop.set_deadlock_reporter(lambda: _deadlock(endpoints))
 
     async def everything() -> list[Any]:
         crashes = [fault for fault in world.network.faults if isinstance(fault, Crash)]
-        return await _run_all(world.transports, arenas, main, endpoints, crashes)
+        return await _run_all((world.transports, arenas), hosts, main, endpoints, crashes)
 
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)  # with the objects of a thousand ranks each collection is long and frees nothing
@@ -132,19 +156,21 @@ def simulate(
 
 
 async def _run_all(
-    transports: Sequence[Any],
-    arenas: Sequence[Arena] | Sequence[None],
+    carriers: Carriers,
+    hosts: Sequence[object],
     main: Main[T],
     endpoints: dict[int, Endpoint],
     crashes: Sequence[Crash] = (),
 ) -> list[T]:
     """Run `main` of every rank in a task of its own. The first failure cancels the other tasks and is raised."""
+    transports, arenas = carriers
     tasks: list[asyncio.Task[T]] = []
     errors: list[BaseException] = []  # in the order in which they came up
     try:
         async with asyncio.TaskGroup() as ranks:
             for transport, arena_ in zip(transports, arenas, strict=True):
-                endpoint = endpoints[transport.rank] = Endpoint(transport, arena_)
+                endpoint = Endpoint(transport, arena_, host_of=hosts, all_have_arenas=None not in arenas)
+                endpoints[transport.rank] = endpoint
                 tasks.append(ranks.create_task(_run_rank(World(endpoint, SharedLoop()), main, errors)))
             for crash in crashes:
                 asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank], tasks[crash.rank])
@@ -218,8 +244,12 @@ def _outside_of_any_loop(work: Callable[[], T]) -> T:
         threads.shutdown(wait=world.done())  # Ctrl-C interrupts `result` even if the world hangs
 
 
-def _check(size: object, main: object) -> None:
+def _check(size: int, main: object, hosts: Sequence[object] | None) -> Sequence[object]:
+    """The name of each rank's host."""
     if not isinstance(size, int) or size < 1:
         raise UsageError(f"a world has at least one rank, got {size!r}")
     if not callable(main):
         raise UsageError(f"main must be an `async def main(comm)`, got {main!r}")
+    if hosts is not None and len(hosts) != size:
+        raise UsageError(f"hosts has one name for each of the {size} ranks, got {len(hosts)}")
+    return [0] * size if hosts is None else hosts

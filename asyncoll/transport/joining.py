@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from asyncoll.errors import ClosedError, DeadlineError, PeerLostError
 from asyncoll.transport import START_TIMEOUT_S
 from asyncoll.transport.processes import is_gone
 
 T = TypeVar("T")
+Reason: TypeAlias = str | Callable[[], str]  # what ranks have not done yet; a function is called when a text is needed
 _FIRST_WARNING_S = 5.0  # the time to each further warning doubles
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.005, 0.1
 _EXTRA_TIME_S = 1.0  # for a rank that expects another rank to tell it which ranks are missing
@@ -67,7 +68,7 @@ class Joining:
         """Have every `check` call `hear`, which raises the error that another rank has told. None: call nothing."""
         self._hear = hear
 
-    def check(self, missing: Callable[[], Sequence[int]], reason: str, *, is_told: bool = False) -> None:
+    def check(self, missing: Callable[[], Sequence[int]], reason: Reason, *, is_told: bool = False) -> None:
         """Raise if joining cannot succeed any more, and log a warning now and then that names the missing ranks.
 
         Call this at least every `pause_s` while ranks are missing. `missing` returns these ranks. `reason` is the step
@@ -88,7 +89,7 @@ class Joining:
         if self._waited_s() >= self._limit_s + _EXTRA_TIME_S * is_told:
             ranks = missing()
             arrived = tuple(rank for rank in range(self._size) if rank not in ranks)
-            raise DeadlineError(self._describe(ranks, reason), arrived, tuple(ranks))
+            raise DeadlineError(self._describe(ranks, _text(reason)), arrived, tuple(ranks))
         if _now_s() >= self._warns_at_s:
             self._warns_at_s = _now_s() + (_now_s() - self._began_s)  # doubles the total time to the next warning
             if ranks := missing():  # they may have come since the caller looked
@@ -99,7 +100,7 @@ class Joining:
                     awaited,
                     self._waited_s(),
                     limit_s,
-                    reason,
+                    _text(reason),
                 )
 
     def call(self, operation: Callable[[], T], missing: Callable[[], Sequence[int]], reason: str) -> T:
@@ -113,14 +114,21 @@ class Joining:
             self.check(missing, reason)
         return future.result()
 
-    async def over(self, work: Coroutine[Any, Any, T], missing: Callable[[], Sequence[int]], reason: str) -> T:
+    async def over(
+        self,
+        work: Coroutine[Any, Any, T],
+        missing: Callable[[], Sequence[int]],
+        reason: Reason,
+        *,
+        is_told: bool = False,
+    ) -> T:
         """Await `work` and return its result. If `check` raises or this is cancelled, `work` is cancelled first."""
         task = asyncio.get_running_loop().create_task(work)
         try:
             while not task.done():
                 await asyncio.wait([task], timeout=self.pause_s)
                 if not task.done():
-                    self.check(missing, reason)
+                    self.check(missing, reason, is_told=is_told)
             return task.result()
         finally:
             task.cancel()
@@ -149,6 +157,10 @@ def in_daemon_thread(operation: Callable[[], T]) -> Future[T]:
     context = contextvars.copy_context()
     threading.Thread(target=lambda: context.run(work), name="asyncoll-joining", daemon=True).start()
     return future
+
+
+def _text(reason: Reason) -> str:
+    return reason if isinstance(reason, str) else reason()
 
 
 def _named(ranks: Sequence[int]) -> str:

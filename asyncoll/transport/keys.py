@@ -1,7 +1,7 @@
 """The key of a job, and the secrets that are derived from it. Every process with the key belongs to the job.
 
-`asyncoll launch` creates a key for each job. For a job on several hosts, the user copies a file with the key to each
-host and names it in ASYNCOLL_KEY_FILE. One file may serve many jobs, because each run derives a session key of its own.
+`asyncoll launch` creates a key for each job. For other jobs on several hosts, the user copies a file with the key to
+each host. One file may serve many jobs, because each run derives a session key of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hmac
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,7 @@ from asyncoll.errors import ProtocolError, UsageError
 
 KEY_BYTES: Final = 32
 KEY_FILE: Final = "ASYNCOLL_KEY_FILE"
+_USUAL = ".asyncoll.key"  # in the home folder
 _RIGHTS_OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -48,14 +50,29 @@ class Key:
         return message
 
 
-def write_key(path: Path) -> None:
-    """Create a key in a new file that only this user can read. Raises UsageError if that fails, or `path` exists."""
+def new_key() -> bytes:
+    """The bytes of a new key."""
+    return secrets.token_bytes(KEY_BYTES)
+
+
+def write_key(path: Path, key: bytes | None = None) -> None:
+    """Write `key`, or a new one, to a new file that only this user can read.
+
+    Raises UsageError if that fails, or `path` exists.
+    """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise UsageError(f"cannot write a key to {path}: {error.strerror}") from error
     with open(descriptor, "wb") as file:
-        file.write(secrets.token_bytes(KEY_BYTES))
+        file.write(new_key() if key is None else key)
+
+
+def find_key(environ: Mapping[str, str]) -> str:
+    """The path of the key: that of ASYNCOLL_KEY_FILE, or ~/.asyncoll.key if there is such a file; empty otherwise."""
+    home = environ.get("HOME")
+    usual = os.path.join(home, _USUAL) if home else ""
+    return environ.get(KEY_FILE) or (usual if os.path.lexists(usual) else "")
 
 
 def read_key(path: Path) -> Key:

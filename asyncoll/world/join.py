@@ -35,6 +35,7 @@ from asyncoll.transport.joining import Joining, in_daemon_thread
 from asyncoll.transport.messages import inproc
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
 from asyncoll.transport.wire import Overdue
+from asyncoll.world import error_file
 from asyncoll.world.environment import Environment
 from asyncoll.world.rendezvous import PeerLinks, meet
 
@@ -52,7 +53,8 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     it the world has one rank. Every rank of the world calls `run`. It joins, and leaves, as `connect` does.
 
     If `main` raises, the exception leaves `run`, and the pending and later calls of the other ranks raise AbortedError
-    with its text as the reason. Ctrl-C cancels `main`, and `run` raises KeyboardInterrupt.
+    with its text as the reason. Ctrl-C cancels `main`, and `run` raises KeyboardInterrupt. Under torchrun it is also
+    written to the error file of this rank, as with `torch.distributed.elastic.multiprocessing.errors.record`.
 
     Args:
         main: an `async def`; its first argument is the `Communicator` of all ranks.
@@ -93,6 +95,10 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     process = os.getpid()
     try:
         return runner.run(joined())
+    except Exception as error:
+        if os.getpid() == process:
+            error_file.write(error)
+        raise
     finally:
         if os.getpid() == process:
             runner.close()
@@ -128,8 +134,15 @@ async def connect() -> AsyncIterator[Communicator]:
         async with asyncoll.connect() as comm:
             await comm.barrier()
     """
+    async with connected(Environment.read) as comm:
+        yield comm
+
+
+@contextlib.asynccontextmanager
+async def connected(read: Callable[[], Environment | None]) -> AsyncIterator[Communicator]:
+    """As `connect`, in the world that `read` describes; None: one of one rank."""
     with sole_membership():
-        environment = Environment.read()
+        environment = read()
         if environment is None or environment.size == 1:
             async with World(Endpoint(inproc.world(1)[0]), SharedLoop()) as comm:
                 yield comm
@@ -242,7 +255,8 @@ def _endpoint(links: PeerLinks, environment: Environment) -> Endpoint:
     transport: Transport = links.transport
     if links.arena is not None:
         transport = SlottedTransport(transport, links.arena)
-    return Endpoint(transport, links.arena, environment.deadline_s)
+    host_of = links.machines if environment.shares_memory else ()
+    return Endpoint(transport, links.arena, environment.deadline_s, host_of, all_have_arenas=links.all_have_arenas)
 
 
 class World:
@@ -399,7 +413,8 @@ class World:
         if self._joining is None:
             await barrier
         else:
-            await self._joining.over(barrier, self._unheard, "not connected to all others yet")
+            # A rank that cannot connect knows why, and tells the others.
+            await self._joining.over(barrier, self._unheard, "not connected to all others yet", is_told=True)
 
     async def _start(self) -> None:
         """Start the endpoint. Ends early if another rank reports that joining has failed, or is lost."""

@@ -1,6 +1,6 @@
 """How the ranks of a world find each other, and open their connections and shared memory.
 
-Under `asyncoll launch` all ranks are on one host, and their addresses follow from the job's folder. Otherwise they
+Under `asyncoll launch -n` all ranks are on one host, and their addresses follow from the job's folder. Otherwise they
 exchange addresses in a store (`world.store`). Ranks of one host communicate over ipc, ranks of different hosts over
 tcp.
 
@@ -11,7 +11,6 @@ the store. Each attempt has names of its own, and fails at all ranks if it fails
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import logging
 import math
 import os
@@ -29,10 +28,12 @@ from asyncoll.transport.keys import KEY_FILE, Key, check_folder, read_key
 from asyncoll.transport.memory.arena import HostArena
 from asyncoll.transport.memory.fd_passing import GIVEN_UP, ArenaUnavailable, join
 from asyncoll.transport.messages.split import SplitTransport
+from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.transport.processes import allow_files
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
+from asyncoll.world.network import Place, is_loopback, on_own_link, place, url_host
 from asyncoll.world.store import enter_store
 
 # Files that a rank opens: in any world, and more for each rank of it, without a key and with one.
@@ -46,6 +47,8 @@ class PeerLinks(NamedTuple):
     transport: Transport
     arena: HostArena | None  # of the ranks of this host
     hosts: tuple[str, ...]
+    machines: tuple[object, ...]  # equal for two ranks that reach each other's unix sockets
+    all_have_arenas: bool
     until_joined: contextlib.ExitStack  # closed once all ranks are connected, or with the error that prevents it
 
 
@@ -91,17 +94,20 @@ def _meet_in_folder(environment: Environment, joining: Joining) -> PeerLinks:
         links.callback(transport.discard)
         transport.peers = [ipc_address(attempt.folder, peer) for peer in range(size)]
         transport.bind(transport.peers[rank])
-        arena = _share_memory(environment, attempt.folder, tuple(range(size)), joining)
+        arena = _share_memory(environment, attempt.folder, tuple(range(size)), joining, all_alone=size == 1)
         links.pop_all()
-        return PeerLinks(transport, arena, (socket.gethostname(),) * size, undo.pop_all())
+        hosts = (socket.gethostname(),) * size
+        return PeerLinks(transport, arena, hosts, (0,) * size, arena is not None, undo.pop_all())
 
 
-def _share_memory(environment: Environment, folder: Path, ranks: tuple[int, ...], joining: Joining) -> HostArena | None:
+def _share_memory(
+    environment: Environment, folder: Path, ranks: tuple[int, ...], joining: Joining, *, all_alone: bool
+) -> HostArena | None:
     """The arena of the ranks of this host.
 
-    None if it is switched off, there is one rank only, or the host has no room.
+    None if it is switched off, each rank is alone on its host, or the host has no room.
     """
-    if not environment.shares_memory or len(ranks) == 1:
+    if not environment.shares_memory or all_alone:
         return None
     try:
         arena = join(folder, environment.rank, ranks, joining)
@@ -129,7 +135,7 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         _check_agreed("ASYNCOLL_ENCRYPT", [host[2] for host in hosts])
         _check_agreed("ASYNCOLL_TRANSPORT", [host[3] for host in hosts])
         neighbours = tuple(peer for peer in range(size) if hosts[peer][0] == hosts[rank][0])
-        tcp = f"tcp://{_own_address(environment)}:0" if len(neighbours) < size else ""
+        own_place = _place(environment) if len(neighbours) < size else None
         messages = ZeroMQTransport(
             rank,
             size,
@@ -139,9 +145,9 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
             joining=joining,
         )
         links.callback(messages.discard)
-        beside = None  # the second transport, for long payloads; its connections have no heartbeat of their own
-        if tcp and environment.key_file and environment.encrypt == "control":
-            beside = ZeroMQTransport(rank, size, session.derive("payloads"), freeze_s=0, joining=joining)
+        beside = None  # for long payloads; these connections have no heartbeat of their own
+        if own_place and environment.key_file and environment.encrypt == "control":
+            beside = TcpPayloads(rank, size, session.derive("payloads"), joining=joining)
             links.callback(beside.discard)
         if rank == neighbours[0]:
             made = tempfile.mkdtemp(prefix="asyncoll-")  # with mode 0700
@@ -151,12 +157,14 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         with _blames_owner(folder, neighbours[0], joining):
             check_folder(folder)
             messages.bind(ipc_address(folder, rank))
-        arena = _share_memory(environment, folder, neighbours, joining)
+        machines = tuple(host[0] for host in hosts)
+        arena = _share_memory(environment, folder, neighbours, joining, all_alone=len(set(machines)) == size)
         if arena is not None:
             links.callback(arena.close)
-        own = [stream.bind(tcp) if tcp and stream else "" for stream in (messages, beside)]
+        own = [_listen(stream, own_place, environment) if own_place and stream else "" for stream in (messages, beside)]
         # Last, because peers connect as soon as they know the address, and this rank must then answer soon.
-        addresses = store.exchange("address", *own)
+        told = store.exchange("address", *own, "arena" if arena is not None else "")
+        addresses = [[on_own_link(url, own_place.listens if own_place else "") for url in its[:-1]] for its in told]
         names = tuple(host[1] for host in hosts)
         _check_reachable([its[0] for its in addresses], names)
         links.pop_all()
@@ -168,9 +176,9 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         transport: Transport = messages
         if beside is not None:
             beside.peers = ["" if peer in neighbours else addresses[peer][1] for peer in range(size)]
-            beside.are_bound = True
             transport = SplitTransport(messages, beside, set(range(size)).difference(neighbours))
-        return PeerLinks(transport, arena, names, undo.pop_all())
+        all_have_arenas = all(its[-1] for its in told)
+        return PeerLinks(transport, arena, names, machines, all_have_arenas, undo.pop_all())
 
 
 def _check_agreed(variable: str, values: Sequence[str]) -> None:
@@ -186,20 +194,21 @@ def _check_reachable(addresses: Sequence[str], names: Sequence[str]) -> None:
 
     If all do, the hosts are containers that share the network of one.
     """
-    inner = {rank: _is_loopback(address) for rank, address in enumerate(addresses) if address}
+    hosts = [address.removeprefix("tcp://").rpartition(":")[0].strip("[]") for address in addresses]
+    inner = {rank: is_loopback(host) for rank, host in enumerate(hosts) if host}
     if len(set(inner.values())) > 1:
         rank = next(rank for rank in inner if inner[rank])
         raise UsageError(
             f"rank {rank} (host {names[rank]}) listens at {addresses[rank]}, which other hosts do not reach: "
             "MASTER_ADDR is a name that means this address there; give the address that other hosts reach as "
-            "MASTER_ADDR, or set it there as ASYNCOLL_ADDRESS"
+            "MASTER_ADDR, or set it there as ASYNCOLL_ADDRESS, or its network interface as ASYNCOLL_INTERFACE"
         )
 
 
-def _is_loopback(address: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(address.removeprefix("tcp://").rpartition(":")[0].strip("[]")).is_loopback
-    return False
+def _listen(stream: ZeroMQTransport | TcpPayloads, own: Place, environment: Environment) -> str:
+    """Listen on a free port of this rank's address; returns the address that other ranks are told."""
+    bound = stream.bind(f"tcp://{url_host(own.listens)}", environment.ports)
+    return f"tcp://{url_host(own.told)}:{bound.rpartition(':')[2]}"
 
 
 @contextlib.contextmanager
@@ -224,33 +233,17 @@ def _machine() -> str:
     return f"{boot}/{where.st_dev}/{where.st_ino}/{os.getuid()}"
 
 
-def _own_address(environment: Environment) -> str:
-    """The address at which this rank listens for ranks of other hosts.
+def _place(environment: Environment) -> Place:
+    """Where this rank listens for ranks of other hosts, and what it tells them.
 
     Raises UsageError for an address that other hosts reach if there is no key: any process of the network could join.
     """
-    address, master = os.environ.get("ASYNCOLL_ADDRESS"), environment.master_addr
-    if not address and not master:
+    found = place(environment.master_addr, environment.address, environment.interface)
+    is_private = is_loopback(found.listens) and environment.encrypt != "all"
+    if not environment.key_file and not is_private:
         raise UsageError(
-            "the ranks are on several hosts, and their store has no address that shows which network connects them: "
-            "set MASTER_ADDR to a host that all reach, or ASYNCOLL_ADDRESS for each rank to an address of its host"
+            f"ranks that talk over tcp ({found.listens}) need a key, or any program on the network could join them: "
+            "make one with `asyncoll key ~/.asyncoll.key`, and copy the file to your home folder on every host; or "
+            f"copy it elsewhere and set {KEY_FILE} to its path for all ranks"
         )
-    if not address:  # the address of the interface towards the master
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((master, 1))  # a datagram socket sends nothing when it connects
-            except OSError as error:
-                raise UsageError(f"no route to MASTER_ADDR={master}: {error}; set ASYNCOLL_ADDRESS") from error
-            address = str(probe.getsockname()[0])
-    with contextlib.suppress(ValueError):  # `address` may be the name of an interface
-        known = ipaddress.ip_address(address)
-        if known.is_unspecified:
-            raise UsageError(f"ASYNCOLL_ADDRESS={address} is every address of this host: choose the one to listen on")
-        if known.is_loopback and not environment.key_file and environment.encrypt != "all":
-            return address
-    if not environment.key_file:
-        raise UsageError(
-            f"ranks that talk over tcp ({address}) need a key, or any program on the network could join them: make one "
-            f"with `asyncoll key FILE`, copy the file to every host and set {KEY_FILE}=FILE for all ranks"
-        )
-    return address
+    return found

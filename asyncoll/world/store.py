@@ -3,19 +3,25 @@
 It is torch's TCPStore. Under torchrun the agent serves it, otherwise rank 0. Any process that reaches the store may
 write to it, so each entry is sealed with the job's key for one run: each rank contributes a nonce to the session, and
 no entry of another run is accepted.
+
+The store of an agent outlives the processes of the ranks. So an entry proves nothing about a living process: rank 0
+publishes the nonces of all ranks, and a rank is in its world only if its own nonce is among them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import secrets
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib.metadata import version
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -32,9 +38,11 @@ from asyncoll.errors import (
     describe,
 )
 from asyncoll.transport.joining import Joining, process_space
-from asyncoll.transport.keys import KEY_FILE, Key
-from asyncoll.world.environment import Environment
+from asyncoll.transport.keys import KEY_BYTES, KEY_FILE, Key
+from asyncoll.world.environment import Environment, place_of
+from asyncoll.world.network import listen
 
+_JOB = "asyncoll job"  # the entry with the name of the job that uses the store
 _PROBE_S = 1.0  # time for the host of the store to accept a connection
 _REASON_CHARACTERS = 200  # of the system's error in a message of this rank
 _TELLING_S = 2.0  # time to publish the failure of this rank in the store
@@ -51,6 +59,10 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int: ...
 
 
+class _NewerWorldError(Exception):
+    """Rank 0 has begun another world."""
+
+
 class SealedStore:
     """Short texts that the ranks publish in the store. Each is sealed for its own entry."""
 
@@ -58,8 +70,11 @@ class SealedStore:
         self, store: Store, prefix: str, rank: int, size: int, key: Key, joining: Joining, serves: bool
     ) -> None:
         """`prefix` begins the names of all entries. `serves` says that rank 0 serves the store, which ends with it."""
+        host, port = getattr(store, "host", ""), getattr(store, "port", 0)
+        self._where = f"{host}:{port}" if host and serves and rank == 0 else ""  # which other hosts may not reach
         self._store = store
-        self._prefix = prefix
+        self._job = self._prefix = prefix
+        self._turn = 0
         self._rank = rank
         self._size = size
         self._key = self._first_key = key
@@ -78,42 +93,112 @@ class SealedStore:
 
         def rank_0() -> list[int]:
             self._check_backends([0])
+            self._check_job()
             return [0]
 
-        counter = f"{self._prefix}/turn"
-        turn = self._ask(self._store.add, counter, int(not self._rank))
+        self._joining.listen(None)  # what has been told of an earlier world does not matter
+        if self._rank == 0:
+            self._ask(self._store.set, _JOB, self._job.encode())
+        turn = self._newest_turn(begins=not self._rank)
         while self._rank and not self._may_enter(turn):
-            self._joining.check(rank_0, "not in the store yet")
+            self._joining.check(rank_0, f"not in the store yet{self._namesake(turn)}")
             time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
-            turn = self._ask(self._store.add, counter, 0)
-        self._prefix = f"{self._prefix}/{turn}"
+            turn = self._newest_turn()
+        self._turn, self._prefix = turn, f"{self._job}/{turn}"
         self._joining.listen(self._hear)
-        self.post("turn")
+        self.post("turn", _this_process())
+
+    def _namesake(self, turn: int) -> str:
+        """The end of a message, if another process is this rank in world `turn`. It may have ended, or not."""
+        entry = f"{self._job}/{turn}/turn/{self._rank}"
+        known = self._read(entry, self._first_key) if self._ask(self._store.check, [entry]) else None
+        if not known or known == [_this_process()]:
+            return ""
+        return (
+            f"; in its newest world rank {self._rank} is {known[0]}, so two jobs may use one MASTER_ADDR and "
+            "MASTER_PORT, or two processes one RANK"
+        )
+
+    def _check_job(self) -> None:
+        """Raise UsageError if rank 0 of another job has come to this store."""
+        job = self._ask(self._store.get, _JOB).decode() if self._ask(self._store.check, [_JOB]) else self._job
+        if job != self._job:
+            raise UsageError(
+                f"another job meets at MASTER_ADDR and MASTER_PORT, {job!r}, where rank {self._rank} of {self._job!r} "
+                "waits: give each job a port of its own"
+            )
+
+    def _newest_turn(self, *, begins: bool = False) -> int:
+        """The number of the newest world; with `begins`, of one that begins now."""
+        return self._ask(self._store.add, f"{self._job}/turn", int(begins))
 
     def _may_enter(self, turn: int) -> bool:
-        """Whether this rank, which is not 0, has not been in that world, and the world has not failed to begin."""
-        world = f"{self._prefix}/{turn}"
+        """Whether no process of this rank has been in that world, and the world has not failed to begin."""
+        world = f"{self._job}/{turn}"
         ends = (f"{world}/turn/{self._rank}", f"{world}/failed")
         return turn > 0 and not any(self._ask(self._store.check, [end]) for end in ends)
 
     def begin_session(self) -> Key:
         """Exchange nonces. Returns the key of this run, which seals all later entries.
 
-        Raises UsageError if a rank expects another number of ranks.
+        If the world that this rank has entered turns out to be one of earlier processes, it enters the next.
+
+        Raises UsageError if a rank has another version of asyncoll, or expects another number of ranks.
         """
-        own = process_space()
-        said = self.exchange("nonce", secrets.token_hex(16), own, str(os.getpid()), str(self._size))
-        for peer, (_, _, _, size) in enumerate(said):
-            if size != str(self._size):
+        said = self._exchange_nonces()
+        while said is None:
+            self.begin_turn()
+            said = self._exchange_nonces()
+        space = process_space()
+        for peer, (_, _, _, its_space, pid, _) in enumerate(said):
+            if space and its_space == space and peer != self._rank and pid.isdecimal():
+                self._joining.watch(peer, int(pid))
+        self._key = Key(self._key.derive("session", self._prefix, *(nonce for _, _, nonce, *_ in said)))
+        return self._key
+
+    def _exchange_nonces(self) -> list[list[str]] | None:
+        """What each rank says of itself; None if this is a world of earlier processes.
+
+        Those have left a session without the nonce of this process, or no session, and rank 0 begins another world.
+        """
+        host, nonce = socket.gethostname(), secrets.token_hex(16)
+        own = [_version(), host, nonce, process_space(), str(os.getpid()), str(self._size)]
+        self.post("nonce", *own)
+        if self._rank == 0:
+            self._await("nonce", range(self._size))
+            said = [self.look("nonce", peer, len(own)) for peer in range(self._size)]
+            for peer, (release, host, *_) in enumerate(said):
+                self._check_version(peer, release, host)
+            self._check_sizes(range(self._size))
+            self.post("session", *itertools.chain(*said))
+            return said
+        try:
+            self._joining.listen(self._hear_of_newer_world)
+            self.look("nonce", 0, len(own))  # raises the error for different keys, also at the rank with the odd one
+            self._await("nonce", range(self._size), until=self._entry("session", 0))
+        except _NewerWorldError:
+            return None
+        self._joining.listen(self._hear)
+        texts = self.look("session", 0)
+        said = [texts[first : first + len(own)] for first in range(0, len(texts), len(own))]
+        return said if own in said else None
+
+    def _check_sizes(self, ranks: Sequence[int]) -> None:
+        """Raise UsageError if one of `ranks`, which have posted their nonces, expects another number of ranks."""
+        for peer in ranks:
+            if (size := self.look("nonce", peer)[-1]) != str(self._size):
                 raise UsageError(
                     f"the ranks have different settings of WORLD_SIZE: {self._size} (rank {self._rank}), {size} (rank "
                     f"{peer}); give all the same"
                 )
-        for peer, (_, space, pid, _) in enumerate(said):
-            if own and space == own and peer != self._rank and pid.isdecimal():
-                self._joining.watch(peer, int(pid))
-        self._key = Key(self._key.derive("session", self._prefix, *(nonce for nonce, *_ in said)))
-        return self._key
+
+    def _check_version(self, peer: int, release: str, host: str) -> None:
+        if release != _version():
+            raise UsageError(
+                f"the ranks have different versions of asyncoll: {_version()} (rank {self._rank}, host "
+                f"{socket.gethostname()}), {release:.100} (rank {peer}, host {host:.100}); install the same on "
+                "all hosts"
+            )
 
     def post(self, topic: str, *texts: str) -> None:
         """Publish `texts` under `topic`."""
@@ -121,18 +206,22 @@ class SealedStore:
         sealed = self._key.seal(_pack(texts), entry)
         self._ask(self._store.set, entry, sealed)
 
-    def look(self, topic: str, rank: int, count: int) -> list[str]:
-        """Wait until `rank` has posted `topic`, and return its `count` texts.
+    def look(self, topic: str, rank: int, count: int | None = None) -> list[str]:
+        """Wait until `rank` has posted `topic`, and return its texts: `count`, or any number.
 
         Raises UsageError if they are not sealed with the key of this run.
         """
         self._await(topic, [rank])
         texts = self._read(self._entry(topic, rank), self._key)
-        if texts is None or len(texts) != count:
+        if texts is None or (count is not None and len(texts) != count):
+            where = ""
+            if topic == "nonce" and (claimed := _claimed(self._ask(self._store.get, self._entry(topic, rank)))):
+                self._check_version(rank, *claimed)
+                where = f" (host {claimed[1]!r:.100})"
             raise UsageError(
-                f"in the store, the {topic} of rank {rank} is not sealed with the key of this job: give "
-                f"all ranks the same file in {KEY_FILE}, and each process a RANK of its own; otherwise another "
-                "program writes to this store"
+                f"in the store, the {topic} of rank {rank}{where} is not sealed with the key of this job: give all "
+                f"ranks the same key, in {KEY_FILE} or ~/.asyncoll.key, and each process a RANK of its own; otherwise "
+                "another program writes to this store"
             )
         return texts
 
@@ -191,6 +280,12 @@ class SealedStore:
         while told and time.monotonic() < ends_s and not self._store.check(told):  # noqa: TID251
             time.sleep(self._joining.pause_s)  # noqa: TID251
 
+    def _hear_of_newer_world(self) -> None:
+        """As `_hear`, but also raises _NewerWorldError if rank 0 has begun a world after the one of this rank."""
+        if not self._is_asking and self._newest_turn() > self._turn:
+            raise _NewerWorldError
+        self._hear()
+
     def _hear(self) -> None:
         """Raise the failure that another rank has published, if there is one. While the store answers: nothing."""
         entry = f"{self._prefix}/failed"
@@ -201,18 +296,22 @@ class SealedStore:
 
     # -- the store --------------------------------------------------------------------------------
 
-    def _await(self, topic: str, ranks: Sequence[int]) -> None:
-        """Wait until all of `ranks` have posted `topic`."""
+    def _await(self, topic: str, ranks: Sequence[int], until: str = "") -> None:
+        """Wait until all of `ranks` have posted `topic`; with `until`, for that entry, which is posted after theirs."""
         entries = [self._entry(topic, rank) for rank in ranks]
-        what = "not in the store yet" if topic == "nonce" else f"in the store without its {topic}"
+        what = f"in the store without its {topic}"
+        if topic == "nonce":
+            what = f"not in the store{f' at {self._where}' if self._where else ''} yet"
 
         def missing() -> list[int]:
             come = [self._ask(self._store.check, [entry]) for entry in entries]
             absent = [rank for rank, is_here in zip(ranks, come, strict=True) if not is_here]
             self._check_backends(absent)
+            if topic == "nonce" and self._rank == 0:  # one that expects fewer ranks is not kept waiting for the others
+                self._check_sizes([rank for rank in ranks if rank not in absent])
             return absent
 
-        while not self._ask(self._store.check, entries):
+        while not self._ask(self._store.check, [until] if until else entries):
             self._joining.check(missing, what)
             time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
 
@@ -272,10 +371,27 @@ def error_of(words: list[str], size: int) -> AsyncollError:
     return DeadlineError(text, tuple(rank for rank in range(size) if rank not in ranks), ranks)
 
 
+def _this_process() -> str:
+    return f"process {os.getpid()} on host {socket.gethostname()}"
+
+
 def _pack(texts: Sequence[str]) -> bytes:
     """`texts` as bytes. Paths may contain bytes that are not UTF-8."""
     packed: bytes = msgpack.packb(texts, unicode_errors="surrogateescape")
     return packed
+
+
+def _version() -> str:
+    return version("asyncoll")
+
+
+def _claimed(sealed: bytes) -> tuple[str, str] | None:
+    """The version and the host in an entry that another key, or none, has sealed: for an error only."""
+    with contextlib.suppress(ValueError):
+        texts = msgpack.unpackb(sealed[KEY_BYTES:], unicode_errors="surrogateescape")
+        if isinstance(texts, list) and len(texts) > 1 and all(isinstance(text, str) for text in texts):
+            return texts[0], texts[1]
+    return None
 
 
 def _open(key: Key, sealed: bytes, entry: str) -> list[str] | None:
@@ -299,13 +415,23 @@ def enter_store(environment: Environment, joining: Joining, key: Key) -> SealedS
         sealed.begin_turn()
         return sealed
     while True:
-        store = _reach_store(environment, joining) if rank or agents else _serve_store(environment)
+        is_served = rank or agents or _serves_already(environment)
+        store = _reach_store(environment, joining) if is_served else _serve_store(environment, joining)
         sealed = SealedStore(store, prefix, rank, size, key, joining, serves=not agents)
         with contextlib.suppress(PeerLostError):
             sealed.begin_turn()
             return sealed
         del sealed, store
         time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
+
+
+def _serves_already(environment: Environment) -> bool:
+    """Whether this process serves a store at MASTER_ADDR: that of its process group of torch, as in Ray Train."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+        return False
+    place = place_of(distributed.distributed_c10d._get_default_store())
+    return place == (environment.master_addr, environment.master_port)
 
 
 def _reach_store(environment: Environment, joining: Joining) -> Any:
@@ -317,28 +443,45 @@ def _reach_store(environment: Environment, joining: Joining) -> Any:
     while True:
         timeout = timedelta(seconds=joining.remaining_s)
         try:
-            socket.create_connection((address, port), timeout=joining.pause_s + _PROBE_S).close()
+            with socket.create_connection((address, port), timeout=joining.pause_s + _PROBE_S) as probe:
+                answers = probe.getpeername()[0]  # of several that the name means
             return joining.call(
-                lambda timeout=timeout: TCPStore(address, port, size, False, timeout, wait_for_workers=False),  # type: ignore[misc]
+                lambda timeout=timeout, answers=answers: TCPStore(
+                    answers, port, size, False, timeout, wait_for_workers=False
+                ),  # type: ignore[misc]
                 lambda: [0],
                 what,
             )
         except (OSError, RuntimeError) as error:  # it is not served yet, or no more
-            joining.check(lambda: [0], f"{what}: {error}"[:_REASON_CHARACTERS])
+            said = f"{what}: {error}"[:_REASON_CHARACTERS]
+            joining.check(
+                lambda: [0],
+                f"{said}; MASTER_ADDR must be an address of rank 0's host that this host reaches, and MASTER_PORT "
+                "open there",
+            )
             time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
 
 
-def _serve_store(environment: Environment) -> Any:
-    """The store, served at MASTER_ADDR alone. By itself, TCPStore listens on all addresses of the host."""
+def _serve_store(environment: Environment, joining: Joining) -> Any:
+    """The store, served at one address alone. By itself, TCPStore listens on all addresses of the host."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    address, port, size = environment.master_addr, environment.master_port, environment.size
-    try:
-        family = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0][0]
-        listener = socket.create_server((address, port), family=family).detach()
-    except OSError as error:
-        raise UsageError(
-            f"rank 0 cannot listen on MASTER_ADDR={address}, MASTER_PORT={port}: {error}; they must be an address of "
-            "this host and a free port"
-        ) from error
-    return TCPStore(address, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener)
+    if not environment.interface:
+        _await_name(environment.master_addr, joining)
+    listener = listen(environment.master_addr, environment.master_port, environment.address, environment.interface)
+    address, port = listener.getsockname()[:2]
+    return TCPStore(
+        address, port, environment.size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def _await_name(name: str, joining: Joining) -> None:
+    """Wait until `name` is known: that of a pod of Kubernetes is so seconds after its start."""
+    while True:
+        try:
+            socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            joining.check(lambda: [0], f"MASTER_ADDR={name} is not the name of a host: {error}"[:_REASON_CHARACTERS])
+            time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
+        else:
+            return

@@ -2,6 +2,8 @@
 
 Arguments: the number of ranks, the number of restarts, and the program with its arguments. A rank that raises an
 exception shows it at once. torchrun ends the other ranks by SIGTERM; here they ignore it, and so tell their own error.
+
+With JOB and ENDPOINT in the environment this is one of two agents of that job, which meet there.
 """
 
 import os
@@ -27,15 +29,18 @@ def rank(*command):
 
 if __name__ == "__main__":
     size, restarts, *program = sys.argv[1:]
+    job = os.environ.get("JOB")
+    nodes = 2 if job else 1
     here = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
+        min_nodes=nodes,
+        max_nodes=nodes,
         nproc_per_node=int(size),
         max_restarts=int(restarts),
         monitor_interval=0.1,
         start_method="fork",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        run_id=str(uuid.uuid4()),
+        rdzv_endpoint=os.environ.get("ENDPOINT", "localhost:0"),
+        run_id=job or str(uuid.uuid4()),
+        local_addr="127.0.0.1" if job else None,
     )
     elastic_launch(here, rank)(*program)

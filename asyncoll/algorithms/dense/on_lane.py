@@ -11,6 +11,7 @@ communication operations in MPICH", IJHPCA 2005.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
@@ -19,11 +20,15 @@ import numpy as np
 from asyncoll.runtime.group import Lane
 from asyncoll.runtime.matching import Receive
 from asyncoll.tensors.reductions import Array, Combine
+from asyncoll.transport.wire import SEGMENT_BYTES
 
 # Where the bandwidth of the ring and of Rabenseifner's algorithm begins to outweigh their extra messages. Measured with
 # `asyncoll bench allreduce` over ZeroMQ; see BENCHMARKS.md.
 DOUBLING_MAX_BYTES = 1 << 18
 RABENSEIFNER_MAX_BYTES = 1 << 21
+# Segments of each message of a ring above which there are two rings, whose messages are still longer than a segment.
+# With one ring of 25 MB between two hosts, links of 1 Gbit/s stood still for 4 % of the time.
+RING_MAX_SEGMENTS = 2
 # Up to this size, broadcast, reduce and allgather use the algorithm with the fewest messages.
 SMALL_MAX_BYTES = 1 << 20
 
@@ -75,8 +80,10 @@ async def allreduce(lane: Lane, x: Array, combine: Combine) -> None:
         await short_allreduce(lane, x, combine)
     elif x.nbytes <= RABENSEIFNER_MAX_BYTES:
         await rabenseifner(lane, x, combine)
-    else:
+    elif x.nbytes <= RING_MAX_SEGMENTS * lane.size * SEGMENT_BYTES:
         await ring(lane, x, combine)
+    else:
+        await rings(lane, x, combine)
 
 
 async def short_allreduce(lane: Lane, x: Array, combine: Combine) -> None:
@@ -149,8 +156,10 @@ async def rabenseifner(lane: Lane, x: Array, combine: Combine) -> None:
     await _give_back(lane, x, power, extra)
 
 
-async def ring(lane: Lane, x: Array, combine: Combine) -> None:
+async def ring(lane: Lane, x: Array, combine: Combine, first: int = 0) -> None:
     """Each chunk goes around the ring twice: it is reduced, then copied. 2(P-1) messages, 2n(P-1)/P elements a rank.
+
+    The steps are numbered from `first` on.
 
     Patarasuk, Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
     """
@@ -159,12 +168,19 @@ async def ring(lane: Lane, x: Array, combine: Combine) -> None:
     size, rank = lane.size, lane.rank
     chunks = _chunks(x, size)
     last = size - 1
-    receives = [lane.post((rank - 1) % size, step, chunks[(rank - step - 1) % size], combine) for step in range(last)]
-    receives += [lane.post((rank - 1) % size, last + step, chunks[(rank - step) % size]) for step in range(last)]
+    before, after = (rank - 1) % size, (rank + 1) % size
+    receives = [lane.post(before, first + step, chunks[(rank - step - 1) % size], combine) for step in range(last)]
+    receives += [lane.post(before, first + last + step, chunks[(rank - step) % size]) for step in range(last)]
     for step, receive in enumerate(receives):
         outgoing = (rank - step) % size if step < last else (rank + 1 - (step - last)) % size
-        await lane.send((rank + 1) % size, step, chunks[outgoing])
+        await lane.send(after, first + step, chunks[outgoing])
         await lane.wait(receive)
+
+
+async def rings(lane: Lane, x: Array, combine: Combine) -> None:
+    """A ring for each half of `x`, at the same time: while a rank waits for one half, the other one fills the wire."""
+    halves, steps = _chunks(x, 2), 2 * (lane.size - 1)
+    await asyncio.gather(*(ring(lane, half, combine, turn * steps) for turn, half in enumerate(halves)))
 
 
 # Algorithms for a power of two of ranks: each rank beyond the largest power lends its array to one of the first ranks

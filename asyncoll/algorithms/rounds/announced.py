@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 
 from asyncoll.algorithms.rounds import by_coordinator
 from asyncoll.algorithms.rounds.activation import edges
@@ -38,16 +39,24 @@ class AnnouncedOperations:
         text = f"{operation} (first called by rank {caller} at {site})"
         group = self._member.group
         message = _announcement(group.communicator, operation, site)
-        for edge in edges(group.size):
-            self._member.tell((group.rank + (1 << edge)) % group.size, message)
+        for rank in self._told(operation):
+            self._member.tell(rank, message)
         # The rounds are made after the announcement: a rank that has left already signals as soon as they exist.
-        suits = by_coordinator.suits(operation, group.size)
-        carrier = by_coordinator.CoordinatedRounds if suits else ActivatedRounds
         port = Port(self._member, operation.name, operation.fingerprint())
         self.ports.append(port)
-        rounds = carrier(port, operation, lambda: text)
+        rounds = self._make(port, operation, lambda: text)
         self._directory.add(rounds)
         return rounds
+
+    def _told(self, operation: Operation) -> list[int]:
+        """The ranks to which this rank announces `operation`."""
+        del operation  # it goes to the same ranks as any other
+        group = self._member.group
+        return [(group.rank + (1 << edge)) % group.size for edge in edges(group.size)]
+
+    def _make(self, port: Port, operation: Operation, describe: Callable[[], str]) -> Rounds:
+        suits = by_coordinator.suits(operation, self._member.group.size)
+        return (by_coordinator.CoordinatedRounds if suits else ActivatedRounds)(port, operation, describe)
 
     def _announced(self, source: int, message: Announce) -> None:
         """An announcement of world rank `source` arrives. Its fields are untrusted; raises ProtocolError."""

@@ -11,7 +11,7 @@ So each rank knows from this number which of its contributions are in the result
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,6 +19,7 @@ import numpy as np
 from asyncoll.algorithms.dense.on_lane import children
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, LATE, CoordinatedRound, NextRound
 from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.packing import packed, unpack
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.port import Port
@@ -77,7 +78,7 @@ class CoordinatedRounds(WaitAvoiding):
         ticket = super()._stage(contribution)
         assert self._staged is not None
         participation = self._tally.sign(1, 0, contributes=True, gone=False, weight=self._staged_weight)
-        self._sent.append(_Sent(ticket, _packed([participation, *self._staged])))
+        self._sent.append(_Sent(ticket, packed([participation, *self._staged])))
         self._spare, self._staged = self._staged, None
         return ticket
 
@@ -124,7 +125,7 @@ class CoordinatedRounds(WaitAvoiding):
             else:
                 self._combine(total, parts)
         total = total or self._neutral()
-        self._pass_on(self._number, _packed([participation.reshape(-1), *total]))
+        self._pass_on(self._number, packed([participation.reshape(-1), *total]))
         self._finish(participation.reshape(-1), total)
 
     # -- results ----------------------------------------------------------------------------------
@@ -157,17 +158,8 @@ class CoordinatedRounds(WaitAvoiding):
     def _unpacked(self, payload: Buffer, ranks: int) -> Parts:
         """The participation list, to be read only, and the parts in memory of their own.
 
-        The parts are copies, because a payload is read-only, may be unaligned, and goes on to the next rank.
+        The parts are copies, because a payload is read-only, and goes on to the next rank.
         """
-        raw = np.frombuffer(payload, np.uint8)
-        parts, start = self._memory(), ranks * self._tally.participation_bytes
-        participation = raw[:start].view(self._tally.dtype)
-        for part in parts:
-            end = start + part.nbytes
-            part.view(np.uint8)[...] = raw[start:end]
-            start = end
-        return [participation, *parts]
-
-
-def _packed(arrays: Iterable[Array]) -> bytes:
-    return b"".join(array.view(np.uint8).data for array in arrays)
+        raw, parts, start = np.frombuffer(payload, np.uint8), self._memory(), ranks * self._tally.participation_bytes
+        unpack(raw[start:].data, parts)
+        return [raw[:start].view(self._tally.dtype), *parts]

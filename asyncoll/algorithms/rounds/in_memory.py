@@ -81,7 +81,7 @@ class OneSidedRounds:
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
         self._layout = BlockLayout.of(operation)
         self._may_lend = not self._keeps and self._layout.nbytes >= LENT_MIN_BYTES
-        self._rounds = RoundRecord(arena, registry, group, operation, self._layout, self._reduce_blocks)
+        self._rounds = self._record(arena, registry, group)
         self._control_block = self._rounds.control_block
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
         self._reduces = [reducer(operation.op, dtype, arena.native) for dtype, _ in operation.layout]
@@ -91,6 +91,9 @@ class OneSidedRounds:
         self._all_ranks = tuple(range(group.size))
         self._engine: Engine[Kept] = Engine(operation)
         self._order = CallOrder()
+
+    def _record(self, arena: Arena, registry: OperationRegistry, group: Group) -> RoundRecord:
+        return RoundRecord(arena, registry, group, self.operation, self._layout, self._reduce_blocks)
 
     def is_idle(self) -> bool:
         """Whether no call is under way at this rank."""
@@ -136,8 +139,7 @@ class OneSidedRounds:
             if not self._order.is_now(turn):
                 await self._order.wait(turn)
             rounds, engine = self._rounds, self._engine
-            with self._control_block:
-                rounds.join()
+            self._mark_joined()
             if self.operation.group_size:
                 return None
             while not await self._close():
@@ -151,6 +153,10 @@ class OneSidedRounds:
             return self._answer(engine.conclude(ticket, newest, missed), newest)
         finally:
             self._order.end(turn)
+
+    def _mark_joined(self) -> None:
+        with self._control_block:
+            self._rounds.join()
 
     def _is_work_left(self) -> bool:
         return self._rounds.is_help_wanted() or self._rounds.may_close()

@@ -133,14 +133,19 @@ class RoundRecord:
         operation: Operation,
         layout: BlockLayout,
         reduce: Callable[[int, Sequence[int]], None],
+        *,
+        contributors: int = 0,
+        more: int = 0,
     ) -> None:
         """Raises DisagreementError if the ranks of the host know the operation as another. Not under the lock.
 
-        `reduce(into, sources)` reduces whole blocks, given by their addresses.
+        `reduce(into, sources)` reduces whole blocks, given by their addresses. So many ranks may contribute to a
+        result: by default those of `group`. `more` is the number of cells from `more` on that a subclass uses.
         """
         self._operation = operation
         self._rank = group.rank
         self.size = size = group.size
+        self._contributors = contributors or size
         self._drawn: tuple[int, Sequence[int]] = (0, ())  # for the round of that number
         self._first_caller_opens = rules.first_caller_opens(operation)
         self._layout = layout
@@ -158,15 +163,16 @@ class RoundRecord:
         self._kept_rounds = operation.history + 1
         self._begun = self._results_at + self._kept_rounds * size * len(KEPT)
         self._counts = self._begun + _BEGINNINGS
-        blocks = self._counts + size + 1
+        blocks = self._counts + self._contributors + 1
         # The blocks of one rank: one that it fills, one staged, one in a round, one granted to it, and as many to read
         # as results are kept. It may hold as many again for the call after one that was cancelled.
         limit = size * (3 * operation.history + 12) + 16
-        context = digest(group.communicator, "rounds", operation.name)
-        self.control_block = registry.enter(context, operation.fingerprint(), blocks + BlockTable.cells(limit, size))
+        self.more = blocks + BlockTable.cells(limit, self._contributors)
+        context = digest(group.communicator, *self._context(operation))
+        self.control_block = registry.enter(context, operation.fingerprint(), self.more + more)
         self.cells = self.control_block.cells
         self._reals = self.cells.cast("B").cast("d")  # the same cells as float64
-        self.blocks = BlockTable(arena, self.control_block, blocks, limit, layout.nbytes, size)
+        self.blocks = BlockTable(arena, self.control_block, blocks, limit, layout.nbytes, self._contributors)
         # The same cells as arrays: with many ranks, a loop over all cells of their rows would be most of a round.
         self._gone = np.frombuffer(self.cells[:size], np.int64)
         self._table = np.frombuffer(self.cells[self._rows : self._results_at], np.int64).reshape(size, len(COLUMN))
@@ -179,6 +185,11 @@ class RoundRecord:
         self._reduce = reduce
         is_short = layout.nbytes <= SHORT_BYTES and size * layout.nbytes <= CHUNK_BYTES
         self.reduces_at_once = is_short and not self.control_block.interleaved
+
+    @staticmethod
+    def _context(operation: Operation) -> tuple[str | int, ...]:
+        """What the context of the control block is made of, beside the communicator."""
+        return "rounds", operation.name
 
     @property
     def latest(self) -> int:
@@ -309,7 +320,7 @@ class RoundRecord:
                 else:  # the round is its keeper now; no other round can take it
                     cells[row.staged], cells[row.staged_at] = NONE, 0
             dest = NONE
-            if len(taken) == 1 and taken[0] != LENT:  # it is the result: nothing to reduce
+            if len(taken) == 1 and self._may_be_result(taken[0]):  # nothing to reduce
                 dest = taken[0]
                 self.blocks.keep(dest)
             elif taken:  # lent memory is never the result: other ranks read that when the caller has its memory back
@@ -323,6 +334,10 @@ class RoundRecord:
         elif chunks > _HELPED:
             self.control_block.wake(min(chunks, self._cores) - 1)
         return 0
+
+    def _may_be_result(self, block: int) -> bool:
+        """Whether a contribution that is alone is the result of its round."""
+        return block != LENT
 
     def _open_and_publish(self, now_ns: int) -> int:
         """As `_open`, of a round of short contributions: reduces it and publishes it, too."""
@@ -481,6 +496,6 @@ class RoundRecord:
 
     def totals(self) -> tuple[dict[int, int], list[float], list[float]]:
         """Number of results by number of contributors; seconds that each rank has waited, and has been late."""
-        counts = self.cells[self._counts : self._counts + self.size + 1].tolist()
+        counts = self.cells[self._counts : self._counts + self._contributors + 1].tolist()
         waited, late = ((self._table[:, which] / 1e9).tolist() for which in (COLUMN.waited_ns, COLUMN.late_ns))
         return {active: count for active, count in enumerate(counts) if count}, waited, late

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncoll.tensors.reductions import Array
 
-_PRESENT, _GONE, _TIMES_S, _WEIGHT = 0, 1, slice(2, 4), 4  # the rows of a participation list; times: waited, late
+PRESENT, GONE, TIMES_S, WEIGHT = 0, 1, slice(2, 4), 4  # the rows of a participation list; times: waited, late
 PARTICIPATION_BYTES = 16  # of each rank in a participation list: four float32
 WEIGHTED_PARTICIPATION_BYTES = 40  # the same of a weighted operation: five float64
 
@@ -33,7 +33,8 @@ class OperationStatistics:
     """Totals of one wait-avoiding operation, as one rank knows them.
 
     Times are in seconds. Each rank measures its times with its own clock and sends them with its contributions. A short
-    contribution by message is sent before the wait of its caller is over, so it has the times of earlier waits only.
+    contribution by message is sent before the wait of its caller is over, so it has the times of earlier waits only; so
+    does any between hosts.
     """
 
     rounds: int
@@ -61,13 +62,22 @@ class OperationStatistics:
     """By rank: the time from the beginning of the rounds that its callers aimed at until they arrived."""
 
 
+def blank(members: int, *, weighted: bool) -> Array:
+    """A participation list of a round of so many members: [row, member], with zeros."""
+    rows, dtype = _shape(weighted)
+    return np.zeros((rows, members), dtype)
+
+
+def _shape(weighted: bool) -> tuple[int, type[np.floating[Any]]]:
+    # The sum of weights has to be as exact as the reduction of float64, all else need not.
+    return (5, np.float64) if weighted else (4, np.float32)
+
+
 class Tally:
     """The totals of the rounds of one operation by message, at one rank."""
 
     def __init__(self, size: int, *, weighted: bool) -> None:
-        # The sum of weights has to be as exact as the reduction of float64, all else need not.
-        self._rows = 5 if weighted else 4
-        self.dtype: type[np.floating[Any]] = np.float64 if weighted else np.float32
+        self._rows, self.dtype = _shape(weighted)
         self.participation_bytes = WEIGHTED_PARTICIPATION_BYTES if weighted else PARTICIPATION_BYTES
         self._came_s: float | None = None  # the arrival of the caller that waits for the next round; None: none waits
         self._passed_s: float | None = None  # the beginning of the first round that no call was given; None: no such
@@ -99,9 +109,9 @@ class Tally:
 
     def blank(self, members: int, gone: Iterable[int] = ()) -> Array:
         """A participation list of a round of so many members: [row, member], with zeros but for those that are gone."""
-        participation = np.zeros((self._rows, members), self.dtype)
+        participation = blank(members, weighted=self._rows > WEIGHT)
         for rank in gone:
-            participation[_GONE, rank] = 1
+            participation[GONE, rank] = 1
         return participation
 
     def sign(self, members: int, index: int, *, contributes: bool, gone: bool, weight: float) -> Array:
@@ -118,16 +128,16 @@ class Tally:
         """Add the summed list of a finished round."""
         # Counted as nonzero: at a coordinator several contributions of one rank add up to more than 1.
         rows = participation.reshape(self._rows, len(members))
-        ranks, gone = tuple(rows[_PRESENT].nonzero()[0].tolist()), int(np.count_nonzero(rows[_GONE]))
+        ranks, gone = tuple(rows[PRESENT].nonzero()[0].tolist()), int(np.count_nonzero(rows[GONE]))
         if len(members) == self.times_s.shape[1]:  # all ranks: no index array is made
-            self.times_s += rows[_TIMES_S]
+            self.times_s += rows[TIMES_S]
         else:
             ranks = tuple([members[place] for place in ranks])
-            self.times_s[:, members] += rows[_TIMES_S]
+            self.times_s[:, members] += rows[TIMES_S]
         if ranks or gone < len(members):  # otherwise there is no result, and no caller for it
             self.rounds += 1
             self.active[len(ranks)] += 1
-        return Participation(ranks, gone, float(rows[_WEIGHT].sum()) if self._rows > _WEIGHT else 0.0)
+        return Participation(ranks, gone, float(rows[WEIGHT].sum()) if self._rows > WEIGHT else 0.0)
 
     def returned(self, *, next_has_begun: bool) -> None:
         """The call of this rank returns."""

@@ -15,7 +15,8 @@ from typing import Any
 
 from asyncoll import _core
 from asyncoll.launch import control, process_tree
-from asyncoll.launch.environment import job_environment, job_folder, rank_environment
+from asyncoll.launch.environment import job_folder, rank_environment, threads
+from asyncoll.launch.placement import HERE, Placement
 from asyncoll.testing.faults.cells import KINDS, MIXED, Cell
 from asyncoll.testing.faults.rank_program import be_rank
 
@@ -68,9 +69,13 @@ class _World:
         self._cell = cell
         self._kind = KINDS[cell.kind]
         self._folder = folder
-        transport = "shm" if cell.transport == MIXED else cell.transport
-        self._environment = job_environment(cell.size, 0, job, transport, os.environ)
-        self._environment["TMPDIR"] = str(temporary)
+        self._transport = "shm" if cell.transport == MIXED else cell.transport
+        self._environment = {
+            **threads(cell.size, os.environ),
+            **os.environ,
+            "ASYNCOLL_FOLDER": str(job),
+            "TMPDIR": str(temporary),
+        }
         self._pids: dict[int, int] = {}
 
     def run(self) -> None:
@@ -100,7 +105,8 @@ class _World:
             output = os.open(self._output(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            os.environ.update(self._environment | rank_environment(rank))
+            place = rank_environment(rank, Placement({HERE: self._cell.size}), "127.0.0.1", 0, self._transport)
+            os.environ.update(self._environment | place)
             if self._cell.does_without_core(rank):
                 os.environ[_core.VARIABLE] = "python"
             tempfile.tempdir = None

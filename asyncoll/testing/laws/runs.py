@@ -27,6 +27,7 @@ from asyncoll.world.join import run
 
 SIMULATED = "simulated"
 MEMORY = "memory"  # simulated ranks of one host
+HOSTS = "hosts"  # simulated ranks of several hosts: memory on each, messages between them
 # To the values of `asyncoll launch --transport`. In MIXED every second rank does without the compiled core.
 MIXED = "shm-mixed-processes"
 PROCESSES = {"shm-processes": "shm", "zmq-processes": "zmq", MIXED: "shm"}
@@ -39,10 +40,11 @@ def tell(case: Case, transport: str, *, devices: bool = False) -> Any:
     Without `devices` no rank has one.
     """
     case = case if devices else replace(case, staging=())
-    if transport in (SIMULATED, MEMORY):
+    if transport in (SIMULATED, MEMORY, HOSTS):
         case = replace(case, alarmed=None, forking=None)
-        main, in_memory = (lambda comm: take_part(comm, case)), transport == MEMORY
-        report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory)
+        main, in_memory = (lambda comm: take_part(comm, case)), transport != SIMULATED
+        hosts = case.hosts if transport == HOSTS else None
+        report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory, hosts=hosts)
         return _story(case, report.results, report.messages)
     case = _in_real_time(case)
     if transport in PROCESSES:

@@ -65,6 +65,7 @@ class Case:
     forking: int | None  # the rank that forks a child; only where ranks are processes
     forks_at: int  # the call in which it forks
     staging: tuple[int, ...]  # the ranks that have devices; only where that is asked for
+    hosts: tuple[int, ...]  # the host of each rank; only where ranks are on several
     rounds: int = _ROUNDS
 
     @property
@@ -149,7 +150,15 @@ def draw(kind: str, size: int, seed: int) -> Case:
         forks_at=one_of(*_FORK_AT),
         alarmed=one_of(None, rank()) if kind != "group" and size > 1 else None,
         staging=tuple(rank for rank in range(size) if one_of(True, False)),
+        hosts=_draw_hosts(size, seed),
     )
+
+
+def _draw_hosts(size: int, seed: int) -> tuple[int, ...]:
+    """At most five hosts, of uneven sizes. Their ranks follow each other or are mixed."""
+    generator = np.random.default_rng([seed, size])  # of its own: the rest of a case is the same on any hosts
+    hosts = generator.integers(1 + generator.integers(min(size, 5)), size=size)
+    return tuple((np.sort(hosts) if generator.integers(2) else hosts).tolist())
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # debug mode of asyncio formats task results: a quarter of the time

@@ -59,10 +59,12 @@ _NO_POLLING_S = 0.1
 
 
 @contextlib.contextmanager
-def local_world(size: int, natives: Sequence[Core | None] = (_core.native,)) -> Iterator[list[HostArena]]:
-    """One arena for each rank of a world inside this process, over real shared memory.
+def local_world(
+    size: int, natives: Sequence[Core | None] = (_core.native,), ranks: Sequence[int] = ()
+) -> Iterator[list[HostArena]]:
+    """One arena for each of `size` ranks inside this process, over real shared memory.
 
-    The ranks take the compiled cores of `natives` in turn.
+    They are `ranks` of their world; by default the first ones. They take the compiled cores of `natives` in turn.
     """
     capacity = capacity_of(size)
     with contextlib.ExitStack() as undo:
@@ -71,7 +73,7 @@ def local_world(size: int, natives: Sequence[Core | None] = (_core.native,)) -> 
             segments.append(make_segment(local_rank, capacity))
             undo.callback(close_segment, segments[-1])
         arenas = [
-            HostArena(local_rank, tuple(range(size)), segments, natives[local_rank % len(natives)])
+            HostArena(local_rank, tuple(ranks or range(size)), segments, natives[local_rank % len(natives)])
             for local_rank in range(size)
         ]
     try:

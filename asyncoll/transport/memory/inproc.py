@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -23,13 +23,13 @@ from asyncoll.transport.control_block import (
 from asyncoll.transport.memory.doorbell import TurnQueue
 
 
-def arenas(size: int, pause_s: Callable[[], float] = lambda: 0.0) -> list[InprocArena]:
-    """One arena for each rank of a world inside this process.
+def arenas(size: int, pause_s: Callable[[], float] = lambda: 0.0, ranks: Sequence[int] = ()) -> list[InprocArena]:
+    """One arena for each of `size` ranks inside this process: `ranks` of their world; by default the first ones.
 
     Each wait first sleeps `pause_s()` seconds, so that other ranks run where ranks in processes could run.
     """
     memory = _Memory(size)
-    return [InprocArena(local_rank, memory, pause_s) for local_rank in range(size)]
+    return [InprocArena(local_rank, memory, pause_s, tuple(ranks or range(size))) for local_rank in range(size)]
 
 
 class _Memory:
@@ -64,9 +64,9 @@ class _NoLock:
 class InprocArena:
     """An `Arena` whose peers live on the same loop. Each rank uses the first of its doorbells only."""
 
-    def __init__(self, local_rank: int, memory: _Memory, pause_s: Callable[[], float]) -> None:
+    def __init__(self, local_rank: int, memory: _Memory, pause_s: Callable[[], float], ranks: tuple[int, ...]) -> None:
         self.local_rank = local_rank
-        self.ranks = tuple(range(memory.size))
+        self.ranks = ranks
         self.cores = min(2, memory.size)  # not all ranks, so that algorithms also take their paths for few cores
         self._memory = memory
         self.runtime_loop: asyncio.AbstractEventLoop | None = None

@@ -1,8 +1,8 @@
-"""Two streams between hosts: control data is encrypted, and long payloads go unencrypted over a second connection.
+"""Two streams between hosts: control data is encrypted, and long payloads go unencrypted over connections of their own.
 
 CURVE has a fourth of the bandwidth of plain tcp. So a long payload to another host uses a plain connection, which is
-authenticated but not encrypted, and everything else an encrypted one. Each stream keeps its order, so the receiver
-joins messages and payloads again in the order of the messages.
+authenticated when it opens but not encrypted, and everything else an encrypted one. Each stream keeps its order, so the
+receiver joins messages and payloads again in the order of the messages.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from asyncoll.transport import Buffer, Loss, Receiver, check_frames
+from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport
 
 THRESHOLD_BYTES = 1 << 16  # a payload of at least this size uses the second stream
@@ -27,7 +28,7 @@ _LEAVING_S = 1.0
 
 
 class SplitTransport:
-    """The `Transport` `messages`, plus the transport `payloads` for long payloads to the `remote` ranks.
+    """The `Transport` `messages`, plus the connections `payloads` for long payloads to the `remote` ranks.
 
     `remote` are the ranks of other hosts. A payload is long from `threshold_bytes` on.
     """
@@ -35,7 +36,7 @@ class SplitTransport:
     def __init__(
         self,
         messages: ZeroMQTransport,
-        payloads: ZeroMQTransport,
+        payloads: TcpPayloads,
         remote: Collection[int],
         threshold_bytes: int = THRESHOLD_BYTES,
     ) -> None:
@@ -54,7 +55,7 @@ class SplitTransport:
 
     async def start(self, receiver: Receiver) -> None:
         self._reassembly.receiver = receiver
-        self._payloads.connect(_Payloads(self._reassembly))
+        self._payloads.connect(self._reassembly.received_payload, self._reassembly.lost_payloads)
         self._messages.connect(self._reassembly)  # before the wait: a rank that gives up tells the others by message
         await self._payloads.connected()
         await self._messages.connected()
@@ -67,7 +68,7 @@ class SplitTransport:
         if len(frames) > 1 and len(frames[1]) >= self._threshold_bytes:
             # The receiver matches the n-th payload with the n-th message that announces one.
             first = b"".join((_APART, _LENGTH.pack(len(frames[1])), frames[0]))
-            self._payloads.send(dest, (b"", frames[1]))
+            self._payloads.send(dest, frames[1])
             self._messages.send(dest, (first, *frames[2:]))
         else:
             self._messages.send(dest, (b"".join((_WHOLE, frames[0])), *frames[1:]))
@@ -121,6 +122,10 @@ class _Reassembly:
             self._payloads[source].append(payload)
             self._join(source)
 
+    def lost_payloads(self, loss: Loss) -> None:
+        loss = replace(loss, cause=f"{loss.cause} (the connection for payloads)")
+        asyncio.get_running_loop().call_later(_LEAVING_S, self.lost, loss)
+
     def lost(self, loss: Loss) -> None:
         if loss.rank in self._lost:
             return
@@ -141,20 +146,6 @@ class _Reassembly:
                 return
             messages.popleft()
             self.receiver.received(source, whole)
-
-
-class _Payloads:
-    """A `Receiver` for the payloads."""
-
-    def __init__(self, reassembly: _Reassembly) -> None:
-        self._reassembly = reassembly
-
-    def received(self, source: int, frames: list[Buffer]) -> None:
-        self._reassembly.received_payload(source, frames[-1])
-
-    def lost(self, loss: Loss) -> None:
-        loss = replace(loss, cause=f"{loss.cause} (the connection for payloads)")
-        asyncio.get_running_loop().call_later(_LEAVING_S, self._reassembly.lost, loss)
 
 
 def _whole(frames: list[Buffer], payloads: deque[Buffer]) -> list[Buffer] | None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 import struct
 import tempfile
 import threading
@@ -33,12 +34,12 @@ import zmq
 from asyncoll import forks
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Loss, Receiver, check_frames
-from asyncoll.transport.addresses import check_path, process_behind, refuses_connections
+from asyncoll.transport.addresses import all_in_use, check_path, process_behind, refuses_connections
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
-from asyncoll.transport.messages.peers import FREEZE_S, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peers import FREEZE_S, UnauthenticatedPeers, silence_cause, why_unconnected
 
 # A message up to this many bytes is copied into one ZeroMQ frame. Each further frame costs some microseconds of Python
 # and of ZeroMQ at both ends, which is more than the copy.
@@ -154,16 +155,23 @@ class ZeroMQTransport:
         self._listening: list[str] = []
         forks.register(self)
 
-    def bind(self, address: str) -> str:
+    def bind(self, address: str, ports: Sequence[int] = ()) -> str:
         """Listen at `address`, and return the address to connect to. Raises UsageError if that fails.
 
-        `address` is `ipc://path`, or `tcp://ip:0` for a free port. Bind to ipc before tcp to have both.
+        `address` is `ipc://path`, or `tcp://ip:0` for a free port. Bind to ipc before tcp to have both. With `ports`,
+        `address` is `tcp://ip`, and the first of the ports that is free is taken.
         """
         self._policy.guard(address)
-        try:
-            self._router.bind(to_zeromq(address))
-        except zmq.ZMQError as error:
-            raise UsageError(f"cannot listen on {address}: {error}") from error
+        self._router.setsockopt(zmq.IPV6, "[" in address)
+        for each in [f"{address}:{port}" for port in ports] or [address]:
+            try:
+                self._router.bind(to_zeromq(each))
+                break
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EADDRINUSE or not ports:
+                    raise UsageError(f"cannot listen on {each}: {error}") from error
+        else:
+            raise all_in_use(address, ports)
         if address.startswith("ipc://"):
             os.chmod(address.removeprefix("ipc://"), 0o600)
         self._listening.append(bound_address(self._router))
@@ -188,7 +196,7 @@ class ZeroMQTransport:
         """The second part of `start`: wait for the connections to all peers."""
         if self._peers:
             joining = self._joining or Joining(self.rank, self.size)
-            await joining.over(self._all_connected(), self._unconnected, "not connected yet")
+            await joining.over(self._all_connected(), self._unconnected, self._why_unconnected)
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         check_frames(dest, self.size, frames)
@@ -308,12 +316,15 @@ class ZeroMQTransport:
     def _unconnected(self) -> list[int]:
         return [peer.rank for peer in self._peers.values() if not peer.connected.done()]
 
+    def _why_unconnected(self) -> str:
+        return why_unconnected(self.peers, self._unconnected())
+
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-        return socket
+        made = self._context.socket(kind)
+        made.setsockopt(zmq.LINGER, 0)
+        made.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        made.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        return made
 
     def _connect(self, rank: int, address: str) -> None:
         dealer = self._dealer(rank, address)
@@ -329,6 +340,7 @@ class ZeroMQTransport:
         """Return a DEALER with the credentials to connect to `rank`, which listens at `address`."""
         dealer = self._socket(zmq.DEALER)
         dealer.setsockopt(zmq.RECONNECT_IVL, 10)
+        dealer.setsockopt(zmq.IPV6, "[" in address)
         self._policy.introduce(dealer, rank, address)
         return dealer
 
@@ -369,6 +381,11 @@ class ZeroMQTransport:
             return
         if refuses_connections(peer.address):
             cause = f"its process has ended: {peer.address} refuses connections"
+            if peer.address.startswith("tcp:"):
+                cause = (
+                    f"its process has ended, or a firewall rejects connections from {socket.gethostname()} "
+                    f"(ASYNCOLL_PORTS): {peer.address} refuses connections"
+                )
             peer.connected.set_exception(PeerLostError(peer.rank, cause))
             peer.connected.exception()  # marks it as retrieved: the wait may have ended already
 

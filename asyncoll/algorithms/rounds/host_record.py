@@ -1,0 +1,212 @@
+"""The part of one host in the rounds between hosts, on a control block of that host.
+
+The ranks of the host stage and wait as in `round_record`. Only an agent opens a round here, once the round is open
+between hosts: it takes all that is staged. Once that is reduced, it exchanges it with the other hosts, and concludes
+the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncoll.algorithms.rounds.block_table import NONE
+from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.algorithms.rounds.round_record import COLUMN, BlockLayout, Groups, RoundRecord
+from asyncoll.runtime.group import Group
+from asyncoll.tensors.reductions import Array
+from asyncoll.transport import Arena
+
+GONE, JOINED = 1, 2  # in the cell of a rank that makes no more calls; JOINED: it waits until no rank does
+
+
+class Share(NamedTuple):
+    """What a host gives to a group of a round, and what becomes of it."""
+
+    members: tuple[int, ...]  # of the group: ranks of any host
+    block: int  # the reduction of this host's contributions, once that is done; NONE if there are none
+    contributors: tuple[int, ...]  # ranks
+    weight: float  # of their contributions together
+
+
+class Taken(NamedTuple):
+    """What a host gives to a round."""
+
+    shares: tuple[Share, ...]  # of the groups that have members here, in the order of groups
+    ends: tuple[int, ...]  # by place on the host: 0, GONE or JOINED
+    times_s: Array  # [2, place]: how long callers have waited for rounds to begin, and how late they have been
+
+
+class Outcome(NamedTuple):
+    """The results of a round of all hosts, as one of them sees them."""
+
+    shares: tuple[Share, ...]  # as of `Taken`, with the contributors and the results of the groups
+    ends: tuple[int, ...]  # by rank: 0, GONE or JOINED
+    times_s: Array  # [2, rank]: as in `Taken`; 0 for ranks that this host is not told of
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no rank makes calls any more, and those that have joined wait for this round."""
+        return all(self.ends) and JOINED in self.ends
+
+
+class _More(NamedTuple):
+    """The cells of a `HostRecord` beyond those of a `RoundRecord`."""
+
+    reduced: int  # the newest round whose contributions are reduced here
+    opened: int  # the newest round that an agent of this host has opened for all hosts
+    over: int  # 1 if the last round is over
+    ends: int  # the first of [rank]: those of the last `Outcome`
+
+
+_MORE = _More(*range(len(_More._fields)))
+
+
+class HostRecord(RoundRecord):
+    """The rounds of one operation, as one rank of a host sees them."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        registry: OperationRegistry,
+        group: Group,
+        operation: Operation,
+        layout: BlockLayout,
+        reduce: Callable[[int, Sequence[int]], None],
+        *,
+        here: tuple[int, ...],
+        ranks: int,
+    ) -> None:
+        """As of `RoundRecord`, of the ranks `group` of a host, which are `here` of so many `ranks` of all hosts."""
+        more = _MORE.ends + 3 * ranks
+        super().__init__(arena, registry, group, operation, layout, reduce, contributors=ranks, more=more)
+        self.reduces_at_once = False
+        self._here = here
+        self._ranks = ranks
+        self._at = _More(*[self.more + cell for cell in _MORE])
+        ends, times = self._at.ends, self._at.ends + ranks
+        self._ends = np.frombuffer(self.cells[ends:times], np.int64)
+        self._times = np.frombuffer(self.cells[times : times + 2 * ranks], np.float64).reshape(2, ranks)
+
+    @staticmethod
+    def _context(operation: Operation) -> tuple[str | int, ...]:
+        # With the fingerprint: ranks that know different operations of one name find that out by message.
+        return "rounds of a host", operation.name, operation.fingerprint()
+
+    # -- for the ranks of the host ----------------------------------------------------------------
+
+    def may_open(self) -> bool:
+        return False
+
+    def late_call_opens(self) -> bool:
+        return False
+
+    def may_close(self) -> bool:
+        return False
+
+    def is_over(self) -> bool:
+        return self.cells[self._at.over] > 0
+
+    def join(self) -> None:
+        self.cells[self._rank] = GONE if self._keeps else JOINED  # in groups it waits for nothing
+
+    def totals(self) -> tuple[dict[int, int], list[float], list[float]]:
+        active, _, _ = super().totals()
+        waited, late = self._times.tolist()
+        return active, waited, late
+
+    # -- for agents -------------------------------------------------------------------------------
+
+    def ends(self) -> tuple[int, ...]:
+        """By place, now: 0, GONE or JOINED."""
+        return tuple(self.cells[: self.size].tolist())
+
+    def known_ends(self) -> tuple[int, ...]:
+        """By rank, as the last round has told: 0, GONE or JOINED."""
+        return tuple(self._ends.tolist())
+
+    def open_for_all(self, number: int) -> bool:
+        """The rule of the operation lets round `number` begin. Returns whether this agent is the first to say so."""
+        if self.latest + 1 != number or self.cells[self._at.opened] >= number:
+            return False
+        self.cells[self._at.opened] = number
+        return True
+
+    def blocks_needed(self, number: int) -> int:
+        """How many blocks have to be free for `take`, if there are fewer; otherwise 0."""
+        needed = len(self._groups_of(number)) if self._is_next(number) else 0
+        return needed if self.blocks.free_count() < needed else 0
+
+    def take(self, number: int, now_ns: int) -> Taken | None:
+        """Open round `number` here, and take all that is staged. None if another agent of this host has done that."""
+        if not self._is_next(number):
+            return None
+        self._open(now_ns)
+        shares = []
+        for members, places in self._divided(number):
+            block = self.cells[self._row[places[0]].block]
+            bitmap = self.blocks.contributors(block) if block else 0
+            contributors = tuple([self._here[place] for place in places if bitmap >> place & 1])
+            shares.append(Share(members, block, contributors, self.blocks.weight(block) if block else 0.0))
+        times_s = self._table[:, COLUMN.waited_ns : COLUMN.late_ns + 1].T / 1e9
+        return Taken(tuple(shares), self.ends(), times_s)
+
+    def _is_next(self, number: int) -> bool:
+        return not self.running and self.latest + 1 == number
+
+    def _divided(self, number: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """The groups of a round that have members here: all of their members, and the places of those that are here."""
+        groups = [(group, set(group)) for group in self._operation.groups(number, self._ranks)]
+        places = [
+            (group, tuple([place for place, rank in enumerate(self._here) if rank in its])) for group, its in groups
+        ]
+        return [(group, its) for group, its in places if its]
+
+    def _groups_of(self, number: int) -> Groups:
+        if not self._keeps:
+            return self._all
+        return [(places, np.array(places)) for _, places in self._divided(number)]
+
+    def _may_be_result(self, block: int) -> bool:
+        # A contribution that stays must not change, and the agents reduce between hosts in the block.
+        return super()._may_be_result(block) and not self._keeps
+
+    def is_reduced(self) -> bool:
+        """Whether the contributions that the running round has taken here are reduced."""
+        return self.cells[self._at.reduced] == self.running
+
+    def _publish(self) -> None:
+        """All chunks are reduced: the callers' memory is their own again."""
+        for block in self._table[:, COLUMN.source].tolist():
+            self.blocks.drop(block)
+        self._table[:, COLUMN.source : COLUMN.source_at + 1] = NONE
+        self.cells[self._at.reduced] = self.running
+        self.control_block.wake()
+
+    def conclude(self, outcome: Outcome) -> None:
+        """The running round is over: keep its result, and wake the callers that wait for it.
+
+        The last round is none if no rank has contributed to it.
+        """
+        if not self._keeps:  # in groups, hosts are not told of all ranks
+            self._ends[:] = outcome.ends
+        np.maximum(self._times, outcome.times_s, out=self._times)
+        is_last = outcome.is_last
+        self.cells[self._at.over] = is_last
+        absent = len(outcome.ends) - outcome.ends.count(0)
+        for share, (_, index) in zip(outcome.shares, self._groups_of(self.running), strict=True):
+            active, block = len(share.contributors), share.block
+            if not active:
+                self.blocks.drop(block)
+                block = NONE
+            self.blocks.sign(block, sum([1 << rank for rank in share.contributors]), share.weight)
+            self._table[index, COLUMN.block : COLUMN.taken] = block, active, absent
+            is_last = is_last and not active
+        if is_last:
+            self.cells[self._head.running] = 0
+            self.control_block.wake()
+        else:
+            super()._publish()

@@ -1,0 +1,143 @@
+"""Ranks as processes, from a cell of a notebook: `run`."""
+
+from __future__ import annotations
+
+import inspect
+import mmap
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import numpy as np
+
+from asyncoll.arguments import whole
+from asyncoll.errors import PeerLostError, RemoteError, UsageError
+from asyncoll.launch.function import check_function, launch_function
+from asyncoll.launch.launcher import Outcome
+from asyncoll.launch.verdict import signal_name
+from asyncoll.rpc import codec
+from asyncoll.world import join
+
+__all__ = ["run"]
+
+T = TypeVar("T")
+_LENGTH = struct.Struct("<Q")
+_ALIGNMENT = 64  # bytes, of arrays in the memory of a result
+
+
+def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any, ranks: int) -> list[T]:
+    """Run `await main(comm, *args)` at `ranks` ranks, each a process of its own, and return their results by rank.
+
+    For a notebook, or an interactive interpreter: `main` may be defined in a cell, and may use everything that the
+    notebook has defined. The ranks are forks of this process. They share memory with each other, and what they change
+    changes nothing here. Their output appears in the cell, with the rank in front of each line.
+
+    Blocks until all ranks, and all processes that they have started, are gone. An interrupt (SIGINT) ends the ranks,
+    and then raises KeyboardInterrupt here; a rank has 10 s to end, and a second interrupt kills it. If one rank fails,
+    the others are stopped. If this process ends, the ranks end, too.
+
+    Each rank has one thread of torch and, in what it imports itself, of OpenMP and OpenBLAS.
+
+    Args:
+        main: an `async def`; its first argument is the `Communicator` of all ranks.
+        args: its other arguments.
+        ranks: the number of ranks, at least 1.
+
+    Returns:
+        The results of the ranks. They come back by the codec of RPC, without pickle: None, numbers, strings, bytes,
+        lists, tuples, sets, dicts, numpy arrays and torch tensors of the CPU.
+
+    Raises:
+        UsageError: `main` is no `async def`; this is not the main thread; or this process uses CUDA, which a fork
+            cannot use.
+        RemoteError: a rank has raised. This is the root cause, with its traceback as text. A result of another type is
+            a UsageError at its rank.
+        PeerLostError: a rank has ended without raising, for example by a signal.
+        KeyboardInterrupt: the cell was interrupted.
+
+    Example:
+
+        async def main(comm):
+            x = torch.full((3,), float(comm.rank))
+            await comm.allreduce(x)
+            return x
+
+        first, *others = asyncoll.notebook.run(main, ranks=4)
+    """
+    size = whole(ranks, "ranks")
+    if size < 1:
+        raise UsageError(f"a job has at least one rank, not {size}")
+    if not inspect.iscoroutinefunction(main):
+        raise UsageError(f"asyncoll.notebook.run needs an `async def main(comm, ...)`, got {main!r}")
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+        raise UsageError("this process uses CUDA, which its forks cannot use: restart it, and use CUDA in ranks alone")
+    check_function(size)
+    with ExitStack() as opened:
+        memory = [os.memfd_create("asyncoll-result", os.MFD_CLOEXEC) for _ in range(size)]
+        for descriptor in memory:
+            opened.callback(os.close, descriptor)
+
+        def act() -> None:
+            result = join.run(main, *args)
+            _write(result, memory[int(os.environ["RANK"])])
+
+        outcome = launch_function(size, act)
+        if outcome.stopped_by is not None:
+            signal.raise_signal(outcome.stopped_by)
+            raise KeyboardInterrupt
+        _raise_failure(outcome)
+        return [_read(rank, descriptor) for rank, descriptor in enumerate(memory)]
+
+
+def _raise_failure(outcome: Outcome) -> None:
+    if outcome.root is None:
+        return
+    rank, summary = outcome.root.rank, outcome.root.summary
+    if outcome.root.traceback:
+        kind, _, text = summary.partition(": ")
+        raise RemoteError(rank, kind, text, outcome.root.traceback)
+    code = outcome.root.code
+    cause = summary or (f"it was killed by {signal_name(-code)}" if code < 0 else f"it ended with exit code {code}")
+    raise PeerLostError(rank, cause, socket.gethostname(), outcome.pids.get(rank, 0))
+
+
+def _write(result: object, descriptor: int) -> None:
+    """Write `result`: the number of its pieces, their lengths, and the pieces, each aligned."""
+    body, arrays, staged = codec.encode(result, "the result of main")
+    if staged:
+        raise UsageError("the result of main has a tensor of a device: return `x.cpu()`")
+    pieces = [memoryview(body), *(array.data for array in arrays)]
+    for start, piece in zip(_places([len(piece) for piece in pieces]), pieces, strict=True):
+        while piece:
+            written = os.pwrite(descriptor, piece, start)
+            start, piece = start + written, piece[written:]
+    lengths = [len(body), *(array.nbytes for array in arrays)]
+    os.pwrite(descriptor, b"".join(map(_LENGTH.pack, [len(lengths), *lengths])), 0)
+
+
+def _read(rank: int, descriptor: int) -> Any:
+    """The result that `rank` has written. Its arrays lie in a private copy of that memory, made as they change."""
+    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+    (count,) = _LENGTH.unpack_from(memory)
+    lengths = [_LENGTH.unpack_from(memory, _LENGTH.size * (1 + index))[0] for index in range(count)]
+    pieces = [
+        np.frombuffer(memory, np.uint8, length, start) for start, length in zip(_places(lengths), lengths, strict=True)
+    ]
+    try:
+        return codec.decode(pieces[0].tobytes(), pieces[1:])
+    except UsageError as error:
+        raise UsageError(f"the result of rank {rank}: {error}; return a dict of its fields") from None
+
+
+def _places(lengths: Sequence[int]) -> Iterator[int]:
+    """Where pieces of these lengths begin."""
+    place = _LENGTH.size * (1 + len(lengths))
+    for length in lengths:
+        place = -(-place // _ALIGNMENT) * _ALIGNMENT
+        yield place
+        place += length

@@ -1,0 +1,113 @@
+"""Where the ranks of a world of Ray run: bundles of a placement group, which Ray reserves together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, get_args
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from asyncoll.errors import DeadlineError, UsageError
+
+Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
+_LOOK_S = 5.0  # the first warning; the time to each further one doubles
+logger = logging.getLogger("asyncoll")
+
+
+def check_resources(resources: Mapping[str, float], placement: str) -> dict[str, float]:
+    """The resources of a rank that are not 0. Raises UsageError for those, or a placement, that Ray does not know."""
+    if placement not in get_args(Placement):
+        raise UsageError(f"placement={placement!r}: give one of {', '.join(get_args(Placement))}")
+    for name, amount in resources.items():
+        is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
+        if not (isinstance(name, str) and is_number and 0 <= amount < math.inf):
+            raise UsageError(f"resources_per_rank has {name!r}: {amount!r}; give numbers from 0 on, as {{'CPU': 1}}")
+        if amount > 1 and name == "GPU" and amount % 1:
+            raise UsageError(f"resources_per_rank has 'GPU': {amount!r}; give a whole number, or a part of one GPU")
+    needed = {name: amount for name, amount in resources.items() if amount}
+    if not needed:
+        raise UsageError("resources_per_rank has nothing that Ray could reserve: give at least a part of a CPU")
+    return needed
+
+
+@contextlib.contextmanager
+def placed(size: int, needed: dict[str, float], placement: str, limit_s: float) -> Iterator[list[dict[str, Any]]]:
+    """Reserve room for the ranks: the options of each rank's actor, the ranks of a node one after another.
+
+    Inside a placement group that its children share, as that of a trial of Ray Tune, the ranks run in its bundles.
+    Otherwise they have a group of their own, whose end ends them. Raises DeadlineError if there is no room in time.
+    """
+    options = {"num_cpus": 0, **_options(needed)}
+    if (around := _group_around()) is not None:
+        _check_room(around, size, needed)
+        strategy = PlacementGroupSchedulingStrategy(around)
+        yield [{**options, "scheduling_strategy": strategy}] * size
+        return
+    group = placement_group([needed] * size, strategy=placement.upper())
+    try:
+        _await_room(group, size, needed, placement, limit_s)
+        yield [
+            {**options, "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle)}
+            for bundle in _by_node(group, size)
+        ]
+    finally:
+        remove_placement_group(group)
+
+
+def _options(needed: Mapping[str, float]) -> dict[str, Any]:
+    names = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    own = {name: amount for name, amount in needed.items() if name not in names}
+    return {names[name]: amount for name, amount in needed.items() if name in names} | {"resources": own}
+
+
+def _group_around() -> PlacementGroup | None:
+    """The placement group of this process, if those that it starts are to run there."""
+    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return ray.util.get_current_placement_group() if captures else None
+
+
+def _check_room(group: PlacementGroup, size: int, needed: Mapping[str, float]) -> None:
+    """Raise UsageError if the bundles of a group that another program has made have no room for the ranks."""
+    bundles = group.bundle_specs
+    room = sum(min(int(bundle.get(name, 0) // amount) for name, amount in needed.items()) for bundle in bundles)
+    if room < size:
+        raise UsageError(
+            f"{size} ranks of {needed} do not fit into the placement group around this program, which has {bundles}: "
+            "give it a bundle for itself and one for each rank; for a trial of Ray Tune: "
+            f"tune.with_resources(trial, tune.PlacementGroupFactory([{{'CPU': 1}}] + [{needed}] * {size}))"
+        )
+
+
+def _await_room(group: PlacementGroup, size: int, needed: dict[str, float], placement: str, limit_s: float) -> None:
+    began_s = time.monotonic()
+    pause_s = _LOOK_S
+    while not group.wait(min(pause_s, max(limit_s - (time.monotonic() - began_s), 0.1))):
+        waited_s = time.monotonic() - began_s
+        missing = f"{size} ranks of {needed} (placement={placement}) have no room yet: {_shortage(size, needed)}"
+        if waited_s >= limit_s:
+            raise DeadlineError(f"{missing}; after {waited_s:.0f} s: start nodes, or ask for less")
+        logger.warning("%s (%.0f s, of at most %g s)", missing, waited_s, round(limit_s, 1))
+        pause_s *= 2
+
+
+def _shortage(size: int, needed: Mapping[str, float]) -> str:
+    """What the ranks need, beside what the nodes have."""
+    total, free = ray.cluster_resources(), ray.available_resources()
+    wanted = (
+        f"they need {size * amount:g} {name}, of {total.get(name, 0):g} in the cluster {free.get(name, 0):g} are free"
+        for name, amount in needed.items()
+    )
+    nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+    return f"{'; '.join(wanted)} ({nodes} node{'s' * (nodes != 1)})"
+
+
+def _by_node(group: PlacementGroup, size: int) -> list[int]:
+    """The bundles in the order of the ranks: those of a node one after another."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return sorted(range(size), key=lambda bundle: (min(i for i in range(size) if nodes[i] == nodes[bundle]), bundle))

@@ -1,0 +1,58 @@
+"""How the ranks of a communicator lie on hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Hosts(NamedTuple):
+    """The hosts of a group, as one of its ranks sees them. Equal at all ranks, but for `mine` and `place`.
+
+    Ranks are group ranks. A host's ranks need not follow each other, and hosts may have different numbers of them.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]  # of each host, ascending; hosts are in the order of their first ranks
+    mine: int  # the host of this rank
+    place: int  # of this rank among the ranks of its host
+
+    @classmethod
+    def of(cls, host_of: Sequence[object], rank: int) -> Hosts:
+        """`host_of` names the host of each rank."""
+        by_host: dict[object, list[int]] = {}
+        for each, host in enumerate(host_of):
+            by_host.setdefault(host, []).append(each)
+        mine = list(by_host).index(host_of[rank])
+        return cls(tuple(map(tuple, by_host.values())), mine, by_host[host_of[rank]].index(rank))
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """The ranks of this host."""
+        return self.ranks[self.mine]
+
+    @property
+    def agents(self) -> int:
+        """The agents of each host: its first ranks. Agents of the same place exchange arrays between hosts."""
+        return min(map(len, self.ranks))
+
+    @property
+    def is_agent(self) -> bool:
+        """Whether this rank is an agent."""
+        return self.place < self.agents
+
+    @property
+    def team(self) -> tuple[int, ...]:
+        """The agents of this rank's place, by host. Only for an agent."""
+        return tuple(ranks[self.place] for ranks in self.ranks)
+
+    def host(self, rank: int) -> int:
+        """The host of `rank`."""
+        return next(host for host, ranks in enumerate(self.ranks) if rank in ranks)
+
+    def first_ranks(self, host: int, at_most: int) -> tuple[int, ...]:
+        """The first ranks of `host`, at most so many."""
+        return self.ranks[host][:at_most]
+
+    def carried(self, agent: int) -> list[list[int]]:
+        """For each host, the ranks whose blocks the agent of that place sends and receives."""
+        return [[rank for place, rank in enumerate(ranks) if place % self.agents == agent] for ranks in self.ranks]

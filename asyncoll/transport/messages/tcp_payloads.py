@@ -1,0 +1,378 @@
+"""Long payloads between hosts: one TCP connection from each rank to each rank of another host, without ZeroMQ.
+
+A payload of ZeroMQ is copied into a message, passes an I/O thread at either end, and arrives in fresh memory. Here the
+runtime's loop writes it to the socket from where it lies, and reads it into memory that stays in the processor's cache.
+
+A rank sends on the connections that it has made, and receives on those that it has accepted. It listens until all ranks
+have come. A rank is lost when one of the two connections to it ends. Frozen ranks and cut networks are noticed by the
+heartbeats of the connections for messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+from asyncoll import forks
+from asyncoll.errors import PeerLostError, ProtocolError, UsageError
+from asyncoll.transport import Buffer, Loss
+from asyncoll.transport.addresses import all_in_use
+from asyncoll.transport.joining import Joining
+from asyncoll.transport.keys import Key
+from asyncoll.transport.messages.payload_handshake import introduce, welcome
+from asyncoll.transport.messages.payload_stream import PayloadMemory, PayloadReader, PayloadWriter
+from asyncoll.transport.messages.peers import UnauthenticatedPeers, why_unconnected
+
+_HANDSHAKE_S = 5.0  # from the connection of a peer to the end of its handshake
+_STRANGERS_MAX = 128  # connections in their handshake, besides two for each rank; a further one ends the oldest
+_AGAIN_S = 0.02  # until the next attempt to connect, or to accept without a free descriptor
+_FLUSH_S = 0.2  # the time for payloads to leave this process at `close`
+_CLOSED = "its connection closed"
+
+Received: TypeAlias = Callable[[int, Buffer], None]  # source, payload
+
+
+class _Peer:
+    """The two connections to one rank. This rank sends on the one that it has made, and only receives on the other."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.writer = PayloadWriter()
+        self.drained = asyncio.Event()  # set while nothing waits to be written
+        self.drained.set()
+        self.reader: PayloadReader | None = None
+        self.made: asyncio.Future[None]  # done once the connection for sending is open
+        self.accepted: asyncio.Future[None] = loop.create_future()  # done once the one for receiving is
+        self.is_lost = False
+
+    def connections(self) -> list[socket.socket]:
+        """Those that are open."""
+        ends = (self.writer.connection, self.reader.connection if self.reader is not None else None)
+        return [connection for connection in ends if connection is not None]
+
+
+class TcpPayloads:
+    """The payloads of one rank. Before `connect`, call `bind` and set `peers`, the addresses by rank.
+
+    Payloads from one rank to another arrive in order. An empty address means that nothing will be sent to that rank,
+    nor received from it. All ranks must listen at their addresses before these are set, so one that refuses a
+    connection has died. All runs on the loop that calls `connect`.
+    """
+
+    def __init__(self, rank: int, size: int, job: bytes, *, joining: Joining | None = None) -> None:
+        """`job` is the secret of this run of the job. `joining` has the time limit of `connected`."""
+        self.rank = rank
+        self.size = size
+        self.peers: Sequence[str] = ()
+        self._key = Key(job)
+        self._joining = joining
+        self._unauthenticated = UnauthenticatedPeers(f"rank {rank}")
+        self._memory = PayloadMemory()
+        self._listener: socket.socket | None = None
+        self._address = ""
+        self._peers: dict[int, _Peer] = {}
+        self._strangers: dict[socket.socket, asyncio.Task[bool]] = {}  # in their handshake, the oldest first
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        forks.register(self)
+
+    def bind(self, address: str, ports: Sequence[int] = ()) -> str:
+        """Listen at `address`, and return the address to connect to. Raises UsageError if that fails.
+
+        `address` is `tcp://ip:0` for a free port. With `ports` it is `tcp://ip`, and the first of the ports that is
+        free is taken.
+        """
+        for each in [f"{address}:{port}" for port in ports] or [address]:
+            family, where = _resolved(each)
+            listener = socket.socket(family)
+            try:
+                listener.bind(where)
+                listener.listen(_STRANGERS_MAX + 2 * self.size)
+                break
+            except OSError as error:
+                listener.close()
+                if error.errno != errno.EADDRINUSE or not ports:
+                    raise UsageError(f"cannot listen on {each}: {error}") from error
+        else:
+            raise all_in_use(address, ports)
+        listener.setblocking(False)
+        self._listener = listener
+        self._address = f"{each.rpartition(':')[0]}:{listener.getsockname()[1]}"
+        return self._address
+
+    def connect(self, received: Received, lost: Callable[[Loss], None]) -> None:
+        """Begin to connect to all peers. Payloads may be sent from now on.
+
+        `received` is called for each payload: it is read-only, and the receiver may keep it. `lost` is called at most
+        once for each rank, after its last payload. Neither may block.
+        """
+        self._received, self._lost = received, lost
+        self._loop = loop = asyncio.get_running_loop()
+        for rank, address in enumerate(self.peers):
+            if rank != self.rank and address:
+                self._peers[rank] = peer = _Peer(loop)
+                peer.made = loop.create_task(self._open(rank, address, peer))
+        self._listen()
+
+    async def connected(self) -> None:
+        """Wait for the connections from and to all peers.
+
+        Raises PeerLostError if a peer is known to have ended, and DeadlineError if one does not come in time.
+        """
+        if self._peers:
+            joining = self._joining or Joining(self.rank, self.size)
+            made = [peer.made for peer in self._peers.values()]
+            await joining.over(_all_done(made), self._unanswered, self._why_unconnected)
+            # A rank that gets no answer from this one tells more than that it has not come.
+            accepted = [peer.accepted for peer in self._peers.values()]
+            await joining.over(_all_done(accepted), self._unaccepted, "not connected for payloads yet", is_told=True)
+        self._stop_listening()
+
+    def send(self, dest: int, payload: Buffer) -> None:
+        """Send one payload of 1 to MAX_FRAME_BYTES bytes; `payload` may be changed when this returns. Never waits.
+
+        A payload to a lost or closed rank is dropped.
+        """
+        peer = self._peers.get(dest)
+        if peer is None or peer.is_lost or self._closed:
+            return
+        try:
+            peer.writer.send(payload)
+        except OSError:
+            self._cannot_write(peer)
+            return
+        if peer.writer.waits and peer.drained.is_set():
+            peer.drained.clear()
+            self._await_room(peer)
+
+    async def drain(self, dest: int) -> None:
+        """Wait until the kernel has taken all payloads to `dest`, or it is lost."""
+        if dest in self._peers:
+            await self._peers[dest].drained.wait()
+
+    def collect(self) -> None:
+        """Deliver all payloads that have arrived."""
+        for rank in list(self._peers):
+            self._read_all(rank)
+
+    async def close(self, *, flush: bool = False) -> None:
+        """Stop at once. With `flush`, payloads first get a short time to leave. Idempotent."""
+        if flush and not self._closed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_FLUSH_S):
+                    for rank in list(self._peers):
+                        await self.drain(rank)
+        tasks: list[asyncio.Future[Any]] = [*self._strangers.values(), *(peer.made for peer in self._peers.values())]
+        self.discard()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def discard(self) -> None:
+        """Close all connections. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        forks.unregister(self)
+        self._stop_listening()
+        for peer in self._peers.values():
+            self._drop(peer)
+
+    def abandon(self, parent: int) -> None:
+        """Give up the connections in a forked child, so that peers notice the death of the parent."""
+        self._closed = True
+        forks.give_up_connections([self._address, *self.peers])
+
+    # -- joining ----------------------------------------------------------------------------------
+
+    async def _open(self, rank: int, address: str, peer: _Peer) -> None:
+        """Make the connection to `rank`. Raises PeerLostError if it refuses."""
+        loop = asyncio.get_running_loop()
+        while peer.writer.connection is None:
+            with contextlib.ExitStack() as undo:
+                family, where = _resolved(address)
+                connection = undo.enter_context(socket.socket(family))
+                connection.setblocking(False)
+                try:
+                    await loop.sock_connect(connection, where)
+                    await introduce(connection, self._key, self.rank, rank)
+                except ConnectionRefusedError:
+                    cause = f"its process has ended: {address} refuses connections"
+                    raise PeerLostError(rank, cause) from None
+                except (OSError, ProtocolError):
+                    await asyncio.sleep(_AGAIN_S)
+                    continue
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                peer.writer.connection = connection
+                undo.pop_all()
+        loop.add_reader(connection, self._watch, rank, connection)
+        if peer.writer.waits:
+            self._await_room(peer)
+
+    def _listen(self) -> None:
+        if self._listener is not None and self._loop is not None:
+            self._loop.add_reader(self._listener, self._accept, self._listener)
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            if self._loop is not None:
+                self._loop.remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        for task in self._strangers.values():
+            task.cancel()
+
+    def _accept(self, listener: socket.socket) -> None:
+        assert self._loop is not None
+        try:
+            connection, address = listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # too many open files: the connection waits in the kernel's queue
+            self._unauthenticated.log(f"could not accept a connection for payloads: {error}")
+            self._loop.remove_reader(listener)
+            self._loop.call_later(_AGAIN_S, self._listen)
+            return
+        connection.setblocking(False)
+        if len(self._strangers) >= _STRANGERS_MAX + 2 * self.size:
+            next(iter(self._strangers.values())).cancel()
+        self._strangers[connection] = task = self._loop.create_task(self._welcome(connection, address[0]))
+        task.add_done_callback(partial(self._welcomed, connection))
+
+    async def _welcome(self, connection: socket.socket, host: str) -> bool:
+        """Authenticate a peer, and begin to read its payloads; returns whether it is one."""
+        try:
+            async with asyncio.timeout(_HANDSHAKE_S):
+                rank = await welcome(connection, self._key, self.rank)
+        except TimeoutError:
+            self._unauthenticated.log(f"rejected a connection from {host}: it has not authenticated in time")
+            return False
+        except (OSError, ProtocolError) as error:
+            self._unauthenticated.log(f"rejected a connection from {host}: {error}")
+            return False
+        peer = self._peers.get(rank)
+        if peer is None or peer.accepted.done():
+            self._unauthenticated.log(f"rejected a connection from {host}: rank {rank} has connected before")
+            return False
+        peer.reader = PayloadReader(connection, self._memory)
+        peer.accepted.set_result(None)
+        asyncio.get_running_loop().add_reader(connection, self._read_once, rank)
+        return True
+
+    def _welcomed(self, connection: socket.socket, task: asyncio.Task[bool]) -> None:
+        """Handle the end of a handshake; a task that was cancelled may never have begun."""
+        del self._strangers[connection]
+        if task.cancelled() or not task.result():
+            connection.close()
+
+    def _unanswered(self) -> list[int]:
+        return [rank for rank, peer in self._peers.items() if not peer.made.done()]
+
+    def _unaccepted(self) -> list[int]:
+        return [rank for rank, peer in self._peers.items() if not peer.accepted.done()]
+
+    def _why_unconnected(self) -> str:
+        return why_unconnected(self.peers, self._unanswered())
+
+    # -- sending ----------------------------------------------------------------------------------
+
+    def _await_room(self, peer: _Peer) -> None:
+        if peer.writer.connection is not None:
+            assert self._loop is not None
+            self._loop.add_writer(peer.writer.connection, self._flush, peer)
+
+    def _flush(self, peer: _Peer) -> None:
+        assert self._loop is not None
+        assert peer.writer.connection is not None
+        try:
+            peer.writer.flush()
+        except OSError:
+            self._cannot_write(peer)
+        if not peer.writer.waits:
+            self._loop.remove_writer(peer.writer.connection)
+            peer.drained.set()
+
+    def _cannot_write(self, peer: _Peer) -> None:
+        """Drop what waits. The loss is reported where this rank reads, after the last payloads of the peer."""
+        peer.writer.drop()
+        peer.drained.set()
+
+    def _watch(self, rank: int, connection: socket.socket) -> None:
+        """Handle the end of the connection for sending; nothing else comes on it."""
+        try:
+            if connection.recv(1):
+                self._lose(rank, "it has sent bytes where it only receives")
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._lose(rank, _CLOSED)
+
+    # -- receiving --------------------------------------------------------------------------------
+
+    def _read_once(self, rank: int) -> bool:
+        """Read once from `rank`, and deliver a payload that is complete; returns whether there may be more."""
+        reader = self._peers[rank].reader
+        if reader is None or self._closed:
+            return False
+        try:
+            payload = reader.read()
+        except BlockingIOError:
+            return False
+        except OSError:
+            self._lose(rank, _CLOSED)
+            return False
+        except ProtocolError as error:
+            self._lose(rank, f"it has broken the protocol: {error}")
+            return False
+        if payload is not None:
+            self._received(rank, payload)
+        return True
+
+    def _read_all(self, rank: int) -> None:
+        while self._read_once(rank):
+            pass
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    def _lose(self, rank: int, cause: str) -> None:
+        peer = self._peers[rank]
+        if peer.is_lost or self._closed:
+            return
+        peer.is_lost = True
+        self._read_all(rank)  # a lost rank's payloads come before its loss
+        self._drop(peer)
+        if not self._closed:
+            self._lost(Loss(rank, cause))
+
+    def _drop(self, peer: _Peer) -> None:
+        assert self._loop is not None
+        peer.made.cancel()
+        peer.accepted.cancel()
+        for connection in peer.connections():
+            self._loop.remove_reader(connection)
+            self._loop.remove_writer(connection)
+            connection.close()
+        peer.reader = peer.writer.connection = None
+        self._cannot_write(peer)
+
+
+async def _all_done(ends: Sequence[asyncio.Future[None]]) -> None:
+    """Wait for all of `ends`. Raises PeerLostError for a peer that has refused its connection."""
+    await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
+    for end in ends:
+        if end.done() and not end.cancelled():
+            end.result()
+
+
+def _resolved(address: str) -> tuple[int, Any]:
+    """The family and the address of a socket, for `tcp://ip:port`. Raises UsageError for any other text."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{address} is not tcp://ip:port: {error}") from None
+    return found[0][0], found[0][4]

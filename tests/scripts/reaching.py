@@ -1,0 +1,31 @@
+"""Joins a world and says, as JSON, how that ended: the sum of an allreduce and where the ranks listen, or the error."""
+
+import json
+import os
+import time
+
+import numpy as np
+
+import asyncoll
+from asyncoll.transport import joining
+from asyncoll.world import store
+
+joining._FIRST_WARNING_S = 0.2
+if version := os.environ.get("VERSION"):
+    store._version = lambda: version
+if late_s := float(os.environ.get("LATE_S", "0")):  # this host's clocks are ahead
+    clocks = time.time, time.monotonic
+    time.time, time.monotonic = lambda: clocks[0]() + late_s, lambda: clocks[1]() + 2 * late_s
+
+
+async def main(comm):
+    x = np.ones(100_000)  # its payloads use the second stream
+    await comm.allreduce(x)
+    transport = comm._core.member.endpoint.transport
+    return {"result": float(x[0]), "peers": [*getattr(transport, "_inner", transport).peers]}
+
+
+try:
+    print(json.dumps(asyncoll.run(main)))
+except asyncoll.AsyncollError as error:
+    print(json.dumps({"error": type(error).__name__, "text": str(error)}))

@@ -1,0 +1,98 @@
+"""`asyncoll.ray` with real actors. Ray takes seconds to start, so one cluster of two nodes serves all tests.
+
+It runs in a process of its own: the threads and files of a driver stay for as long as the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from conftest import PATIENCE_S
+
+pytestmark = pytest.mark.slow
+DRIVER = Path(__file__).parent / "scripts" / "ray_driver.py"
+
+
+@pytest.fixture(scope="module")
+def told():
+    """What the driver tells of each case, by its name."""
+    pytest.importorskip("ray", reason="ray is not installed: pip install 'asyncoll[ray]'")
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        environment = os.environ | {
+            "RAY_TMPDIR": folder,
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "RAY_DEDUP_LOGS": "0",
+        }
+        done = subprocess.run(
+            [sys.executable, str(DRIVER), folder],
+            env=environment,
+            cwd=DRIVER.parent,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads((Path(folder) / "told.json").read_text()) | {"output": done.stdout + done.stderr}
+
+
+def test_ranks_of_two_nodes_form_one_world_without_torch(told):
+    assert told["sum"]["result"] == [[3, 0, False], [3, 1, False], [3, 2, False]]
+
+
+def test_the_program_of_the_documentation_runs(told):
+    assert "[0.5, 0.5]" in told["output"]
+
+
+def test_the_rank_that_fails_by_itself_is_the_cause(told):
+    error = told["raise"]
+    assert error["type"] == "RemoteError"
+    assert error["text"].startswith("ValueError at rank 1: boom")
+    assert any("ranks 0, 2 failed too" in note for note in error["notes"])
+
+
+def test_a_killed_rank_is_the_cause(told):
+    error = told["kill"]
+    assert error["type"] == "PeerLostError"
+    assert error["text"].startswith("rank 1 (host ")
+
+
+def test_an_interrupted_driver_leaves_no_actor(told):
+    assert told["interrupt"]["type"] == "KeyboardInterrupt"
+    assert told["have ended"] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        ("no room", "DeadlineError", "they need 99 CPU, of 4 in the cluster"),
+        ("no ranks", "UsageError", "ranks=0: give a whole number from 1 on"),
+        ("no coroutine", "UsageError", "needs an `async def main"),
+        ("a lock", "UsageError", "cannot be sent to the ranks"),
+        ("no such placement", "UsageError", "give one of pack, spread"),
+        ("no resources", "UsageError", "nothing that Ray could reserve"),
+        ("a negative amount", "UsageError", "give numbers from 0 on"),
+        ("a result", "RemoteError", "TypeError at rank 0: "),
+    ],
+)
+def test_what_cannot_be_is_refused(told, name, kind, words):
+    assert told[name]["type"] == kind
+    assert words in told[name]["text"]
+
+
+def test_a_worker_of_ray_train_joins_by_the_store_of_its_process_group(forked_world):
+    ranks = forked_world(dict(os.environ), 2, DRIVER.with_name("beside_group.py"))
+    for rank, process in enumerate(ranks):
+        code, out, err = process.end()
+        assert (code, out) == (0, f"{rank} [1]\n" * 2), err
+
+
+def test_a_trial_runs_its_ranks_in_its_own_placement_group(told):
+    assert told["trials"]["result"] == [[[1, 2], [1, 2]], [[1, 2], [1, 2]]]
+    assert "do not fit into the placement group around this program" in told["full trial"]["text"]

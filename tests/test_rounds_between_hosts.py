@@ -1,0 +1,247 @@
+"""Wait-avoiding rounds of ranks on several hosts: in memory on each, between agents by message."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import looped
+
+from asyncoll import AVG, MAX, MismatchError, PeerLostError
+from asyncoll.algorithms.rounds.agent import AGENTS_MAX, CLAIM, OPEN, RESULT, TEAM
+from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE
+from asyncoll.errors import ProtocolError
+from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate
+from asyncoll.transport.keys import write_key
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MIXED = (0, 1, 0, 2, 0, 1, 0)  # hosts of four, two and one ranks
+
+
+def on_hosts(hosts, main, network=None, seed=0):
+    return simulate(len(hosts), main, network, seed, shared_memory=True, hosts=hosts)
+
+
+@looped("kind", ["solo", "majority", "quorum"])
+def test_every_contribution_is_in_one_round_on_any_hosts(kind):
+    async def main(comm):
+        model = np.zeros(5)
+        gradients = np.ones(5)
+        for step in range(3 + comm.rank % 3):
+            await asyncio.sleep(0.01 * (comm.rank + step))
+            reduction = await getattr(comm, f"{kind}_allreduce")(gradients, history=100)
+            assert len(reduction.group) == comm.size
+            model += sum(reduction.results())
+            gradients[:] = 1
+        last = await comm.join(kind, gradients)
+        model += sum(last.results()) if last else 0
+        return model.tolist()
+
+    models = on_hosts(MIXED, main).results
+    steps = sum(3 + rank % 3 for rank in range(len(MIXED)))
+    assert models == [[float(steps)] * 5] * len(MIXED)
+
+
+@looped("fixed", [False, True])
+def test_models_of_groups_on_several_hosts(fixed):
+    """A model stays as it is in the memory of its host, for the rounds that its rank does not come to."""
+
+    async def main(comm):
+        for step in range(5):
+            await asyncio.sleep(1 if comm.rank == 3 else 0.1)
+            x = np.array([2.0**comm.rank, step])
+            reduction = await comm.group_allreduce(x, group_size=3, fixed=fixed, name="models")
+            assert x[0] == sum(2.0**rank for rank in reduction.ranks)
+            assert set(reduction.ranks) <= set(reduction.group)
+            assert comm.rank in reduction.group
+        return len(reduction.group)
+
+    assert set(on_hosts(MIXED, main).results) == {2, 3}
+
+
+def test_a_quorum_counts_ranks_and_not_hosts():
+    async def main(comm):
+        await asyncio.sleep(comm.rank)
+        reduction = await comm.quorum_allreduce(np.ones(1), quorum=4)
+        return reduction.round, reduction.ranks
+
+    assert on_hosts((0, 0, 0, 1, 2), main).results == [(1, (0, 1, 2, 3))] * 5
+
+
+def test_weights_averages_and_other_reductions_of_several_arrays():
+    async def main(comm):
+        rank = comm.rank
+        x, y, z = np.full(3, float(rank)), np.full(2, rank, "f4"), np.full(2, rank)
+        await comm.solo_allreduce([x, y], op=AVG, weight=rank, sync_every=1, name="weighted")
+        await comm.solo_allreduce(z, op=MAX, sync_every=1, name="greatest")
+        return x[0], y[1], z[1]
+
+    assert on_hosts((0, 0, 1, 1), main).results == [(7 / 3, np.float32(7 / 3), 3)] * 4
+
+
+@pytest.mark.parametrize("count", [3, 3000], ids=["through the opener", "among agents"])
+@looped("paused", range(7))
+def test_no_process_delays_the_others_as_long_as_an_agent_of_its_host_runs(paused, count):
+    """Not even an agent: the other one of its host takes part, and opens rounds. Rank 6 is alone on its host."""
+    hosts = (0, 1, 0, 1, 0, 1, 2)
+
+    async def main(comm):
+        now, newest = asyncio.get_running_loop().time, 0
+        await comm.solo_allreduce(np.ones(count))
+        await asyncio.sleep(2 - now())
+        if comm.rank == paused:
+            await asyncio.sleep(100)
+        sums = []
+        while newest < 30:
+            await asyncio.sleep(0.01)
+            x = np.ones(count)
+            reduction = await comm.solo_allreduce(x)
+            newest = reduction.round
+            sums.append(x[0])
+        return now()
+
+    network = Network(faults=[Pause(paused, 1.0, 80.0)])
+    ended = on_hosts(hosts, main, network).results
+    waits = paused == 6
+    assert all((when > 80) == waits for rank, when in enumerate(ended) if rank != paused), ended
+
+
+def test_an_agent_acts_on_what_only_it_was_told_before_the_round():
+    """Rank 4 is cut off from agent 0. What it tells agent 1 may come before agent 0 has published the last round."""
+
+    async def main(comm):
+        now = asyncio.get_running_loop().time
+        await comm.solo_allreduce(np.ones(1), sync_every=100)
+        await comm.barrier()
+        await asyncio.sleep(1 - now())
+        for _ in range(20 if comm.rank == 4 else 0):
+            await comm.solo_allreduce(np.ones(1), sync_every=100)
+        ended = now()
+        await asyncio.sleep(200)
+        return ended
+
+    for seed in range(5):
+        network = Network(jitter_s=0.02, faults=[Cut(0, 4, 0.9, 100.0)])
+        assert on_hosts((0, 0, 1, 1, 1), main, network, seed).results[4] < 10
+
+
+def test_a_contribution_of_a_paused_rank_is_used():
+    """Its agents take it from memory, without asking."""
+
+    async def main(comm):
+        await comm.solo_allreduce(np.zeros(1))
+        await asyncio.sleep(1)
+        if comm.rank == 2:
+            call = asyncio.ensure_future(comm.majority_allreduce(np.full(1, 5.0), candidates=4, sync_every=2))
+            return (await call).round
+        await asyncio.sleep(1)
+        x = np.ones(1)
+        reduction = await comm.majority_allreduce(x, candidates=4, sync_every=2)
+        return asyncio.get_running_loop().time() < 10, reduction.ranks, x[0]
+
+    results = on_hosts((0, 0, 0, 1), main, Network(faults=[Pause(2, 1.5, 50.0)])).results
+    assert all(in_time and 2 in ranks for in_time, ranks, _ in results[:2])
+
+
+def test_a_contribution_crosses_the_network_once_for_each_host():
+    hosts, count = (0, 0, 0, 0, 1, 1, 1, 1), 100_000
+
+    async def main(comm):
+        await comm.solo_allreduce(np.ones(count, "f4"), sync_every=1)
+
+    long = [nbytes for _, source, dest, nbytes in on_hosts(hosts, main).trace if nbytes > 10_000]
+    assert sum(long) == pytest.approx(2 * 4 * count, rel=0.01)
+
+
+def test_ranks_that_know_different_operations_of_one_name_are_told():
+    async def main(comm, different):
+        with pytest.raises(MismatchError, match=r"called solo allreduce 'x' of \d float64.*but it exists as solo"):
+            await comm.solo_allreduce(np.ones(2 if comm.rank == different else 3), name="x", sync_every=1)
+
+    for different in range(4):
+        on_hosts((0, 0, 0, 1), lambda comm, rank=different: main(comm, rank))
+
+
+@looped("lost", range(5))
+def test_a_lost_process_is_named_at_all_others(lost):
+    """Whether it is an agent or not, and even if it is all of its host."""
+
+    async def calls(comm):
+        while True:
+            await comm.solo_allreduce(np.ones(3), sync_every=2)
+
+    async def main(comm):
+        with pytest.raises(PeerLostError, match=f"rank {lost} "):
+            await calls(comm)
+        return True
+
+    ended = on_hosts((0, 0, 0, 1, 2), main, Network(jitter_s=1e-3, faults=[Crash(lost, 0.1)])).results
+    assert ended == [None if rank == lost else True for rank in range(5)]
+
+
+def test_statistics_have_the_times_of_the_ranks_of_all_hosts():
+    """Those of the rounds before the newest: a host tells its times when it takes part, while its callers wait."""
+
+    async def main(comm):
+        for _ in range(3):
+            await asyncio.sleep(1 + comm.rank)
+            await comm.quorum_allreduce(np.ones(1), quorum=4)
+        await comm.barrier()
+        return comm.statistics().operations["quorum"]
+
+    for statistics in on_hosts((0, 1, 0, 1), main).results:
+        assert statistics.rounds == 3
+        assert statistics.active == {4: 3}
+        assert statistics.waits_s == pytest.approx((6, 4, 2, 0), abs=0.1)
+
+
+@looped("count", [1, 3000])
+def test_a_signal_that_no_agent_sends_is_refused(count):
+    async def main(comm):
+        await comm.solo_allreduce(np.ones(count), sync_every=1)
+        await comm.barrier()
+        agent = comm._core.backend.operations.known["solo"]._agent
+        assert (agent is None) == (comm.rank == 4)
+        if comm.rank == 0:
+            one, two = np.array([3], "<i4").tobytes(), np.array([0, 4], "<i4").tobytes()
+            strange = [(1, number, ARRIVED, b"") for number in range(9, 20)]
+            strange += [(4, 2, OPEN, b""), (4, 2, CLAIM, b""), (1, 2, 77, b"")]
+            strange += [(1, 2, LATE, one), (1, 2, GONE, b"abc"), (1, 2, GONE, b""), (1, 2, GONE, one)]
+            strange += [(rank, 2, TEAM, ranks) for rank in range(5) for ranks in (b"", one, two)]
+            strange += [(rank, 2, RESULT, b"1234") for rank in range(5)]
+            for signal in strange:
+                with pytest.raises(ProtocolError):
+                    agent.received(*signal)
+        await comm.barrier()
+
+    assert AGENTS_MAX == 2
+    on_hosts((0, 0, 1, 1, 1), main)
+
+
+@pytest.mark.slow
+def test_real_arenas_of_several_hosts():
+    async def main(comm):
+        last = 0
+        while last < 30:
+            x = np.ones(20_000)
+            reduction = await comm.quorum_allreduce(x, quorum=4, sync_every=10)
+            assert (x == x[0]).all()
+            assert x[0] >= reduction.active >= 4
+            last = reduction.round
+        await comm.join("quorum", x)
+        return True
+
+    assert all(run_ranks(7, main, "shm", hosts=MIXED))
+
+
+@pytest.mark.slow
+def test_stopped_processes(forked_world, tmp_path):
+    write_key(tmp_path / "key")
+    hosts = {"RANKS_PER_HOST": "3", "ASYNCOLL_KEY_FILE": str(tmp_path / "key")}
+    env = os.environ | {"ASYNCOLL_FREEZE_S": "20"} | hosts
+    ranks = forked_world(env, 4, SCRIPTS / "hosts.py", SCRIPTS / "stopped_agent.py")
+    for rank, (code, out, err) in enumerate(rank.end() for rank in ranks):
+        assert (code, out) == (0, "passed\n"), (rank, code, out, err)

@@ -1,0 +1,319 @@
+"""Connections for long payloads between hosts: who may connect, what arrives, and what is left when one ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import struct
+
+import numpy as np
+import pytest
+import uvloop
+
+from asyncoll import forks
+from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.transport import MAX_FRAME_BYTES
+from asyncoll.transport.keys import Key
+from asyncoll.transport.messages import payload_handshake
+from asyncoll.transport.messages.payload_stream import PayloadMemory, PayloadReader
+from asyncoll.transport.messages.tcp_payloads import TcpPayloads
+
+JOB = b"the secret of a run"
+LENGTH = struct.Struct("<I")
+
+
+class Rank:
+    """One rank, what it has received, and which ranks it has lost."""
+
+    def __init__(self, rank, size):
+        self.payloads = TcpPayloads(rank, size, JOB)
+        self.address = self.payloads.bind("tcp://127.0.0.1:0")
+        self.received = []
+        self.lost = []
+        self.changed = asyncio.Event()
+
+    def begin(self):
+        self.payloads.connect(self._receive, self._lose)
+
+    def _receive(self, source, payload):
+        self.received.append((source, payload))
+        self.changed.set()
+
+    def _lose(self, loss):
+        self.lost.append((loss.rank, loss.cause, len(self.received)))
+        self.changed.set()
+
+    async def until(self, condition):
+        while not condition():
+            self.changed.clear()
+            await self.changed.wait()
+
+
+def descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+@contextlib.asynccontextmanager
+async def world(size, *, begun=True):
+    """The ranks of a world, connected if they have `begun`; at the end no descriptor is left."""
+    before = descriptors()
+    ranks = [Rank(rank, size) for rank in range(size)]
+    for each in ranks:
+        each.payloads.peers = [other.address for other in ranks]
+    if begun:
+        await join(ranks)
+    try:
+        yield ranks
+    finally:
+        for each in ranks:
+            await each.payloads.close()
+    assert descriptors() == before
+
+
+async def join(ranks):
+    for each in ranks:
+        each.begin()
+    await asyncio.gather(*(each.payloads.connected() for each in ranks))
+
+
+def run(main):
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def where(rank):
+    host, _, port = rank.address.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+async def connect_to(rank):
+    connection = socket.socket()
+    connection.setblocking(False)
+    try:
+        await asyncio.get_running_loop().sock_connect(connection, where(rank))
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0)
+
+
+# -- who may connect ------------------------------------------------------------------------------
+
+
+def test_a_peer_without_the_key_is_rejected_and_the_world_forms(caplog):
+    caplog.set_level(logging.WARNING, "asyncoll")
+
+    async def main():
+        async with world(2, begun=False) as ranks:
+            ranks[0].begin()
+            with await connect_to(ranks[0]) as stranger, pytest.raises(OSError, match=r"closed the connection|reset"):
+                await payload_handshake.introduce(stranger, Key(b"another"), 1, 0)
+            ranks[1].begin()
+            await asyncio.gather(*(each.payloads.connected() for each in ranks))
+            ranks[1].payloads.send(0, b"payload")
+            await ranks[0].until(lambda: ranks[0].received)
+            assert ranks[0].received == [(1, b"payload")]
+
+    run(main)
+    assert "rejected a connection from 127.0.0.1: it does not have this job's key" in caplog.text
+
+
+@pytest.mark.parametrize("rank", [0, 2, 5])
+def test_a_peer_with_the_key_must_be_another_rank_that_has_not_connected(caplog, rank):
+    caplog.set_level(logging.WARNING, "asyncoll")
+
+    async def main():
+        async with world(3, begun=False) as ranks:
+            ranks[0].begin()
+            ends = [await connect_to(ranks[0]) for _ in range(1 + (rank == 2))]
+            with contextlib.ExitStack() as closing:
+                for end in ends:
+                    closing.enter_context(end)
+                    await payload_handshake.introduce(end, Key(JOB), rank, 0)
+                await until(lambda: f"rank {rank} has connected before" in caplog.text)
+
+    run(main)
+
+
+def test_a_recorded_handshake_opens_no_other_connection():
+    async def main():
+        ends = socket.socketpair(), socket.socketpair()
+        with contextlib.ExitStack() as closing:
+            for end in (*ends[0], *ends[1]):
+                closing.enter_context(end)
+                end.setblocking(False)
+            loop = asyncio.get_running_loop()
+            first = asyncio.create_task(payload_handshake.introduce(ends[0][0], Key(JOB), 1, 0))
+            await loop.sock_sendall(ends[0][1], bytes(16))
+            recorded = await loop.sock_recv(ends[0][1], 1000)
+            assert len(recorded) == payload_handshake._INTRODUCTION.size
+            await loop.sock_sendall(ends[1][0], recorded)
+            with pytest.raises(ProtocolError, match="does not have this job's key"):
+                await payload_handshake.welcome(ends[1][1], Key(JOB), 0)
+            await loop.sock_sendall(ends[0][1], bytes(32))  # it cannot prove that it has the key
+            with pytest.raises(ProtocolError, match="does not have this job's key"):
+                await first
+
+    run(main)
+
+
+def test_a_crowd_of_silent_connections_does_not_keep_a_rank_out():
+    async def main():
+        async with world(2, begun=False) as ranks:
+            ranks[0].begin()
+            with contextlib.ExitStack() as crowd:
+                silent = [crowd.enter_context(await connect_to(ranks[0])) for _ in range(300)]
+                ranks[1].begin()
+                await asyncio.gather(*(each.payloads.connected() for each in ranks))
+                loop = asyncio.get_running_loop()
+                for each in silent:  # all are ended once the world has formed
+                    with contextlib.suppress(ConnectionResetError):
+                        while await loop.sock_recv(each, 100):
+                            pass
+            with pytest.raises(ConnectionRefusedError):  # and nobody listens any more
+                await connect_to(ranks[0])
+
+    run(main)
+
+
+@pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://somewhere:0", "tcp://127.0.0.1", "tcp://[::1:x"])
+def test_an_address_that_cannot_be_listened_on_is_an_error(address):
+    payloads = TcpPayloads(0, 2, JOB)
+    with pytest.raises(UsageError, match=r"192\.0\.2\.1|somewhere|127\.0\.0\.1|::1"):
+        payloads.bind(address)
+    payloads.discard()
+
+
+# -- what arrives ---------------------------------------------------------------------------------
+
+
+def test_payloads_that_the_kernel_has_no_room_for_arrive_in_order_and_unchanged():
+    async def main():
+        async with world(2) as ranks:
+            payload, count = np.empty(MAX_FRAME_BYTES, np.uint8), 40
+            for number in range(count):
+                payload[:] = number
+                ranks[0].payloads.send(1, payload)
+            assert not ranks[0].payloads._peers[1].drained.is_set()
+            payload[:] = 255
+            await ranks[0].payloads.drain(1)
+            await ranks[1].until(lambda: len(ranks[1].received) == count)
+            for number, (source, received) in enumerate(ranks[1].received):
+                assert (source, len(received)) == (0, MAX_FRAME_BYTES)
+                assert (np.frombuffer(received, np.uint8) == number).all()
+
+    run(main)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_stream_may_be_cut_anywhere(seed):
+    draw = np.random.default_rng(seed)
+    sizes = [int(size) for size in draw.choice([1, 2, 3, 4, 5, 100, 70_000], 12)]
+    payloads = [draw.bytes(size) for size in sizes]
+    stream = b"".join(LENGTH.pack(len(payload)) + payload for payload in payloads)
+    cuts = sorted(int(cut) for cut in draw.integers(0, len(stream), 30))
+    ends = socket.socketpair()
+    with ends[0], ends[1]:
+        ends[1].setblocking(False)
+        reader, received = PayloadReader(ends[1], PayloadMemory()), []
+        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+            ends[0].sendall(stream[start:end])
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    payload = reader.read()
+                    received += [] if payload is None else [bytes(payload)]
+        assert received == payloads
+
+
+def test_memory_of_dropped_payloads_is_used_again_and_that_of_others_is_not():
+    memory = PayloadMemory()
+    kept = memory.take(MAX_FRAME_BYTES).data.toreadonly()
+    part = np.frombuffer(memory.take(MAX_FRAME_BYTES).data, np.uint8).view(np.float32)[5:10]
+    dropped = memory.take(MAX_FRAME_BYTES)
+    places = [np.frombuffer(each, np.uint8).ctypes.data for each in (kept, dropped)]
+    del dropped
+    again = memory.take(MAX_FRAME_BYTES - 7)
+    assert again.ctypes.data == places[1] != places[0]
+    others = [memory.take(MAX_FRAME_BYTES).ctypes.data for _ in range(1)]
+    assert part.ctypes.data - 20 not in [*others, again.ctypes.data]
+    del part
+    assert len(memory._blocks) == 2  # of `others` and of `part`
+
+
+# -- what ends ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bytes_sent", "cause"),
+    [
+        (LENGTH.pack(7) + b"payload" + LENGTH.pack(9) + b"cut", "its connection closed"),
+        (LENGTH.pack(7) + b"payload" + LENGTH.pack(9)[:2], "its connection closed"),
+        (LENGTH.pack(7) + b"payload" + LENGTH.pack(MAX_FRAME_BYTES + 1), f"payload of {MAX_FRAME_BYTES + 1} bytes"),
+        (LENGTH.pack(7) + b"payload" + LENGTH.pack(0), "payload of 0 bytes"),
+    ],
+    ids=["in a payload", "in a length", "too long", "empty"],
+)
+def test_a_stream_that_ends_or_breaks_the_protocol_is_a_loss_after_whole_payloads(bytes_sent, cause):
+    async def main():
+        async with world(2) as ranks:
+            connection = ranks[1].payloads._peers[0].writer.connection
+            connection.sendall(bytes_sent)
+            connection.shutdown(socket.SHUT_WR)
+            await ranks[0].until(lambda: ranks[0].lost)
+            assert ranks[0].received == [(1, b"payload")]
+            ((rank, told, before),) = ranks[0].lost
+            assert (rank, before) == (1, 1)
+            assert cause in told
+            ranks[0].payloads.send(1, b"too late")
+            await ranks[0].payloads.drain(1)
+
+    run(main)
+
+
+def test_a_rank_that_closes_while_payloads_wait_for_it_frees_its_sender():
+    async def main():
+        async with world(2) as ranks:
+            ranks[1].payloads._loop.remove_reader(ranks[1].payloads._peers[0].reader.connection)  # it computes
+            for _ in range(40):
+                ranks[0].payloads.send(1, bytes(MAX_FRAME_BYTES))
+            drained = asyncio.create_task(ranks[0].payloads.drain(1))
+            await ranks[1].payloads.close()
+            await drained
+            await ranks[0].until(lambda: ranks[0].lost)
+            assert [rank for rank, *_ in ranks[0].lost] == [1]
+
+    run(main)
+
+
+def test_what_was_sent_before_a_flushing_end_arrives():
+    async def main():
+        async with world(2) as ranks:
+            for number in range(10):
+                ranks[0].payloads.send(1, bytes([number]) * MAX_FRAME_BYTES)
+            await ranks[0].payloads.close(flush=True)
+            await ranks[1].until(lambda: ranks[1].lost)
+            assert [payload[0] for _, payload in ranks[1].received] == list(range(10))
+
+    run(main)
+
+
+def test_a_forked_child_can_tell_all_connections_of_its_parent():
+    """`forks.give_up_connections` finds them by the addresses of the world."""
+
+    async def main():
+        async with world(3) as ranks:
+            addresses = {each.address for each in ranks}
+            for each in ranks:
+                connections = [end for peer in each.payloads._peers.values() for end in peer.connections()]
+                assert len(connections) == 4
+                assert all(addresses.intersection(forks.ends_of(end.fileno())) for end in connections)
+
+    run(main)

@@ -1,0 +1,142 @@
+"""Dense calls of ranks on several hosts: they meet in the memory of each host, and hosts exchange by message."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+import asyncoll
+from asyncoll.errors import MismatchError
+from asyncoll.runtime.hosts import Hosts
+from asyncoll.testing import run_ranks, simulate
+from asyncoll.transport.messages.simulated import Network
+
+LAYOUTS = [
+    "01",
+    "001",
+    "010",
+    "0012",
+    "01101",
+    "000111",
+    "0120120",
+    "00000001",
+    "012340123",
+    "0100110100101",
+    "0" * 9 + "1" * 8,
+]
+JITTERY = Network(jitter_s=1e-4)
+COUNTS = (0, 1, 17, 5000)
+
+
+def values(rank, count, dtype):
+    return torch.randint(0, 4, (count,), generator=torch.Generator().manual_seed(count + rank)).to(dtype)
+
+
+async def every_call(comm, counts=COUNTS):
+    """Every dense call, compared with its definition. Returns an allreduce of floats, whose bits must agree."""
+    size, rank = comm.size, comm.rank
+    for count in counts:
+        root = count % size
+        for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool):
+            of_all = torch.stack([values(each, count, dtype) for each in range(size)]).double()
+            op = asyncoll.MAX if dtype is torch.bool else asyncoll.SUM
+            expected = of_all.amax(0) if dtype is torch.bool else of_all.sum(0)
+            assert torch.equal(await comm.allreduce(values(rank, count, dtype), op=op), expected.to(dtype))
+            mine = await comm.reduce(values(rank, count, dtype), root=root, op=op)
+            assert torch.equal(mine, expected.to(dtype) if rank == root else values(rank, count, dtype))
+        mean = await comm.allreduce(values(rank, count, torch.bfloat16), op=asyncoll.AVG)
+        sums = torch.stack([values(each, count, torch.float32) for each in range(size)]).sum(0)
+        assert torch.equal(mean, (sums / size).bfloat16())
+        assert (await comm.broadcast(torch.full((count,), rank), root=root) == root).all()
+        ranks = torch.arange(size)[:, None].expand(size, count)
+        assert torch.equal(torch.stack(tuple(await comm.allgather(torch.full((count,), rank)))), ranks)
+        assert torch.equal(torch.stack(tuple(await comm.alltoall(torch.full((size, count), rank)))), ranks)
+        shard = await comm.reduce_scatter(ranks + rank)
+        assert (shard.flatten() == rank * size + size * (size - 1) // 2).all()
+        await comm.barrier()
+    return (await comm.allreduce(np.random.default_rng(rank).standard_normal(9973))).tobytes()
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS)
+def test_every_call_on_every_layout(hosts):
+    results = simulate(len(hosts), every_call, JITTERY, seed=len(hosts), shared_memory=True, hosts=hosts).results
+    assert len(set(results)) == 1
+
+
+def test_hosts_without_memory():
+    assert len(set(simulate(5, every_call, JITTERY, hosts="01011").results)) == 1
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_real_memory_and_sockets(transport):
+    assert len(set(run_ranks(5, every_call, transport, hosts="01101"))) == 1
+
+
+def test_long_arrays_pass_in_windows():
+    """Of 4 MiB: three and a part."""
+
+    async def main(comm):
+        x = np.full(3_400_000, comm.rank, "f4")
+        return (await comm.allreduce(x)).min(), x.max(), (await comm.broadcast(x, root=2)).sum()
+
+    for least, most, total in simulate(5, main, JITTERY, shared_memory=True, hosts="00101").results:
+        assert (least, most, total) == (10, 10, 34_000_000)
+
+
+def test_each_byte_crosses_the_network_once_per_host():
+    hosts, nbytes = "00001111", 80_000
+
+    async def main(comm):
+        await comm.allreduce(np.ones(nbytes // 8))
+
+    trace = simulate(8, main, Network(), shared_memory=True, hosts=hosts).trace
+    between = sum(payload for _, source, dest, payload in trace if hosts[source] != hosts[dest])
+    assert between == 2 * nbytes  # each of the two hosts sends as much as the array has
+    assert not sum(payload for _, source, dest, payload in trace if hosts[source] == hosts[dest])
+
+
+@pytest.mark.parametrize("odd", range(4))
+def test_calls_that_do_not_match_are_errors_at_all_ranks(odd):
+    """Also if the ranks of each host agree among each other."""
+    heard = []
+
+    async def main(comm):
+        differs = comm.rank // 2 == odd - 2 if odd >= 2 else comm.rank == odd
+        try:
+            await comm.allreduce(np.ones(8 if differs else 9))
+        except MismatchError:
+            heard.append((comm.rank, asyncio.get_running_loop().time() < 1))
+            await asyncio.sleep(1)  # a rank that leaves tells all others
+
+    simulate(4, main, JITTERY, shared_memory=True, hosts="0011")
+    assert sorted(heard) == [(rank, True) for rank in range(4)]
+
+
+@pytest.mark.parametrize("rank", range(5))
+def test_a_cancelled_call_ends_all_ranks(rank):
+    heard = []
+
+    async def main(comm):
+        call = asyncio.create_task(comm.allreduce(np.ones(100_000))) if comm.rank != (rank + 1) % 5 else None
+        await asyncio.sleep(0.01)
+        if comm.rank == rank:
+            call.cancel()
+        try:
+            await (call or asyncio.sleep(1))
+            await comm.barrier()
+        except (asyncio.CancelledError, asyncoll.AbortedError):
+            heard.append(comm.rank)
+
+    simulate(5, main, JITTERY, shared_memory=True, hosts="00110")
+    assert sorted(heard) == [0, 1, 2, 3, 4]
+
+
+def test_the_layout():
+    hosts = Hosts.of("abaab", 3)
+    assert (hosts.ranks, hosts.mine, hosts.place) == (((0, 2, 3), (1, 4)), 0, 2)
+    assert (hosts.here, hosts.agents, hosts.is_agent, hosts.host(4)) == ((0, 2, 3), 2, False, 1)
+    assert Hosts.of("abaab", 4).team == (2, 4)
+    assert hosts.carried(0) == [[0, 3], [1]]
