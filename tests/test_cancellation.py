@@ -106,6 +106,23 @@ def test_after_a_cancelled_wait_the_round_continues_and_the_next_call_is_right(m
         total += check_contributions(world.results)
 
 
+def test_a_call_that_is_over_at_once_and_closed_cannot_be_awaited():
+    async def main(comm: Communicator) -> float:
+        x = np.ones(20_000)
+        await comm.allreduce(x)  # the first call of its kind is never over at once
+        await asyncio.sleep(comm.rank)
+        call = comm.allreduce(x)
+        if comm.rank == 0:
+            await call
+        else:  # the last to arrive
+            call.close()
+            with pytest.raises(RuntimeError, match="cannot reuse"):
+                await call
+        return float(x[0])
+
+    assert simulate(2, main, shared_memory=True).results == [4, 4]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_awaited", [True, False], ids=["cancelled", "never awaited"])
 def test_the_next_call_tells_of_an_answer_that_was_there_at_once_and_lost(is_awaited):

@@ -275,13 +275,13 @@ class _Ended(Coroutine[Any, Any, T]):
         raise StopIteration(work.result())
 
     def throw(self, error: Any, *more: Any) -> Any:
-        work, self._work = self._work, None
-        if work is not None:
-            self._discarded()
+        self.close()
         raise error
 
     def close(self) -> None:
-        """Without effect: the work is over. The finalizer discards the result."""
+        work, self._work = self._work, None
+        if work is not None:
+            self._discarded()
 
     def __del__(self) -> None:
         if getattr(self, "_work", None) is not None:
