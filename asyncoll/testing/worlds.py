@@ -192,7 +192,8 @@ async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) ->
             except Exception as error:
                 errors.append(error)
                 raise
-    except Exception:
+    except Exception as error:
+        errors.append(error)  # of leaving the world, unless `main` has raised it
         await asyncio.sleep(_HEARD_S)
         raise
 
