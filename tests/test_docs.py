@@ -57,6 +57,7 @@ REFERENCE = re.compile(
 MEMBER = re.compile(r"`(?P<name>[A-Z]\w*[a-z]\w*(?:\.\w+)*|_\w+)`")  # `Class`, `Class.name`, `_private`
 INFO = re.compile(r"(?P<language>\w*)(?P<attributes>[^\n]*)\n")
 NAME = re.compile(r"# (?P<name>\w+\.py)\n")
+NEWS_OF_JOINING = re.compile(r"^(\d+: )?rank \d+: waiting for .*\n", re.MULTILINE)  # if ranks are slow to start
 LAUNCH = re.compile(
     r"(?P<setting>(\w+=\w+ )*)asyncoll launch -n (?P<ranks>\d+) (?P<file>\w+\.py)(?P<words>( \w+)*)( +#.*)?"
 )
@@ -311,7 +312,7 @@ def _run_shell(block: Block, folder: Path) -> str:
         timeout=PATIENCE_S,
     )
     assert done.returncode == 0, f"line {block.line}:\n{block.source}\n{done.stdout}"
-    return done.stdout
+    return NEWS_OF_JOINING.sub("", done.stdout)
 
 
 def _launches_of_worlds(block: Block, folder: Path) -> list[re.Match[str]]:
