@@ -23,6 +23,7 @@ from asyncoll.launch.environment import reserve_port, stopped_grace_s
 from asyncoll.launch.lines import LINE_BYTES_MAX, Lines
 from asyncoll.launch.supervisor import (
     BLAME_S,
+    GIVE_UP_S,
     LOOK_GAP_MAX_S,
     SETTLE_S,
     STOP_GRACE_S,
@@ -340,6 +341,8 @@ def test_supervisor_follows_chains_of_blamed_ranks() -> None:
     assert supervisor.root is supervisor.failures[2]
     supervisor.tick(1.2 + STOP_GRACE_S)
     assert orders[1:] == [(signal.SIGKILL, [0, 1, 2, 3])]
+    supervisor.tick(1.2 + STOP_GRACE_S + GIVE_UP_S)  # a host that has not done it is given up at the second order
+    assert orders[2:] == orders[1:2]
 
 
 def test_supervisor_takes_a_rank_killed_by_sigkill_for_the_root_cause() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import selectors
 import shutil
 import signal
+import socket
 import tempfile
 from pathlib import Path
 
@@ -19,7 +21,9 @@ from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.launch import launch as launch_here
 from asyncoll.launch import parse_hosts
 from asyncoll.launch.frames import FRAME_BYTES_MAX, Frames, send
-from asyncoll.launch.launcher import is_reachable
+from asyncoll.launch.host import Sources
+from asyncoll.launch.launcher import Launcher, is_reachable
+from asyncoll.launch.output import open_output
 from asyncoll.launch.placement import Placement
 from asyncoll.launch.remote import travelling
 from asyncoll.launch.supervisor import Failure, Supervisor
@@ -223,6 +227,15 @@ def test_a_host_that_does_not_answer_is_given_up_at_the_third_interrupt(hosts, t
         process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130
     until(lambda: not any(map(runs, [template, agent, *pids(tmp_path)])))
+
+
+@pytest.mark.parametrize("news", [{"started": 0, "pid": 7}, {"exited": 2, "code": 0}, {"output": -1, "data": b"x"}])
+def test_news_of_a_rank_that_is_not_on_the_host_break_the_protocol(news):
+    ours, its = socket.socketpair()
+    with ours, its, selectors.DefaultSelector() as selector, open_output(2, None) as output:
+        launcher = Launcher(Placement({"a": 1, "b": 1}), None, 1.0, None, output, ours, Sources(selector))
+        with pytest.raises(ProtocolError, match="which is not on it"):
+            launcher.hear("b", news)
 
 
 # What is said of it.

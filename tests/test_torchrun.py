@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -124,10 +125,12 @@ def failed(tmp_path, error, local_rank=0):
         ExceptionGroup("two tasks", [PeerLostError(2, "its connection closed", "far", 7)]),
     ],
 )
-def test_the_root_cause_is_the_failure_that_others_report(tmp_path, report):
+def test_the_root_cause_is_the_failure_that_others_report(tmp_path, monkeypatch, report):
     """It comes first although torchrun notices it later, and where it is not known, the message names the rank."""
+    monkeypatch.setattr(time, "time", lambda: 1000.98)
     reported = failed(tmp_path, report)
     assert "rank 2" in reported.message["message"]
+    monkeypatch.setattr(time, "time", lambda: 1001.9)
     killed = ProcessFailure(2, 7, -9, "no file")
     assert ChildFailedError("program", {0: reported, 2: killed}).get_first_failure() == (2, killed)
     assert "Root Cause (first observed failure):\n[0]" in str(ChildFailedError("program", {0: reported}))

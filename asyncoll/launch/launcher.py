@@ -9,14 +9,14 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import asyncoll._core  # noqa: F401 (raises UsageError for a wrong ASYNCOLL_CORE: here once, and not in each rank)
-from asyncoll.errors import UsageError
+from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.launch.environment import job_folder, rank_environment, stopped_grace_s
 from asyncoll.launch.host import Host, News, Sources
 from asyncoll.launch.local import check, local_host, template_of
@@ -24,7 +24,7 @@ from asyncoll.launch.output import Output, Stream, open_output
 from asyncoll.launch.placement import HERE, Placement
 from asyncoll.launch.program import Program
 from asyncoll.launch.remote import remote_host, travelling
-from asyncoll.launch.supervisor import INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
+from asyncoll.launch.supervisor import GIVE_UP_S, INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
 from asyncoll.transport.keys import new_key
 
@@ -178,6 +178,7 @@ class Launcher:
         self._states: dict[int, str] = {}  # at the last look
         self._last_words: list[str] = []
         self._stopped_by: int | None = None
+        self._give_up_at: float | None = None  # when hosts that have not ended are given up
         self._look_at: float | None = None  # the time of the next look at the states of the ranks that still run
         self._supervisor = Supervisor(placement.size, time.monotonic(), self._order, grace_s)
         sources.watch(signals, self._hear_user)
@@ -193,10 +194,7 @@ class Launcher:
             self._start()
             while supervisor.running:
                 self._turn()
-        for host in hosts.values():
-            host.end()
-        while not all(host.has_ended for host in hosts.values()):
-            self._turn()
+        self._end(hosts.values())
         for name, why in self._refusals.items():
             raise UsageError(f"host {name}: {why}")
         words = explain(supervisor, [stream.last for stream in self._output.err], self._pids, self._host_names())
@@ -204,6 +202,14 @@ class Launcher:
         if exit_code is None:
             exit_code = supervisor.root.exit_code if supervisor.root else 0
         return Outcome(exit_code, [*words, *self._last_words], supervisor.root, self._stopped_by, self._pids)
+
+    def _end(self, hosts: Collection[Host]) -> None:
+        """End all hosts. One that does not answer is given up."""
+        for host in hosts:
+            host.end()
+        self._give_up_at = time.monotonic() + GIVE_UP_S
+        while not all(host.has_ended for host in hosts):
+            self._turn()
 
     def _check_reachable(self) -> None:
         first = self._placement.host_of(0)
@@ -224,13 +230,17 @@ class Launcher:
 
     def _turn(self) -> None:
         """Wait until an event comes or is due, and handle it."""
-        due = [at for at in (self._deadline, self._look_at, self._supervisor.wake_at()) if at is not None]
+        times = self._deadline, self._look_at, self._give_up_at, self._supervisor.wake_at()
+        due = [at for at in times if at is not None]
         self._sources.wait(max(0.0, min(due) - time.monotonic()) if due else None)
         self._look()
         self._supervisor.tick(time.monotonic())
         if self._deadline is not None and time.monotonic() >= self._deadline:
             self._deadline = None
             self._time_out()
+        if self._give_up_at is not None and time.monotonic() >= self._give_up_at:
+            self._give_up_at = None
+            self._kill_the_rest()
 
     def _time_out(self) -> None:
         supervisor = self._supervisor
@@ -282,13 +292,20 @@ class Launcher:
                 grace = INTERRUPT_GRACE_S if signum == signal.SIGINT else STOP_GRACE_S
                 _say([f"{signal_name(signum)}: the ranks get {grace:.0f} s; a second signal kills them"])
             self._supervisor.stop(signum, 128 + signum, time.monotonic())
-            if not self._supervisor.running:  # what is left are descendants of the ranks, or hosts that do not answer
-                for host in self._hosts.values():
-                    host.tell({"signal": signal.SIGKILL, "ranks": []})
+            if not self._supervisor.running:
+                self._kill_the_rest()
+
+    def _kill_the_rest(self) -> None:
+        """What is left are descendants of the ranks, or hosts that do not answer."""
+        for host in self._hosts.values():
+            host.tell({"signal": signal.SIGKILL, "ranks": []})
 
     def hear(self, name: str, news: News) -> None:
-        """Take the news of the host `name`."""
+        """Take the news of the host `name`. Raises ProtocolError if they are of a rank that is not on it."""
         now = time.monotonic()
+        for word in ("output", "started", "exited", "rank"):
+            if word in news and news[word] not in self._placement.ranks_of(name):
+                raise ProtocolError(f"news of rank {news[word]}, which is not on it")
         match news:
             case {"output": rank, "error": is_error, "data": data}:
                 self._show((self._output.err if is_error else self._output.out)[rank], data)

@@ -14,6 +14,7 @@ SETTLE_S = 0.1  # from the first failure to the stop, for reports of other ranks
 BLAME_S = 1.0  # the same, if the failure names a rank whose own report has not come yet
 STOP_GRACE_S = 5.0
 INTERRUPT_GRACE_S = 10.0
+GIVE_UP_S = 15.0  # after that a host that has not killed its ranks does not answer, and is told to again
 TIMEOUT_CODE = 124
 STOPPED_GRACE_S = 10.0  # for a rank that is stopped when every other rank has ended
 # A longer gap between two looks means that the launcher was stopped, too (Ctrl-Z): the grace period restarts.
@@ -157,7 +158,8 @@ class Supervisor:
         if grace:
             self._plan.append((now, signum))
         self._plan.append((now + grace, signal.SIGTERM))
-        self._plan.append((now + grace + STOP_GRACE_S, signal.SIGKILL))
+        killed = now + grace + STOP_GRACE_S
+        self._plan.extend([(killed, signal.SIGKILL), (killed + GIVE_UP_S, signal.SIGKILL)])
 
     @property
     def _settled_at(self) -> float:

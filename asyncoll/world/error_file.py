@@ -13,7 +13,7 @@ import traceback
 
 from asyncoll.errors import describe, reported_failure
 
-_NOTICE_S = 1  # torchrun notices within its interval of 0.1 s that a process was killed, and counts whole seconds
+_NOTICE_S = 2  # torchrun notices within a second that a process was killed, and counts whole seconds
 
 
 def write(error: Exception) -> None:
