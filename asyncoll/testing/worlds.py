@@ -164,12 +164,13 @@ async def _run_all(
 ) -> list[T]:
     """Run `main` of every rank in a task of its own. The first failure cancels the other tasks and is raised."""
     transports, arenas = carriers
+    names = [str(host) for host in hosts] if len(set(hosts)) > 1 else ()
     tasks: list[asyncio.Task[T]] = []
     errors: list[BaseException] = []  # in the order in which they came up
     try:
         async with asyncio.TaskGroup() as ranks:
             for transport, arena_ in zip(transports, arenas, strict=True):
-                endpoint = Endpoint(transport, arena_, host_of=hosts, all_have_arenas=None not in arenas)
+                endpoint = Endpoint(transport, arena_, host_of=hosts, all_have_arenas=None not in arenas, hosts=names)
                 endpoints[transport.rank] = endpoint
                 tasks.append(ranks.create_task(_run_rank(World(endpoint, SharedLoop()), main, errors)))
             for crash in crashes:
