@@ -408,6 +408,8 @@ class World:
         except BaseException as error:
             try:
                 self._tell_of(error)
+                if self._joining is not None:
+                    await self._joining.fail(error)
             finally:
                 await self._endpoint.close(flush=self._failed())
                 await self._let_go()

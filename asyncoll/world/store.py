@@ -81,6 +81,7 @@ class SealedStore:
         self._joining = joining
         self._serves = serves
         self._is_gone = False
+        self._told: list[AsyncollError] | None = None  # the failure that another rank has told before this one has
         self._has_told = False
         self._is_asking = False  # the store
 
@@ -237,14 +238,25 @@ class SealedStore:
         If `error` names other ranks, and one has told a failure before, raises that one instead. This rank may have
         noticed only a consequence of it: that the other rank has given up and ended.
         """
-        told: list[AsyncollError] = []
-        if isinstance(error, Exception | asyncio.CancelledError) and not self._is_gone:
-            # In a thread, which is abandoned after `_TELLING_S`: the process that serves the store may be stopped.
-            telling = threading.Thread(target=self._tell, args=(self._store, error, told), daemon=True)
-            telling.start()
-            telling.join(_TELLING_S)
-        if told and isinstance(error, PeerLostError | DeadlineError):
-            raise told[0] from error
+        if error is None:
+            return
+        told = self.tell(error)
+        if told is not None and isinstance(error, PeerLostError | DeadlineError):
+            raise told from error
+
+    def tell(self, error: BaseException) -> AsyncollError | None:
+        """Tell the other ranks why joining has failed. Returns what another rank has told before.
+
+        The first call does it, in any thread, and blocks for up to two seconds. Afterwards the store may be gone.
+        """
+        if self._told is None:
+            self._told = []
+            if isinstance(error, Exception | asyncio.CancelledError) and not self._is_gone:
+                # In a thread, which is abandoned after `_TELLING_S`: the process that serves the store may be stopped.
+                telling = threading.Thread(target=self._tell, args=(self._store, error, self._told), daemon=True)
+                telling.start()
+                telling.join(_TELLING_S)
+        return self._told[0] if self._told else None
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave the store.
@@ -352,22 +364,22 @@ class SealedStore:
 def words_of(error: BaseException, rank: int) -> list[str]:
     """The texts by which `rank` tells the others of the `error` that has ended its joining."""
     if isinstance(error, PeerLostError):
-        return ["lost", error.cause, str(error.rank)]
+        return ["lost", error.cause, ",".join(map(str, error.ranks)), error.host]
     if isinstance(error, DeadlineError):
-        return ["late", str(error), ",".join(map(str, error.missing))]
+        return ["late", str(error), ",".join(map(str, error.missing)), ""]
     if isinstance(error, ClosedError | asyncio.CancelledError):
-        return ["lost", "it was interrupted before all ranks had joined", str(rank)]
-    return ["lost", f"it could not join: {describe(error)}", str(rank)]
+        return ["lost", "it was interrupted before all ranks had joined", str(rank), ""]
+    return ["lost", f"it could not join: {describe(error)}", str(rank), ""]
 
 
 def error_of(words: list[str], size: int) -> AsyncollError:
     """The error that another rank of a world of `size` has told in these `words`."""
-    if len(words) != 3:
+    if len(words) != 4:
         raise UsageError("another program writes to the store of this job")
-    kind, text, listed = words
+    kind, text, listed, host = words
     ranks = tuple(int(rank) for rank in listed.split(",") if rank.isdecimal())
     if kind == "lost" and ranks:
-        return PeerLostError(ranks[0], text)
+        return PeerLostError(ranks[0], text, host, ranks=ranks)
     return DeadlineError(text, tuple(rank for rank in range(size) if rank not in ranks), ranks)
 
 
