@@ -173,8 +173,10 @@ async def _run_all(
                 endpoint = Endpoint(transport, arena_, host_of=hosts, all_have_arenas=None not in arenas, hosts=names)
                 endpoints[transport.rank] = endpoint
                 tasks.append(ranks.create_task(_run_rank(World(endpoint, SharedLoop()), main, errors)))
+                if isinstance(transport, SimulatedTransport):
+                    transport.on_crash(tasks[-1].cancel)
             for crash in crashes:
-                asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank], tasks[crash.rank])
+                asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank])
     except BaseExceptionGroup as group:
         # An AbortedError reports an error of another rank. It may be recorded before that rank's own exception.
         found = errors or group.exceptions
@@ -202,9 +204,8 @@ def _has_crashed(transport: Any) -> bool:
     return isinstance(transport, SimulatedTransport) and transport.has_crashed
 
 
-def _crash(transport: Any, task: asyncio.Task[Any]) -> None:
+def _crash(transport: Any) -> None:
     transport.crash()
-    task.cancel()
 
 
 def _deadlock(endpoints: dict[int, Endpoint]) -> DeadlockError:
