@@ -265,7 +265,7 @@ class SealedStore:
         """
         if self._serves and self._rank == 0 and self._has_told:
             with contextlib.suppress(RuntimeError):
-                self._await_told(getattr(error, "missing", None) or [getattr(error, "rank", 0)])
+                self._await_told(getattr(error, "missing", None) or getattr(error, "ranks", [0]))
         del self._store
 
     # -- how it ends ------------------------------------------------------------------------------
