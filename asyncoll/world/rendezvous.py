@@ -157,7 +157,7 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         with _blames_owner(folder, neighbours[0], joining):
             check_folder(folder)
             messages.bind(ipc_address(folder, rank))
-        machines = tuple(host[0] for host in hosts)
+        store.machines = machines = tuple(host[0] for host in hosts)
         arena = _share_memory(environment, folder, neighbours, joining, all_alone=len(set(machines)) == size)
         if arena is not None:
             links.callback(arena.close)

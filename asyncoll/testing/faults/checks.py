@@ -51,8 +51,14 @@ def judge(cell: Cell, story: Story) -> Verdict:
         if struck and error and rank not in lost and error["named"] in lost:
             heard_s.append(error["at_s"] - struck["at_s"])
             said.append(f"rank {rank}: {_said(error)}")
-    broken += [f"left behind: {left}" for left in story.left]
+    broken += [f"left behind: {left}" for left in story.left if not _dies_with_host(left, cell)]
     return Verdict(cell, tuple(broken), tuple(heard_s), tuple(said))
+
+
+def _dies_with_host(left: str, cell: Cell) -> bool:
+    """Whether this is the folder of sockets of a host that was killed while its ranks joined: nobody is left there."""
+    host = cell.placement.host_of(cell.lost[0])
+    return (cell.kind, cell.operation) == ("kill-host", JOINING) and left.startswith(f"{host}/")
 
 
 def _disturbed(rank: int, error: Told | None, story: Story) -> Iterator[str]:

@@ -57,8 +57,8 @@ def happen(cell: Cell) -> Story:
             world = _World(cell, Path(folder), temporary, job, networks)
             world.run()
         story = world.story
-        left = [path.name for path in temporary.rglob("*") if path.name not in cell.placement.hosts]
-        story.left += [f"{name} in TMPDIR" for name in left]
+        left = [path.relative_to(temporary) for path in temporary.rglob("*")]
+        story.left += [f"{path} in TMPDIR" for path in left if str(path) not in cell.placement.hosts]
     story.left += [f"{name} in /dev/shm" for name in _shared_memory() - before]
     return story
 
