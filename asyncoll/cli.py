@@ -189,7 +189,8 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     show_default=True,
     help="Number of cells that run at the same time.",
 )
-def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport: str, jobs: int) -> None:
+@click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Number of hosts.")
+def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport: str, jobs: int, hosts: int) -> None:
     """Let a rank fail in every way, in every operation, and check that the other ranks raise the right error in time.
 
     Each cell is a world of real processes. One of them suffers {kill, orphan, exit, raise, signal, disconnect, stop,
@@ -199,13 +200,16 @@ def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport
     tensors on devices without hardware; faults strike them also when a copy has "begun" or "landed". All other ranks
     must raise an error that names that rank: within 100 ms of a death, and within 1 s of a freeze. For a rank that is
     slow, or holds its GIL, no rank may raise an error. No rank may hang, and no process or file may be left behind.
+    With --hosts, ranks are on hosts that are network namespaces of this machine, which needs root; and "kill-host",
+    "stop-host", "down-host" (its interface is set down) and "cut-host" (its cable is cut) strike all ranks of a host,
+    also in the operation "joining".
     Exits with 1 if a cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs
     leaves a processor for each process.
     """
     from asyncoll.testing.faults import cells as matrix
     from asyncoll.testing.faults.matrix import sweep
 
-    sys.exit(not sweep(matrix.select(cells, sample, repeat, seed, transport, size), jobs))
+    sys.exit(not sweep(matrix.select(cells, sample, repeat, seed, transport, size, hosts), jobs))
 
 
 main.add_command(bench)

@@ -46,13 +46,14 @@ class ProtocolError(AsyncollError):
 
 
 class PeerLostError(AsyncollError):
-    """A rank of the world is gone or frozen: its process has ended or is stopped, or the network to it is cut.
+    """A rank, or a whole host, is gone or frozen: its process has ended or is stopped, or the network to it is cut.
 
     Every survivor raises it, in every pending and later call.
 
     Attributes:
-        rank: the lost rank, in the world.
-        cause: how the loss was noticed.
+        rank: the lost rank, in the world; of a host that is gone, its first one.
+        ranks: all ranks of the host if all of them are lost, and it is not the host of this rank; else `rank` alone.
+        cause: how the loss of `rank` was noticed.
         host: the host of its process; empty if it is not known.
         pid: its process; 0 if it is not known.
         last_seen_s: seconds between the last sign of life and the error.
@@ -60,12 +61,24 @@ class PeerLostError(AsyncollError):
     """
 
     def __init__(
-        self, rank: int, cause: str, host: str = "", pid: int = 0, last_seen_s: float = 0.0, doing: str = ""
+        self,
+        rank: int,
+        cause: str,
+        host: str = "",
+        pid: int = 0,
+        last_seen_s: float = 0.0,
+        doing: str = "",
+        ranks: tuple[int, ...] = (),
     ) -> None:
-        where = f" (host {host}, pid {pid})" if host else ""
+        if len(ranks) > 1:
+            lost = f"host {host} (ranks {', '.join(map(str, ranks))})"
+        else:
+            place = [f"host {host}"] * bool(host) + [f"pid {pid}"] * bool(pid)
+            lost = f"rank {rank}" + (f" ({', '.join(place)})" if place else "")
         what = f"; it was last heard of in {doing}" if doing else ""
-        super().__init__(f"rank {rank}{where} is gone: {cause}{what}")
+        super().__init__(f"{lost} is gone: {cause}{what}")
         self.rank = rank
+        self.ranks = ranks or (rank,)
         self.cause = cause
         self.host = host
         self.pid = pid

@@ -16,7 +16,7 @@ import pytest
 from conftest import LIGHT, PATIENCE_S, failures
 
 import asyncoll
-from asyncoll import Communicator, DeadlineError, PeerLostError, UsageError
+from asyncoll import AsyncollError, Communicator, DeadlineError, PeerLostError, UsageError
 from asyncoll.runtime.failures import WORLD
 from asyncoll.testing import Crash, Network, Pause, simulate
 from asyncoll.transport import Loss
@@ -62,7 +62,7 @@ def test_processes_are_not_checked_once_the_lost_rank_is_known(monkeypatch):
         error = endpoint.lost_in_memory(Loss(0, "it died while it was changing shared memory"))
         assert (error.rank, error.cause) == (1, "it has no heartbeat")
 
-    failures(1, act, simulate)
+    failures(2, lambda comm: act(comm) if comm.rank == 0 else asyncio.sleep(0), simulate)
 
 
 def in_shared_memory(size, main):
@@ -110,7 +110,7 @@ def test_a_failure_calls_its_listeners_once_also_at_the_end_of_the_world():
         await endpoint.close()
         endpoint.failures.fail(heard[0])
 
-    failures(1, act, simulate)
+    failures(2, lambda comm: act(comm) if comm.rank == 0 else asyncio.sleep(0), simulate)
     assert len(heard) == 1
 
 
@@ -386,3 +386,93 @@ def test_a_rank_that_holds_the_gil_is_not_frozen(transport):
 def test_a_rank_that_computes_answers_after_a_deadline(transport):
     heard = told(transport, "is late", 3, ASYNCOLL_DEADLINE_S="3")
     assert heard == dict.fromkeys("0123", "arrived (0, 1, 3), missing (2,) in its own code")
+
+
+# -- lost hosts -----------------------------------------------------------------------------------
+
+
+def losses(size, hosts, *faults, act=None, seed=0):
+    """The PeerLostError of each rank, and when it was raised, in a world where ranks of `hosts` call for ever."""
+    raised = {}
+
+    async def main(comm: Communicator) -> None:
+        try:
+            if act is not None:
+                await act(comm)
+            while True:
+                await comm.allreduce(np.ones(7))
+                await asyncio.sleep(1e-3)
+        except PeerLostError as error:
+            raised[comm.rank] = error, asyncio.get_running_loop().time()
+            await asyncio.sleep(5)  # a rank that leaves tells all others
+            raise
+
+    network = Network(latency_s=1e-4, jitter_s=1e-4, faults=faults)
+    with pytest.raises(AsyncollError):
+        simulate(size, main, network, seed, shared_memory=True, hosts=hosts)
+    return raised
+
+
+@pytest.mark.parametrize(("hosts", "gone"), [("aabb", "b"), ("abbab", "a"), ("aabbbccb", "b"), ("abc", "c")])
+def test_a_host_that_vanishes_is_named_with_its_ranks(hosts, gone):
+    ranks = tuple(rank for rank, host in enumerate(hosts) if host == gone)
+    for seed in range(4):
+        dies_s = 0.01 + np.random.default_rng(seed).uniform(0, 1e-4, len(ranks))  # faster than any message
+        raised = losses(len(hosts), hosts, *map(Crash, ranks, dies_s.tolist()), seed=seed)
+        assert raised.keys() == set(range(len(hosts))).difference(ranks)
+        for error, at_s in raised.values():
+            assert (error.ranks, error.rank, error.host) == (ranks, ranks[0], gone)
+            assert at_s < max(dies_s) + 2e-3
+
+
+def test_the_text_names_the_host_or_the_rank():
+    assert str(PeerLostError(2, "it crashed", "b", 7, ranks=(2, 3))) == "host b (ranks 2, 3) is gone: it crashed"
+    assert str(PeerLostError(2, "it crashed", "b", 7, ranks=(2,))) == "rank 2 (host b, pid 7) is gone: it crashed"
+    assert PeerLostError(2, "it crashed").ranks == (2,)
+
+
+@pytest.mark.parametrize("victim", range(5))
+def test_a_rank_of_a_living_host_is_reported_without_delay(victim):
+    raised = losses(5, "abbab", Crash(victim, 0.01))
+    assert raised.keys() == set(range(5)) - {victim}
+    for error, at_s in raised.values():
+        assert error.ranks == (victim,)
+        assert at_s < 0.012
+
+
+SILENCE = [Pause(rank, 1e-3, 10) for rank in (2, 3)]
+
+
+def noticed(lost):
+    """Rank 0 notices the silence of these ranks, one heartbeat apart, from 0.01 s on."""
+
+    async def act(comm: Communicator) -> None:
+        for beat, rank in enumerate(lost if comm.rank == 0 else ()):
+            await asyncio.sleep(0.125 if beat else 0.01)
+            comm._core.member.endpoint.lost(Loss(rank, "it is silent", 0.5))
+
+    return act
+
+
+@pytest.mark.parametrize(("lost", "named", "after_s"), [((3, 2), (2, 3), 0.125), ((3,), (3,), 0.25)])
+def test_silences_of_a_host_are_noticed_a_heartbeat_apart(lost, named, after_s):
+    """A rank that neither is lost nor answers delays the report by a quarter of a second."""
+    raised = losses(4, "aabb", *SILENCE, act=noticed(lost))
+    for rank in (0, 1):
+        error, at_s = raised[rank]
+        assert (error.ranks, error.host) == (named, "b")
+        assert 0 <= at_s - 0.01 - after_s < 2e-3
+
+
+def test_a_rank_that_leaves_reports_a_loss_that_is_held_back():
+    async def act(comm: Communicator) -> None:
+        await asyncio.sleep(0.01)
+        if comm.rank == 0:
+            endpoint = comm._core.member.endpoint
+            endpoint.lost(Loss(2, "it is silent", 0.5))
+            assert not endpoint.failures.any
+            await endpoint.close(flush=True)
+
+    error, at_s = losses(4, "aabb", *SILENCE, act=act)[1]
+    assert (error.ranks, error.host) == ((2,), "b")
+    assert at_s < 0.012

@@ -217,7 +217,9 @@ def test_forged_values_in_the_store_are_refused(forge):
 def test_a_failure_to_join_that_is_not_sealed_is_ignored():
     store = {}
     ranks = stores(2, store)
-    store["asyncoll/run/failed"] = Key(b"").seal(store_module._pack(["lost", "it is gone", "1"]), "asyncoll/run/failed")
+    store["asyncoll/run/failed"] = Key(b"").seal(
+        store_module._pack(["lost", "it is gone", "1", ""]), "asyncoll/run/failed"
+    )
     ranks[0]._hear()
     ranks[1].close(PeerLostError, PeerLostError(0, "it is gone"), None)
     with pytest.raises(PeerLostError, match="rank 1 is gone"):

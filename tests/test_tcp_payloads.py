@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,10 +16,11 @@ import uvloop
 
 from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.transport import MAX_FRAME_BYTES
+from asyncoll.transport import MAX_FRAME_BYTES, Loss
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import payload_handshake
 from asyncoll.transport.messages.payload_stream import PayloadMemory, PayloadReader
+from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 
 JOB = b"the secret of a run"
@@ -289,6 +291,28 @@ def test_a_rank_that_closes_while_payloads_wait_for_it_frees_its_sender():
             await drained
             await ranks[0].until(lambda: ranks[0].lost)
             assert [rank for rank, *_ in ranks[0].lost] == [1]
+
+    run(main)
+
+
+def test_a_rank_that_falls_silent_while_payloads_wait_for_it_frees_its_sender():
+    """The heartbeats on the other stream notice it; the connections for payloads would stay open for minutes."""
+    lost = []
+    messages = SimpleNamespace(rank=0, size=2, collect=lambda: None)
+
+    async def main():
+        async with world(2) as ranks:
+            ranks[1].payloads._loop.remove_reader(ranks[1].payloads._peers[0].reader.connection)
+            streams = SplitTransport(messages, ranks[0].payloads, {1})
+            streams._reassembly.receiver = SimpleNamespace(lost=lost.append)
+            for _ in range(40):
+                ranks[0].payloads.send(1, bytes(MAX_FRAME_BYTES))
+            drained = asyncio.create_task(ranks[0].payloads.drain(1))
+            streams._reassembly.lost(Loss(1, "it is silent", 0.5))
+            await drained
+            ranks[0].payloads.send(1, bytes(MAX_FRAME_BYTES))  # dropped
+            await ranks[0].payloads.drain(1)
+            assert (lost, ranks[0].lost) == ([Loss(1, "it is silent", 0.5)], [])
 
     run(main)
 

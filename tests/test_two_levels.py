@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import asyncoll
+from asyncoll.algorithms.dense.two_level import TwoLevelCall
 from asyncoll.errors import MismatchError
 from asyncoll.runtime.hosts import Hosts
+from asyncoll.statistics import Traffic
 from asyncoll.testing import run_ranks, simulate
 from asyncoll.transport.messages.simulated import Network
 
@@ -140,3 +142,59 @@ def test_the_layout():
     assert (hosts.here, hosts.agents, hosts.is_agent, hosts.host(4)) == ((0, 2, 3), 2, False, 1)
     assert Hosts.of("abaab", 4).team == (2, 4)
     assert hosts.carried(0) == [[0, 3], [1]]
+
+
+class Within:
+    """A host whose second reduction waits, or fails."""
+
+    rank, traffic = 0, Traffic()
+
+    def __init__(self, error):
+        self.error = error
+        self.is_second = False
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_):
+        pass
+
+    async def reduce_scatter(self, chunks, shard, op, dtype):
+        await asyncio.sleep(0.1)
+        if self.is_second and self.error is not None:
+            raise self.error
+        if self.is_second:
+            await asyncio.Event().wait()
+        self.is_second = True
+
+
+class Between(Within):
+    """Agents that never end an exchange."""
+
+    size = 4
+
+    def __init__(self):
+        self.began, self.ended = 0, 0
+
+    async def allreduce(self, x, op, dtype):
+        self.began += 1
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ended += 1
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()])
+def test_no_exchange_of_a_window_outlives_its_call(error):
+    """Whether the call fails within the host or is cancelled there."""
+
+    async def main(comm):
+        within, between = Within(error), Between()
+        call = TwoLevelCall(Hosts.of("aabb", 0), between, within, between)
+        x = np.zeros(3_000_000, "f4")
+        with pytest.raises(ZeroDivisionError if error else TimeoutError):
+            async with asyncio.timeout(1), call:
+                await call.allreduce(x, asyncoll.SUM, "float32")
+        assert (between.began, between.ended) == (1, 1)
+
+    simulate(1, main)

@@ -17,7 +17,8 @@ from asyncoll import forks
 from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, describe
 from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.executions import Executions
-from asyncoll.runtime.failures import WORLD, Closed, Failures, error_of
+from asyncoll.runtime.failures import WORLD, Closed, Failures, error_of, ranks_in
+from asyncoll.runtime.host_losses import HostLosses
 from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.returns import Returns
 from asyncoll.runtime.router import Router
@@ -46,11 +47,15 @@ class Endpoint:
         host_of: Sequence[object] = (),
         *,
         all_have_arenas: bool = False,
+        shares_memory: bool = True,
+        hosts: Sequence[str] = (),
     ) -> None:
         """`arena` is the memory that the ranks of this host share; None without shared memory.
 
-        `host_of` has the name of each rank's host, the same at all ranks; by default each rank is on one of its own.
+        `host_of` identifies each rank's host, the same at all ranks; by default each rank is on one of its own.
+        `hosts` has the names of the hosts by rank, for errors.
         `all_have_arenas`: every rank of the world has an arena, also one that is alone on its host.
+        `shares_memory`: calls may use the memory of hosts.
 
         `patience_s` is the longest time in seconds that a call may take (ASYNCOLL_DEADLINE_S). A shorter
         `asyncoll.deadline` takes precedence.
@@ -62,12 +67,14 @@ class Endpoint:
         self.size = transport.size
         self.host_of = host_of or range(self.size)
         self.all_have_arenas = all_have_arenas
+        self.shares_memory = shares_memory
         self.traffic = Traffic()  # messages of the transport
         self.in_memory = Ledger()  # calls in shared memory, added when they end
         self.router = Router(transport, self.traffic)
         self.failures = Failures(self.router)
         self.executions = Executions(transport, self.router, self.failures)
-        self.membership = Membership()
+        self.membership = Membership(hosts)
+        self._host_losses = HostLosses(self.host_of, self.rank, self.membership, self._ask_of, self.report)
         self.departures = Departures(self.router, self.membership)
         self.returns = Returns()
         self._services: set[asyncio.Task[None]] = set()
@@ -109,6 +116,7 @@ class Endpoint:
         """
         if self.closed:
             return
+        self._host_losses.settle()
         if not self._parted:
             self.failures.pass_on()
         # A loss that another thread has noticed may be recorded while its waits have not ended yet: this ends them.
@@ -227,7 +235,11 @@ class Endpoint:
         elif isinstance(message, wire.Broken):
             self.failures.fail(message)
         elif isinstance(message, wire.Lost):
-            self._lost(message, tell=False)  # the rank that noticed the loss tells all ranks itself
+            # The rank that noticed the loss tells all ranks itself; but if it is on another host, it may wait for a
+            # rank of the lost rank's host, such as this one, to confirm that the host is not gone: see `HostLosses`.
+            own = self.host_of[self.rank]
+            is_asked = 0 <= message.rank < self.size and self.host_of[message.rank] == own != self.host_of[source]
+            self._lost(message, tell=is_asked)
         elif isinstance(message, wire.Hello):
             self.membership.introduced(source, message)
         elif isinstance(message, wire.Dispute):
@@ -242,9 +254,24 @@ class Endpoint:
     # -- lost ranks -------------------------------------------------------------------------------
 
     def lost(self, loss: Loss) -> None:
-        """The transport, or joining, has noticed the loss of a rank, or the end of one that has left."""
-        if loss.rank not in self.membership.ended:
-            self._lost(self.membership.news_of(loss))
+        """The transport has noticed the loss of a rank, or the end of one that has left.
+
+        Ends the world, at once or, while the rank's whole host may be gone, within a short time.
+        """
+        if loss.rank in self.membership.ended:
+            return
+        if self._parted or self.closed or self.failures.of(WORLD) is not None:  # nothing waits for what others say
+            self.report(loss)
+        else:
+            self._host_losses.noticed(loss)
+
+    def report(self, loss: Loss, ranks: Sequence[int] = ()) -> None:
+        """End the world at once because of `loss`. `ranks` are all ranks that are lost with it; by default its own."""
+        self._lost(self.membership.news_of(loss, ranks))
+
+    def _ask_of(self, rank: int, loss: Loss) -> None:
+        """Have `rank`, which is on the host of the lost rank, report the loss if it is alive."""
+        self.router.tell(rank, self.membership.news_of(loss))
 
     def lost_in_memory(self, loss: Loss) -> AsyncollError:
         """A lock in shared memory has met a lost owner. Returns the error that the lock raises. From any thread.
@@ -268,10 +295,13 @@ class Endpoint:
         With `tell`, all other ranks get the message, unless all have made their last call. They may not have noticed
         the loss. The message makes all survivors raise the same PeerLostError.
         """
-        self.membership.lost.add(news.rank)
-        self.departures.answered(news.rank)
+        lost = {news.rank, *ranks_in(news.ranks)}
+        self.membership.lost |= lost
+        self._host_losses.clear()
+        for rank in lost:
+            self.departures.answered(rank)
         if not self.closed:  # `close` has told the others and ended the waits
-            others = (peer for peer in range(self.size) if peer != news.rank) if tell and not self._parted else ()
+            others = (peer for peer in range(self.size) if peer not in lost) if tell and not self._parted else ()
             self.failures.give_up(news, WORLD, others)
         if self.arena is not None:
             self.arena.peer_lost()

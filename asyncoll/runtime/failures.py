@@ -57,19 +57,20 @@ def error_of(failure: Failure) -> AsyncollError:
         case wire.Broken():
             return ProtocolError(failure.text, failure.source)
         case wire.Lost():
-            last_seen_s = failure.last_seen_ms / 1000
-            return PeerLostError(failure.rank, failure.cause, failure.host, failure.pid, last_seen_s, failure.doing)
+            rank, cause, host, pid, last_seen_ms, doing, ranks = failure
+            return PeerLostError(rank, cause, host, pid, last_seen_ms / 1000, doing, ranks_in(ranks))
         case wire.Mismatch():
             return MismatchError(failure.text)
         case wire.Overdue():
-            return DeadlineError(failure.text, _ranks(failure.arrived), _ranks(failure.missing))
+            return DeadlineError(failure.text, ranks_in(failure.arrived), ranks_in(failure.missing))
         case Departed():
             return PeerLostError(failure.rank, f"it has left: {failure.reason}", failure.host, failure.pid)
         case Closed():
             return ClosedError("this communicator is closed")
 
 
-def _ranks(listed: str) -> tuple[int, ...]:
+def ranks_in(listed: str) -> tuple[int, ...]:
+    """The ranks in a text of a message, which separates them by commas."""
     return tuple(int(rank) for rank in listed.split(",") if rank.isdecimal())
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from asyncoll.transport import Loss
 from asyncoll.transport.processes import is_gone, is_stopped
 from asyncoll.transport.wire import Hello, Lost
 
-_UNKNOWN = Hello("", 0)
 _ENDING_S = 0.05  # time limit for a dying process to end
 
 
@@ -20,7 +19,9 @@ class Membership:
     rank. The endpoint calls `culprit` and `news_of` in any thread and everything else on the runtime's loop.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: Sequence[str] = ()) -> None:
+        """`hosts` has the name of each rank's host, as far as it is known before the Hello messages."""
+        self._hosts = hosts
         self.lost: set[int] = set()  # world ranks
         self.ended: set[int] = set()  # world ranks that have left while others stay
         self._processes: dict[int, Hello] = {}
@@ -62,7 +63,7 @@ class Membership:
 
     def process(self, rank: int) -> Hello:
         """The host and the process id of world rank `rank`; empty and 0 if they are not known."""
-        return self._processes.get(rank, _UNKNOWN)
+        return self._processes.get(rank) or Hello(self._hosts[rank] if self._hosts else "", 0)
 
     def on_trace(self, trace: Callable[[int], str]) -> None:
         """Register `trace`: `trace(rank)` returns the last known call of a rank as text, or an empty string.
@@ -75,8 +76,12 @@ class Membership:
         """Undo `on_trace`."""
         self._traces.remove(trace)
 
-    def news_of(self, loss: Loss) -> Lost:
-        """The message that reports `loss`, with the process of the lost rank and its last known call."""
-        process = self._processes.get(loss.rank, _UNKNOWN)
+    def news_of(self, loss: Loss, ranks: Sequence[int] = ()) -> Lost:
+        """The message that reports `loss`, with the process of the lost rank and its last known call.
+
+        `ranks` are all ranks that are lost with it; by default that rank alone.
+        """
+        host, pid = self.process(loss.rank)
         doing = next((text for trace in tuple(reversed(self._traces)) if (text := trace(loss.rank))), "")
-        return Lost(loss.rank, loss.cause, process.host, process.pid, round(1000 * loss.last_seen_s), doing)
+        listed = ",".join(map(str, ranks or (loss.rank,)))
+        return Lost(loss.rank, loss.cause, host, pid, round(1000 * loss.last_seen_s), doing, listed)

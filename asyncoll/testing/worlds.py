@@ -164,16 +164,19 @@ async def _run_all(
 ) -> list[T]:
     """Run `main` of every rank in a task of its own. The first failure cancels the other tasks and is raised."""
     transports, arenas = carriers
+    names = [str(host) for host in hosts] if len(set(hosts)) > 1 else ()
     tasks: list[asyncio.Task[T]] = []
     errors: list[BaseException] = []  # in the order in which they came up
     try:
         async with asyncio.TaskGroup() as ranks:
             for transport, arena_ in zip(transports, arenas, strict=True):
-                endpoint = Endpoint(transport, arena_, host_of=hosts, all_have_arenas=None not in arenas)
+                endpoint = Endpoint(transport, arena_, host_of=hosts, all_have_arenas=None not in arenas, hosts=names)
                 endpoints[transport.rank] = endpoint
                 tasks.append(ranks.create_task(_run_rank(World(endpoint, SharedLoop()), main, errors)))
+                if isinstance(transport, SimulatedTransport):
+                    transport.on_crash(tasks[-1].cancel)
             for crash in crashes:
-                asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank], tasks[crash.rank])
+                asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank])
     except BaseExceptionGroup as group:
         # An AbortedError reports an error of another rank. It may be recorded before that rank's own exception.
         found = errors or group.exceptions
@@ -202,9 +205,8 @@ def _has_crashed(transport: Any) -> bool:
     return isinstance(transport, SimulatedTransport) and transport.has_crashed
 
 
-def _crash(transport: Any, task: asyncio.Task[Any]) -> None:
+def _crash(transport: Any) -> None:
     transport.crash()
-    task.cancel()
 
 
 def _deadlock(endpoints: dict[int, Endpoint]) -> DeadlockError:

@@ -45,6 +45,7 @@ class Joining:
         self._processes: dict[int, int] = {}
         self._cancelled = False
         self._hear: Callable[[], None] | None = None
+        self._tell: Callable[[BaseException], object] | None = None
 
     @property
     def pause_s(self) -> float:
@@ -67,6 +68,18 @@ class Joining:
     def listen(self, hear: Callable[[], None] | None) -> None:
         """Have every `check` call `hear`, which raises the error that another rank has told. None: call nothing."""
         self._hear = hear
+
+    def fails_by(self, tell: Callable[[BaseException], object]) -> None:
+        """Have `fail` call `tell`, which tells the other ranks of an error by another way than by messages."""
+        self._tell = tell
+
+    async def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends joining. To be awaited before its connections end.
+
+        Otherwise a rank that has a connection to this one, and to which this one has none, would only see that end.
+        """
+        if (tell := self._tell) is not None:
+            await asyncio.wrap_future(in_daemon_thread(lambda: tell(error)))
 
     def check(self, missing: Callable[[], Sequence[int]], reason: Reason, *, is_told: bool = False) -> None:
         """Raise if joining cannot succeed any more, and log a warning now and then that names the missing ranks.

@@ -148,7 +148,7 @@ class Hello(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Reports that the sender has noticed the loss of `rank`."""
+    """Reports the loss of `rank`; if other ranks are in `ranks`, that of its whole host."""
 
     rank: int
     cause: str
@@ -156,6 +156,7 @@ class Lost(NamedTuple):
     pid: int
     last_seen_ms: int  # the age of the last sign of life
     doing: str  # the last known activity of the rank
+    ranks: str  # all that are lost, separated by commas
 
 
 class Where(NamedTuple):

@@ -255,8 +255,15 @@ def _endpoint(links: PeerLinks, environment: Environment) -> Endpoint:
     transport: Transport = links.transport
     if links.arena is not None:
         transport = SlottedTransport(transport, links.arena)
-    host_of = links.machines if environment.shares_memory else ()
-    return Endpoint(transport, links.arena, environment.deadline_s, host_of, all_have_arenas=links.all_have_arenas)
+    return Endpoint(
+        transport,
+        links.arena,
+        environment.deadline_s,
+        links.machines,
+        all_have_arenas=links.all_have_arenas,
+        shares_memory=environment.shares_memory,
+        hosts=links.hosts,
+    )
 
 
 class World:
@@ -401,6 +408,8 @@ class World:
         except BaseException as error:
             try:
                 self._tell_of(error)
+                if self._joining is not None:
+                    await self._joining.fail(error)
             finally:
                 await self._endpoint.close(flush=self._failed())
                 await self._let_go()
@@ -424,7 +433,13 @@ class World:
         try:
             with self._endpoint.failures.watch(WORLD, "all ranks to be connected") as failed:
                 await asyncio.wait([starting, failed], return_when=asyncio.FIRST_COMPLETED)
-                await (starting if starting.done() else failed)
+                if not starting.done():
+                    await failed
+                try:
+                    await starting
+                except PeerLostError as error:  # perhaps its whole host is gone
+                    self._endpoint.lost(Loss(error.rank, error.cause, error.last_seen_s))
+                    await failed
         finally:
             starting.cancel()
             await asyncio.wait([starting])
@@ -435,7 +450,7 @@ class World:
     def _tell_of(self, error: BaseException) -> None:
         """Tell the other ranks why joining has failed, so that they do not report this rank, which leaves now."""
         if isinstance(error, PeerLostError):
-            self._endpoint.lost(Loss(error.rank, error.cause, error.last_seen_s))
+            self._endpoint.report(Loss(error.rank, error.cause, error.last_seen_s))
         elif isinstance(error, DeadlineError):
             lists = (",".join(map(str, ranks)) for ranks in (error.arrived, error.missing))
             self._endpoint.failures.give_up(Overdue(WORLD, str(error), *lists), WORLD, self._group.ranks)

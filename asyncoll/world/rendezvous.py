@@ -157,7 +157,7 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         with _blames_owner(folder, neighbours[0], joining):
             check_folder(folder)
             messages.bind(ipc_address(folder, rank))
-        machines = tuple(host[0] for host in hosts)
+        store.machines = machines = tuple(host[0] for host in hosts)
         arena = _share_memory(environment, folder, neighbours, joining, all_alone=len(set(machines)) == size)
         if arena is not None:
             links.callback(arena.close)
@@ -168,6 +168,7 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         names = tuple(host[1] for host in hosts)
         _check_reachable([its[0] for its in addresses], names)
         links.pop_all()
+        joining.fails_by(store.tell)
         joining.listen(None)  # from now on a connection tells of a failure, and the store would block the loop
         messages.peers = [
             ipc_address(folder, peer) if peer in neighbours else addresses[peer][0] for peer in range(size)

@@ -46,6 +46,7 @@ _JOB = "asyncoll job"  # the entry with the name of the job that uses the store
 _PROBE_S = 1.0  # time for the host of the store to accept a connection
 _REASON_CHARACTERS = 200  # of the system's error in a message of this rank
 _TELLING_S = 2.0  # time to publish the failure of this rank in the store
+_BESIDE_LOST_S = 1.0  # in place of the next, for ranks whose host may be gone
 _FAREWELL_S = 10.0  # time for the other ranks to read why the store of rank 0 ends; they may wait for a processor
 T = TypeVar("T")
 
@@ -80,7 +81,9 @@ class SealedStore:
         self._key = self._first_key = key
         self._joining = joining
         self._serves = serves
+        self.machines: Sequence[object] = ()  # that of each rank, once they are known
         self._is_gone = False
+        self._told: list[AsyncollError] | None = None  # the failure that another rank has told before this one has
         self._has_told = False
         self._is_asking = False  # the store
 
@@ -237,14 +240,28 @@ class SealedStore:
         If `error` names other ranks, and one has told a failure before, raises that one instead. This rank may have
         noticed only a consequence of it: that the other rank has given up and ended.
         """
-        told: list[AsyncollError] = []
-        if isinstance(error, Exception | asyncio.CancelledError) and not self._is_gone:
-            # In a thread, which is abandoned after `_TELLING_S`: the process that serves the store may be stopped.
-            telling = threading.Thread(target=self._tell, args=(self._store, error, told), daemon=True)
-            telling.start()
-            telling.join(_TELLING_S)
-        if told and isinstance(error, PeerLostError | DeadlineError):
-            raise told[0] from error
+        if error is None:
+            return
+        told = self.tell(error)
+        if told is not None and isinstance(error, PeerLostError | DeadlineError):
+            raise told from error
+
+    def tell(self, error: BaseException) -> AsyncollError | None:
+        """Tell the other ranks why joining has failed. Returns what another rank has told before.
+
+        The first call does it, in any thread, and blocks for up to two seconds; but not if the host of rank 0 is lost,
+        which serves the store. Afterwards the store may be gone.
+        """
+        if self._told is None:
+            self._told = []
+            lost = error.ranks if isinstance(error, PeerLostError) else ()
+            is_gone = self._is_gone or (self._serves and len(lost) > 1 and 0 in lost)
+            if isinstance(error, Exception | asyncio.CancelledError) and not is_gone:
+                # In a thread, which is abandoned after `_TELLING_S`: the process that serves the store may be stopped.
+                telling = threading.Thread(target=self._tell, args=(self._store, error, self._told), daemon=True)
+                telling.start()
+                telling.join(_TELLING_S)
+        return self._told[0] if self._told else None
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave the store.
@@ -253,7 +270,7 @@ class SealedStore:
         """
         if self._serves and self._rank == 0 and self._has_told:
             with contextlib.suppress(RuntimeError):
-                self._await_told(getattr(error, "missing", None) or [getattr(error, "rank", 0)])
+                self._await_told(_missed(error))
         del self._store
 
     # -- how it ends ------------------------------------------------------------------------------
@@ -272,13 +289,19 @@ class SealedStore:
             self._has_told = True
 
     def _await_told(self, lost: Sequence[int]) -> None:
-        """Wait until all ranks that have come to the store, except the `lost` ones, have read the failure."""
-        ends_s = time.monotonic() + _FAREWELL_S  # noqa: TID251 (no loop waits for it)
+        """Wait until all ranks that have come to the store, except the `lost` ones, have read the failure.
+
+        Waits less long for ranks of the hosts of `lost`, which may be gone with them.
+        """
         others = set(range(1, self._size)).difference(lost)
         here = [rank for rank in others if self._store.check([self._entry("nonce", rank)])]
-        told = [self._entry("told", rank) for rank in here]
-        while told and time.monotonic() < ends_s and not self._store.check(told):  # noqa: TID251
-            time.sleep(self._joining.pause_s)  # noqa: TID251
+        machines = {self.machines[rank] for rank in lost if self.machines}
+        beside = {rank for rank in here if self.machines and self.machines[rank] in machines}
+        for ranks, limit_s in ((set(here) - beside, _FAREWELL_S), (beside, _BESIDE_LOST_S)):
+            told = [self._entry("told", rank) for rank in ranks]
+            ends_s = time.monotonic() + limit_s  # noqa: TID251 (no loop waits for it)
+            while told and time.monotonic() < ends_s and not self._store.check(told):  # noqa: TID251
+                time.sleep(self._joining.pause_s)  # noqa: TID251
 
     def _hear_of_newer_world(self) -> None:
         """As `_hear`, but also raises _NewerWorldError if rank 0 has begun a world after the one of this rank."""
@@ -349,25 +372,32 @@ class SealedStore:
         return f"{self._prefix}/{topic}/{rank}"
 
 
+def _missed(error: BaseException | None) -> tuple[int, ...]:
+    """The ranks that `error` blames."""
+    if isinstance(error, DeadlineError):
+        return error.missing
+    return error.ranks if isinstance(error, PeerLostError) else ()
+
+
 def words_of(error: BaseException, rank: int) -> list[str]:
     """The texts by which `rank` tells the others of the `error` that has ended its joining."""
     if isinstance(error, PeerLostError):
-        return ["lost", error.cause, str(error.rank)]
+        return ["lost", error.cause, ",".join(map(str, error.ranks)), error.host]
     if isinstance(error, DeadlineError):
-        return ["late", str(error), ",".join(map(str, error.missing))]
+        return ["late", str(error), ",".join(map(str, error.missing)), ""]
     if isinstance(error, ClosedError | asyncio.CancelledError):
-        return ["lost", "it was interrupted before all ranks had joined", str(rank)]
-    return ["lost", f"it could not join: {describe(error)}", str(rank)]
+        return ["lost", "it was interrupted before all ranks had joined", str(rank), ""]
+    return ["lost", f"it could not join: {describe(error)}", str(rank), ""]
 
 
 def error_of(words: list[str], size: int) -> AsyncollError:
     """The error that another rank of a world of `size` has told in these `words`."""
-    if len(words) != 3:
+    if len(words) != 4:
         raise UsageError("another program writes to the store of this job")
-    kind, text, listed = words
+    kind, text, listed, host = words
     ranks = tuple(int(rank) for rank in listed.split(",") if rank.isdecimal())
     if kind == "lost" and ranks:
-        return PeerLostError(ranks[0], text)
+        return PeerLostError(ranks[0], text, host, ranks=ranks)
     return DeadlineError(text, tuple(rank for rank in range(size) if rank not in ranks), ranks)
 
 

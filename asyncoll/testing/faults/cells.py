@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
+import signal
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from asyncoll.errors import UsageError
+from asyncoll.launch.placement import HERE, Placement
 from asyncoll.testing.faults.calls import OPERATIONS
 from asyncoll.testing.faults.core import core_points, operations_passing
+from asyncoll.testing.faults.host_faults import CutHost, DownHost, KillHost, StopHost
 from asyncoll.testing.faults.injectors import (
     MOMENTS,
     Disconnect,
@@ -33,8 +36,13 @@ DEATH_S = 0.1  # after a death, every survivor must have raised within this time
 FREEZE_S = 1.0  # after a freeze likewise
 MIXED = "shm-mixed"  # shared memory, and every second rank does without the compiled core
 _AT_CORE_POINTS = ("kill", "stop")  # the faults that strike at the injection points of the compiled core
+_LETTERS = "abcdefgh"  # names of hosts
 _PASSINGS = 20  # the fault strikes when the victim passes the point for a drawn time, up to this
 _ELEMENTS = (8, 20_000, 300_000)  # lengths of a rank's array: short and long ones take different algorithms
+_ELEMENTS_BETWEEN_HOSTS = (8, 20_000, 1_200_000)  # the longest passes in windows
+JOINING = "joining"  # in place of an operation: the fault strikes while the ranks join, at a time that the seed draws
+JOINING_DEADLINE_S = 4.0  # for all ranks to join; who vanishes before it has a connection is missed only then
+_JOINING_S = 0.5  # up to this long after the start of the processes
 
 
 class TroubleError(Exception):
@@ -50,7 +58,11 @@ class Kind:
     told: tuple[str, ...] = ()
     within_s: float = 0.0  # every survivor must raise within this time after the fault
     lasts_s: float = 0.0  # duration of the fault
+    stops: bool = False  # the processes of the lost ranks are stopped, and continue when all others have ended
     leaves_a_child: bool = False  # the victim leaves a child process, which the driver kills
+    of_host: bool = False  # all ranks of the victim's host are lost
+    signal: int = 0  # that each of their processes gets; 0: the fault strikes their network
+    leaves_running: bool = False  # the processes of the lost ranks go on, and lose all others
 
 
 KINDS: dict[str, Kind] = {
@@ -61,7 +73,11 @@ KINDS: dict[str, Kind] = {
     # PeerLostError if the handler has raised in the middle of an RPC message.
     "signal": Kind(Signal, ("AbortedError", "PeerLostError"), DEATH_S),
     "disconnect": Kind(Disconnect, ("PeerLostError",), DEATH_S),
-    "stop": Kind(Stop, ("PeerLostError",), FREEZE_S),
+    "stop": Kind(Stop, ("PeerLostError",), FREEZE_S, stops=True),
+    "kill-host": Kind(KillHost, ("PeerLostError",), DEATH_S, of_host=True, signal=signal.SIGKILL),
+    "stop-host": Kind(StopHost, ("PeerLostError",), FREEZE_S, of_host=True, signal=signal.SIGSTOP, stops=True),
+    "down-host": Kind(DownHost, ("PeerLostError",), FREEZE_S, of_host=True, leaves_running=True),
+    "cut-host": Kind(CutHost, ("PeerLostError",), FREEZE_S, of_host=True, leaves_running=True),
     "gil": Kind(lambda: HoldGil(5.0), lasts_s=5.0),
     "slow": Kind(lambda: Slow(10.0, 1.0), lasts_s=1.0),
 }
@@ -77,6 +93,20 @@ class Cell:
     transport: str
     size: int
     seed: int
+    hosts: int = 1
+
+    @property
+    def placement(self) -> Placement:
+        """The hosts of the ranks. The first ones have a rank more if the number of ranks makes that necessary."""
+        if self.hosts == 1:
+            return Placement({HERE: self.size})
+        return Placement({_LETTERS[host]: len(range(host, self.size, self.hosts)) for host in range(self.hosts)})
+
+    @property
+    def lost(self) -> tuple[int, ...]:
+        """The ranks that are lost."""
+        victim, place = Plan.draw(self).victim, self.placement
+        return tuple(place.ranks_of(place.host_of(victim))) if KINDS[self.kind].of_host else (victim,)
 
     @property
     def name(self) -> str:
@@ -91,7 +121,8 @@ class Cell:
         return self.transport == MIXED and rank % 2 == 1
 
     def __str__(self) -> str:
-        return f"--cells {self.name} --transport {self.transport} -n {self.size} --seed {self.seed}"
+        hosts = f" --hosts {self.hosts}" if self.hosts > 1 else ""
+        return f"--cells {self.name} --transport {self.transport} -n {self.size}{hosts} --seed {self.seed}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +138,16 @@ class Plan:
         """At an injection point of the compiled core: the number of the passing at which the fault strikes."""
         return 1 + int(self.depth * _PASSINGS)
 
+    @property
+    def joining_s(self) -> float:
+        """While the ranks join: the seconds from the start of the processes to the fault."""
+        return self.depth * _JOINING_S
+
     @classmethod
     def draw(cls, cell: Cell) -> Plan:
         random = np.random.default_rng([cell.seed, zlib.crc32(cell.name.encode())])
-        elements = int(random.choice(_ELEMENTS)) // cell.size * cell.size
+        lengths = _ELEMENTS if cell.hosts == 1 else _ELEMENTS_BETWEEN_HOSTS
+        elements = int(random.choice(lengths)) // cell.size * cell.size
         victim, depth = int(random.integers(cell.size)), float(random.random())
         if cell.is_at_core_point:
             passing = operations_passing(cell.moment, cell.size, mixed=cell.transport == MIXED)
@@ -119,19 +156,15 @@ class Plan:
         return cls(victim, max(elements, cell.size), depth)
 
 
-def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, size: int) -> list[Cell]:
+def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, size: int, hosts: int = 1) -> list[Cell]:
     """The cells that match `pattern` (several patterns are separated by commas).
 
     `sample` cells are drawn for each of `repeat` seeds from `seed` on; 0 takes all. Raises UsageError if no cell
-    matches.
+    matches, or if there are more `hosts` than ranks.
     """
-
-    triples: list[tuple[str, str, str]] = list(itertools.product(KINDS, OPERATIONS, MOMENTS))
-    triples += itertools.product(KINDS, STAGED, (*MOMENTS, *STAGING_POINTS))
-    if transport != "zmq":
-        for kind, point in itertools.product(_AT_CORE_POINTS, core_points()):
-            passing = operations_passing(point, size, mixed=transport == MIXED)
-            triples += [(kind, operation, point) for operation in passing]
+    if not 1 <= hosts <= min(size, len(_LETTERS)):
+        raise UsageError(f"{size} ranks are on 1 to {min(size, len(_LETTERS))} hosts, not {hosts}")
+    triples = list(_between_hosts() if hosts > 1 else _on_a_host(transport, size))
     patterns = pattern.split(",")
     chosen = [triple for triple in triples if any(fnmatch.fnmatch("/".join(triple), each) for each in patterns)]
     if not chosen:
@@ -142,5 +175,20 @@ def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, si
         if 0 < sample < len(chosen):
             indices = np.random.default_rng(turn).choice(len(chosen), sample, replace=False)
             drawn = [chosen[index] for index in sorted(indices)]
-        cells += [Cell(*triple, transport, size, turn) for triple in drawn]
+        cells += [Cell(*triple, transport, size, turn, hosts) for triple in drawn]
     return cells
+
+
+def _on_a_host(transport: str, size: int) -> Iterator[tuple[str, str, str]]:
+    kinds = [name for name, kind in KINDS.items() if not kind.of_host]
+    yield from itertools.product(kinds, OPERATIONS, MOMENTS)
+    yield from itertools.product(kinds, STAGED, (*MOMENTS, *STAGING_POINTS))
+    if transport != "zmq":
+        for kind, point in itertools.product(_AT_CORE_POINTS, core_points()):
+            for operation in operations_passing(point, size, mixed=transport == MIXED):
+                yield kind, operation, point
+
+
+def _between_hosts() -> Iterator[tuple[str, str, str]]:
+    yield from itertools.product(KINDS, OPERATIONS, MOMENTS)
+    yield from ((name, JOINING, "inside") for name, kind in KINDS.items() if kind.of_host)

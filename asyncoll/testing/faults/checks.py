@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncoll.testing.faults.cells import KINDS, Cell, Kind, Plan
+from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, Plan
 from asyncoll.testing.faults.processes import Story, Told
 
+_IN_JOINING = ("PeerLostError", "DeadlineError")  # errors of ranks that miss others before they are connected to them
 _SHOWN = 1500  # trailing characters of a rank's output that a complaint shows
 _FRAME = re.compile(r'File ".*/asyncoll/((?!testing).*)", line (\d+) in (\w+)')  # the format of faulthandler
 _FRAMES = 4  # frames of each thread that a complaint shows
@@ -33,7 +34,7 @@ class Verdict:
 
 def judge(cell: Cell, story: Story) -> Verdict:
     """Check the reports of the ranks, and the processes and files that they left."""
-    kind, victim = KINDS[cell.kind], Plan.draw(cell).victim
+    kind, victim, lost = KINDS[cell.kind], Plan.draw(cell).victim, cell.lost
     struck = story.of(victim, "struck")
     broken = [] if struck else [f"the fault did not strike rank {victim}"]
     heard_s, said = [], []
@@ -43,13 +44,21 @@ def judge(cell: Cell, story: Story) -> Verdict:
             broken.append(f"rank {rank} hung: {_where(story.hung[rank])}")
         elif not kind.told:
             broken += _disturbed(rank, error, story)
-        elif rank != victim:
-            broken += _misinformed(rank, error, victim, kind, story)
-        if struck and error and rank != victim and error["named"] == victim:
+        elif rank not in lost:
+            broken += _misinformed(rank, error, cell, story)
+        elif kind.leaves_running and error is None:
+            broken.append(f"rank {rank}, which is cut off, raised nothing, and {_ended(rank, story)}")
+        if struck and error and rank not in lost and error["named"] in lost:
             heard_s.append(error["at_s"] - struck["at_s"])
             said.append(f"rank {rank}: {_said(error)}")
-    broken += [f"left behind: {left}" for left in story.left]
+    broken += [f"left behind: {left}" for left in story.left if not _dies_with_host(left, cell)]
     return Verdict(cell, tuple(broken), tuple(heard_s), tuple(said))
+
+
+def _dies_with_host(left: str, cell: Cell) -> bool:
+    """Whether this is the folder of sockets of a host that was killed while its ranks joined: nobody is left there."""
+    host = cell.placement.host_of(cell.lost[0])
+    return (cell.kind, cell.operation) == ("kill-host", JOINING) and left.startswith(f"{host}/")
 
 
 def _disturbed(rank: int, error: Told | None, story: Story) -> Iterator[str]:
@@ -60,13 +69,22 @@ def _disturbed(rank: int, error: Told | None, story: Story) -> Iterator[str]:
         yield f"rank {rank} {_ended(rank, story)}"
 
 
-def _misinformed(rank: int, error: Told | None, victim: int, kind: Kind, story: Story) -> Iterator[str]:
-    """Breaches of a rank that must raise an error naming the victim."""
+def _misinformed(rank: int, error: Told | None, cell: Cell, story: Story) -> Iterator[str]:
+    """Breaches of a rank that must raise an error naming the lost ranks, and their host if there are several hosts."""
+    kind, lost = KINDS[cell.kind], cell.lost
+    whom = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
     if error is None:
-        yield f"rank {rank} was told nothing of rank {victim}, and {_ended(rank, story)}"
+        yield f"rank {rank} was told nothing of {whom}, and {_ended(rank, story)}"
         return
-    if error["named"] != victim or error["type"] not in kind.told:
-        yield f"rank {rank} was not told of rank {victim}, but: {_said(error)}"
+    if cell.operation == JOINING:
+        if error["type"] not in _IN_JOINING or not set(lost).intersection(error["ranks"] + error["missing"]):
+            yield f"rank {rank} was not told of {whom}, but: {_said(error)}"
+        return
+    named = (error["named"], error.get("ranks", [error["named"]])) == (lost[0], list(lost))
+    if error["type"] == "PeerLostError" and cell.hosts > 1:
+        named = named and error["host"] == cell.placement.host_of(lost[0])
+    if error["type"] not in kind.told or not named:
+        yield f"rank {rank} was not told of {whom}, but: {_said(error)}"
     if story.codes[rank]:
         yield f"rank {rank} {_ended(rank, story)}"
 

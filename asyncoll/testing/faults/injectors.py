@@ -66,11 +66,6 @@ class Place:
         self._is_cancelled = True
         self._task.cancel()
 
-    def crash(self, transport: SimulatedTransport) -> None:
-        """Crash a rank of a simulated network: its transport falls silent and its task is cancelled."""
-        transport.crash()
-        self._task.cancel()
-
     def settle(self) -> None:
         """Raise the error of `interrupt`, if it was called."""
         if self._error is None:
@@ -102,7 +97,7 @@ class Kill:
     def strike(self, place: Place) -> None:
         transport = place.comm._core.member.endpoint.transport
         if isinstance(transport, SimulatedTransport):
-            place.crash(transport)
+            transport.crash()
         else:
             os.kill(os.getpid(), signal.SIGKILL)
 

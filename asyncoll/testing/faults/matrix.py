@@ -16,10 +16,12 @@ from rich.progress import Progress
 from rich.table import Column, Table
 
 from asyncoll.testing.faults.calls import OPERATIONS
-from asyncoll.testing.faults.cells import KINDS, Cell
+from asyncoll.testing.faults.cells import JOINING, KINDS, Cell
 from asyncoll.testing.faults.checks import Verdict, judge
 from asyncoll.testing.faults.processes import happen
 from asyncoll.testing.faults.staged_calls import STAGED
+
+_ROWS = (*OPERATIONS, *STAGED, JOINING)  # of the table
 
 
 def check_cell(cell: Cell) -> Verdict:
@@ -53,10 +55,10 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
     found: defaultdict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         found[verdict.cell.operation, verdict.cell.kind].append(verdict)
-    kinds = [kind for kind in KINDS if any((operation, kind) in found for operation in (*OPERATIONS, *STAGED))]
+    kinds = [kind for kind in KINDS if any((operation, kind) in found for operation in _ROWS)]
     headings = [Column(heading, overflow="fold") for heading in ("median/max ms", *kinds)]
     table = Table(*headings, title="time from a fault to the errors of all survivors (-: no errors)", box=SIMPLE)
-    for operation in (*OPERATIONS, *STAGED):
+    for operation in _ROWS:
         if any((operation, kind) in found for kind in kinds):
             table.add_row(operation, *(_entry(found[operation, kind]) for kind in kinds))
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import select
 import signal
@@ -16,11 +17,12 @@ from typing import Any
 from asyncoll import _core
 from asyncoll.launch import control, process_tree
 from asyncoll.launch.environment import job_folder, rank_environment, threads
-from asyncoll.launch.placement import HERE, Placement
-from asyncoll.testing.faults.cells import KINDS, MIXED, Cell
+from asyncoll.testing.faults.cells import JOINING, JOINING_DEADLINE_S, KINDS, MIXED, Cell
+from asyncoll.testing.faults.host_networks import HostNetworks, host_networks
 from asyncoll.testing.faults.rank_program import be_rank
 
 PATIENCE_S = 30.0  # a rank that has not ended this long after the end of the fault hangs
+_PORT = 29_500  # of the store; each host has all ports of its own
 _STACKS_S = 0.2  # time that a hanging rank gets to write its stacks
 _LEFTOVERS_S = 10.0  # time that helper processes get to end by themselves after the ranks
 
@@ -45,15 +47,18 @@ class Story:
 def happen(cell: Cell) -> Story:
     """Run the cell and return its story. The calling process must have one thread, because it forks."""
     process_tree.adopt_orphans()
+    if cell.hosts > 1:
+        importlib.import_module("torch.distributed")  # once, and not in each rank: it has the store of such worlds
     before = _shared_memory()
     with tempfile.TemporaryDirectory(prefix="asyncoll-cell-") as folder:
         temporary = Path(folder, "t")
         temporary.mkdir()
-        with job_folder() as job:
-            world = _World(cell, Path(folder), temporary, job)
+        with job_folder() as job, _networks(cell) as networks:
+            world = _World(cell, Path(folder), temporary, job, networks)
             world.run()
         story = world.story
-        story.left += [f"{name} in TMPDIR" for name in os.listdir(temporary)]
+        left = [path.relative_to(temporary) for path in temporary.rglob("*")]
+        story.left += [f"{path} in TMPDIR" for path in left if str(path) not in cell.placement.hosts]
     story.left += [f"{name} in /dev/shm" for name in _shared_memory() - before]
     return story
 
@@ -63,9 +68,16 @@ def _shared_memory() -> set[str]:
     return {name for name in os.listdir("/dev/shm") if name.startswith("asyncoll")}
 
 
+def _networks(cell: Cell) -> contextlib.AbstractContextManager[HostNetworks | None]:
+    return host_networks(list(cell.placement.hosts)) if cell.hosts > 1 else contextlib.nullcontext()
+
+
 class _World:
-    def __init__(self, cell: Cell, folder: Path, temporary: Path, job: Path) -> None:
+    def __init__(self, cell: Cell, folder: Path, temporary: Path, job: Path, networks: HostNetworks | None) -> None:
         self.story = Story()
+        self._networks = networks
+        self._job = job
+        self._temporary = temporary
         self._cell = cell
         self._kind = KINDS[cell.kind]
         self._folder = folder
@@ -73,9 +85,8 @@ class _World:
         self._environment = {
             **threads(cell.size, os.environ),
             **os.environ,
-            "ASYNCOLL_FOLDER": str(job),
-            "TMPDIR": str(temporary),
         }
+        self._began_s = time.monotonic()
         self._pids: dict[int, int] = {}
 
     def run(self) -> None:
@@ -105,14 +116,30 @@ class _World:
             output = os.open(self._output(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            place = rank_environment(rank, Placement({HERE: self._cell.size}), "127.0.0.1", 0, self._transport)
-            os.environ.update(self._environment | place)
+            os.environ.update(self._environment | self._place(rank))
             if self._cell.does_without_core(rank):
                 os.environ[_core.VARIABLE] = "python"
             tempfile.tempdir = None
-            be_rank(self._cell, rank, channel)
+            be_rank(self._cell, rank, channel, self._began_s)
         finally:
             os._exit(1)
+
+    def _place(self, rank: int) -> dict[str, str]:
+        """The variables that describe the rank's place. Moves this process there."""
+        placement = self._cell.placement
+        if self._networks is None:
+            folders = {"ASYNCOLL_FOLDER": str(self._job), "TMPDIR": str(self._temporary)}
+            return folders | rank_environment(rank, placement, "127.0.0.1", 0, self._transport)
+        host = placement.host_of(rank)
+        self._networks.enter(host)
+        temporary = self._temporary / host  # ranks that share it share memory
+        temporary.mkdir(exist_ok=True)
+        first = self._networks.address(placement.host_of(0))
+        world = {"ASYNCOLL_KEY_FILE": str(self._job / "job"), "ASYNCOLL_FOLDER": "", "TMPDIR": str(temporary)}
+        if self._cell.operation == JOINING:
+            world["ASYNCOLL_DEADLINE_S"] = str(JOINING_DEADLINE_S)
+        where = rank_environment(rank, placement, first, _PORT, self._transport)
+        return world | self._networks.environment(host) | where
 
     # -- until all have ended ---------------------------------------------------------------------
 
@@ -126,9 +153,10 @@ class _World:
                 for death in running.keys() & set(ready):
                     self._reap(running.pop(death))
                     os.close(death)
-                # A stopped victim continues once all other ranks have ended: it must end, too, and leave nothing.
-                if self._cell.kind == "stop" and len(running) == 1 and not is_continued:
-                    os.kill(self._pids[next(iter(running.values()))], signal.SIGCONT)
+                # Stopped ranks continue once all others have ended: they must end, too, and leave nothing.
+                if self._kind.stops and set(running.values()) <= set(self._cell.lost) and not is_continued:
+                    for rank in running.values():
+                        os.kill(self._pids[rank], signal.SIGCONT)
                     is_continued = True
         finally:
             for death in running:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -19,7 +20,7 @@ import uvloop
 from asyncoll.communicator import Communicator
 from asyncoll.launch import control
 from asyncoll.testing.faults.calls import OPERATIONS, echo
-from asyncoll.testing.faults.cells import KINDS, Cell, Plan
+from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, Plan
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.injectors import Fault, Place, fault
 from asyncoll.testing.faults.staged_calls import STAGED
@@ -29,8 +30,11 @@ _LATE_S = 0.002  # the longest time that a rank is late
 _CALLS_AFTER = 10  # calls after a fault that no rank may notice
 
 
-def be_rank(cell: Cell, rank: int, channel: socket.socket) -> NoReturn:
-    """Run the rank in this process, which was forked for it. Never returns: the process exits with code 0 or 1."""
+def be_rank(cell: Cell, rank: int, channel: socket.socket, began_s: float) -> NoReturn:
+    """Run the rank in this process, which was forked for it. Never returns: the process exits with code 0 or 1.
+
+    `began_s` is the time on the clock of `time.monotonic` at which the first rank was forked.
+    """
     code = 1
     try:
         faulthandler.register(signal.SIGUSR1)
@@ -38,7 +42,12 @@ def be_rank(cell: Cell, rank: int, channel: socket.socket) -> NoReturn:
             # SystemExit in the main thread, wherever that is: many programs end like this on SIGTERM.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_Part(cell, rank, channel).play())
+            part = _Part(cell, rank, channel)
+            if cell.operation == JOINING and rank in cell.lost:
+                threading.Thread(
+                    target=part.strike_at, args=(began_s + Plan.draw(cell).joining_s,), daemon=True
+                ).start()
+            runner.run(part.play())
         code = 0
     finally:
         os._exit(code)
@@ -84,7 +93,20 @@ class _Part:
                 self._tell_error(error)
         self.tell("left")
 
+    def strike_at(self, when_s: float) -> None:
+        """Strike while the ranks join: each process of the host, which all do this at the same time, or its network."""
+        time.sleep(max(0.0, when_s - time.monotonic()))
+        if self._rank == self._plan.victim:
+            self.tell("struck")
+        if self._kind.signal:
+            os.kill(os.getpid(), self._kind.signal)
+        elif self._rank == self._plan.victim:
+            self._kind.make().strike(None)  # type: ignore[arg-type]
+
     async def _calls(self, comm: Communicator) -> None:
+        if self._cell.operation == JOINING:  # it is over: the fault comes after it
+            while True:
+                await comm.barrier()
         comm.rpc.register(echo)
         await self._call(comm)
         with InjectionPoints(comm) as rehearsed:
@@ -116,4 +138,7 @@ class _Part:
         await operation(comm, self._plan.elements)
 
     def _tell_error(self, error: Exception) -> None:
-        self.tell("error", type=type(error).__name__, named=getattr(error, "rank", None), text=str(error)[:2000])
+        named, missing = getattr(error, "rank", None), getattr(error, "missing", ())
+        ranks = getattr(error, "ranks", (named,))
+        more = {"named": named, "ranks": ranks, "missing": missing, "host": getattr(error, "host", "")}
+        self.tell("error", type=type(error).__name__, text=str(error)[:2000], **more)

@@ -161,6 +161,7 @@ class SimulatedTransport:
         self._receiver: Receiver | None = None
         self._early: list[Callable[[Receiver], None]] = []
         self._closed = False
+        self._on_crash: Callable[[], object] | None = None
         self.has_crashed = False
 
     async def start(self, receiver: Receiver) -> None:
@@ -196,10 +197,20 @@ class SimulatedTransport:
     async def close(self, *, flush: bool = False) -> None:
         self._end("it closed its transport")
 
+    def peer(self, rank: int) -> SimulatedTransport:
+        """The transport of another rank."""
+        return self._world.transports[rank]
+
+    def on_crash(self, callback: Callable[[], object]) -> None:
+        """Call `callback`, which stops the rank's program, at a crash."""
+        self._on_crash = callback
+
     def crash(self) -> None:
-        """Stop at once. The peers notice it as they would notice the end of a process."""
+        """Stop the rank at once. The peers notice it as they would notice the end of a process."""
         self.has_crashed = True
         self._end("it crashed")
+        if self._on_crash is not None:
+            self._on_crash()
 
     def _end(self, cause: str) -> None:
         if not self._closed:

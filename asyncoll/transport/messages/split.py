@@ -46,7 +46,7 @@ class SplitTransport:
         self._payloads = payloads
         self._remote = frozenset(remote)
         self._threshold_bytes = threshold_bytes
-        self._reassembly = _Reassembly(self._remote, self._collect)
+        self._reassembly = _Reassembly(self._remote, self._collect, payloads.drop)
 
     @property
     def peers(self) -> list[str]:
@@ -102,10 +102,14 @@ class _Reassembly:
 
     receiver: Receiver
 
-    def __init__(self, remote: frozenset[int], collect: Callable[[], None]) -> None:
-        """`collect` makes both transports deliver all messages that have arrived."""
+    def __init__(self, remote: frozenset[int], collect: Callable[[], None], drop: Callable[[int], None]) -> None:
+        """`collect` makes both transports deliver all messages that have arrived.
+
+        `drop` closes the connections for payloads to a rank.
+        """
         self._remote = remote
         self._collect = collect
+        self._drop = drop
         self._messages: defaultdict[int, deque[list[Buffer]]] = defaultdict(deque)  # the first waits for its payload
         self._payloads: defaultdict[int, deque[Buffer]] = defaultdict(deque)
         self._lost: set[int] = set()
@@ -131,6 +135,7 @@ class _Reassembly:
             return
         if loss.rank in self._remote:
             self._collect()  # the other stream may still hold payloads of complete messages
+            self._drop(loss.rank)  # after a silence it is still open, and what waits to be sent there would wait on
         self._lost.add(loss.rank)
         self.receiver.lost(loss)
 

@@ -159,6 +159,13 @@ class TcpPayloads:
         for rank in list(self._peers):
             self._read_all(rank)
 
+    def drop(self, rank: int) -> None:
+        """Close the connections to a rank that is known to be lost: `drain` returns. Reports nothing. Idempotent."""
+        peer = self._peers.get(rank)
+        if peer is not None and not peer.is_lost and not self._closed:
+            peer.is_lost = True
+            self._drop(peer)
+
     async def close(self, *, flush: bool = False) -> None:
         """Stop at once. With `flush`, payloads first get a short time to leave. Idempotent."""
         if flush and not self._closed:
