@@ -75,6 +75,7 @@ class SealedStore:
         self._store = store
         self._job = self._prefix = prefix
         self._turn = 0
+        self._counts: dict[int, int] = {}  # by world: how often another process of this rank had looked there
         self._rank = rank
         self._size = size
         self._key = self._first_key = key
@@ -88,7 +89,10 @@ class SealedStore:
         """Enter the next world of this store: rank 0 counts the worlds, and the others wait for it.
 
         Entries of a world stay in the store, which torchrun's agent keeps for as long as the job runs. So every world
-        has its own names. Raises PeerLostError if the store of rank 0 ends before: it was that of another world.
+        has its own names.
+
+        Raises PeerLostError if the store of rank 0 ends before: it was that of another world; and UsageError if another
+        process is this rank, or another job meets here.
         """
 
         def rank_0() -> list[int]:
@@ -100,7 +104,7 @@ class SealedStore:
         if self._rank == 0:
             self._ask(self._store.set, _JOB, self._job.encode())
         turn = self._newest_turn(begins=not self._rank)
-        while self._rank and not self._may_enter(turn):
+        while self._rank and not self._enters(turn):
             self._joining.check(rank_0, f"not in the store yet{self._namesake(turn)}")
             time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
             turn = self._newest_turn()
@@ -108,15 +112,39 @@ class SealedStore:
         self._joining.listen(self._hear)
         self.post("turn", _this_process())
 
-    def _namesake(self, turn: int) -> str:
-        """The end of a message, if another process is this rank in world `turn`. It may have ended, or not."""
+    def _enters(self, turn: int) -> bool:
+        """Enter world `turn` as its rank, which one process can, unless the world has failed to begin.
+
+        Raises UsageError if another process that lives has done so, and the world is still being formed.
+        """
+        world = f"{self._job}/{turn}"
+        if turn == 0 or self._ask(self._store.check, [f"{world}/failed"]):
+            return False
+        if self._ask(self._store.add, f"{world}/claims/{self._rank}", 1) == 1:
+            return True
+        # A process of an earlier world may have died there, and its last count may still be on the way. Clocks of hosts
+        # do not agree, so only counts of processes that wait show that they live.
+        counts = self._ask(self._store.add, f"{world}/alive/{self._rank}", 0)
+        if counts > self._counts.setdefault(turn, counts) + 1 and (rival := self._rival(turn)):
+            raise UsageError(
+                f"rank {self._rank} of the world that meets at MASTER_ADDR and MASTER_PORT is {rival} already, and not "
+                f"{_this_process()}: give each job a MASTER_PORT of its own, and each process of a job its own RANK"
+            )
+        return False
+
+    def _rival(self, turn: int) -> str:
+        """The other process that is this rank in world `turn`; empty if it is this one, or not known."""
         entry = f"{self._job}/{turn}/turn/{self._rank}"
         known = self._read(entry, self._first_key) if self._ask(self._store.check, [entry]) else None
-        if not known or known == [_this_process()]:
+        return known[0] if known and known != [_this_process()] else ""
+
+    def _namesake(self, turn: int) -> str:
+        """The end of a message, if another process is this rank in world `turn`. It may have ended, or not."""
+        if not (rival := self._rival(turn)):
             return ""
         return (
-            f"; in its newest world rank {self._rank} is {known[0]}, so two jobs may use one MASTER_ADDR and "
-            "MASTER_PORT, or two processes one RANK"
+            f"; in its newest world rank {self._rank} is {rival}, so two jobs may use one MASTER_ADDR and MASTER_PORT, "
+            "or two processes one RANK"
         )
 
     def _check_job(self) -> None:
@@ -131,12 +159,6 @@ class SealedStore:
     def _newest_turn(self, *, begins: bool = False) -> int:
         """The number of the newest world; with `begins`, of one that begins now."""
         return self._ask(self._store.add, f"{self._job}/turn", int(begins))
-
-    def _may_enter(self, turn: int) -> bool:
-        """Whether no process of this rank has been in that world, and the world has not failed to begin."""
-        world = f"{self._job}/{turn}"
-        ends = (f"{world}/turn/{self._rank}", f"{world}/failed")
-        return turn > 0 and not any(self._ask(self._store.check, [end]) for end in ends)
 
     def begin_session(self) -> Key:
         """Exchange nonces. Returns the key of this run, which seals all later entries.
@@ -287,9 +309,15 @@ class SealedStore:
         self._hear()
 
     def _hear(self) -> None:
-        """Raise the failure that another rank has published, if there is one. While the store answers: nothing."""
+        """Raise the failure that another rank has published, if there is one, and count this look, a sign of life.
+
+        While the store answers: nothing.
+        """
+        if self._is_asking:
+            return
+        self._ask(self._store.add, self._entry("alive", self._rank), 1)
         entry = f"{self._prefix}/failed"
-        if self._is_asking or not self._ask(self._store.check, [entry]):
+        if not self._ask(self._store.check, [entry]):
             return
         if (words := self._read(entry, self._first_key)) is not None:  # otherwise another program writes to this store
             raise error_of(words, self._size)
