@@ -45,6 +45,7 @@ class Joining:
         self._processes: dict[int, int] = {}
         self._cancelled = False
         self._hear: Callable[[], None] | None = None
+        self._publish: Callable[[BaseException], object] | None = None
 
     @property
     def pause_s(self) -> float:
@@ -67,6 +68,18 @@ class Joining:
     def listen(self, hear: Callable[[], None] | None) -> None:
         """Have every `check` call `hear`, which raises the error that another rank has told. None: call nothing."""
         self._hear = hear
+
+    def publish_by(self, publish: Callable[[BaseException], object]) -> None:
+        """Have `publish` called with the error by which joining fails at this rank."""
+        self._publish = publish
+
+    def publish(self, error: BaseException) -> None:
+        """Let the other ranks find `error`, as far as there is a place for that. Blocks for a short time.
+
+        Call this before closing the connections to them: their end makes other ranks look for the reason.
+        """
+        if self._publish is not None:
+            self._publish(error)
 
     def check(self, missing: Callable[[], Sequence[int]], reason: Reason, *, is_told: bool = False) -> None:
         """Raise if joining cannot succeed any more, and log a warning now and then that names the missing ranks.

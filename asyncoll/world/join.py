@@ -434,6 +434,8 @@ class World:
 
     def _tell_of(self, error: BaseException) -> None:
         """Tell the other ranks why joining has failed, so that they do not report this rank, which leaves now."""
+        if self._joining is not None:
+            self._joining.publish(error)
         if isinstance(error, PeerLostError):
             self._endpoint.lost(Loss(error.rank, error.cause, error.last_seen_s))
         elif isinstance(error, DeadlineError):

@@ -168,6 +168,7 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         names = tuple(host[1] for host in hosts)
         _check_reachable([its[0] for its in addresses], names)
         links.pop_all()
+        joining.publish_by(store.publish)
         joining.listen(None)  # from now on a connection tells of a failure, and the store would block the loop
         messages.peers = [
             ipc_address(folder, peer) if peer in neighbours else addresses[peer][0] for peer in range(size)

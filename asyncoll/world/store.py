@@ -40,7 +40,7 @@ from asyncoll.errors import (
 from asyncoll.transport.joining import Joining, process_space
 from asyncoll.transport.keys import KEY_BYTES, KEY_FILE, Key
 from asyncoll.world.environment import Environment, place_of
-from asyncoll.world.network import listen
+from asyncoll.world.network import is_loopback, listen
 
 _JOB = "asyncoll job"  # the entry with the name of the job that uses the store
 _PROBE_S = 1.0  # time for the host of the store to accept a connection
@@ -70,8 +70,7 @@ class SealedStore:
         self, store: Store, prefix: str, rank: int, size: int, key: Key, joining: Joining, serves: bool
     ) -> None:
         """`prefix` begins the names of all entries. `serves` says that rank 0 serves the store, which ends with it."""
-        host, port = getattr(store, "host", ""), getattr(store, "port", 0)
-        self._where = f"{host}:{port}" if host and serves and rank == 0 else ""  # which other hosts may not reach
+        self._where = _reached_at(store) if serves and rank == 0 else ""
         self._store = store
         self._job = self._prefix = prefix
         self._turn = 0
@@ -83,6 +82,7 @@ class SealedStore:
         self._serves = serves
         self._is_gone = False
         self._has_told = False
+        self._told: AsyncollError | None = None  # what another rank has told before
         self._is_asking = False  # the store
 
     def begin_turn(self) -> None:
@@ -259,14 +259,22 @@ class SealedStore:
         If `error` names other ranks, and one has told a failure before, raises that one instead. This rank may have
         noticed only a consequence of it: that the other rank has given up and ended.
         """
-        told: list[AsyncollError] = []
-        if isinstance(error, Exception | asyncio.CancelledError) and not self._is_gone:
+        told = self.publish(error)
+        if told and isinstance(error, PeerLostError | DeadlineError):
+            raise told from error
+
+    def publish(self, error: BaseException | None) -> AsyncollError | None:
+        """Tell the other ranks by which `error` joining has failed here. Returns what another rank has told before.
+
+        The first call does so. Rank 0 may end the store once all ranks have told, so later calls do not look again.
+        """
+        if isinstance(error, Exception | asyncio.CancelledError) and not (self._is_gone or self._has_told):
             # In a thread, which is abandoned after `_TELLING_S`: the process that serves the store may be stopped.
-            telling = threading.Thread(target=self._tell, args=(self._store, error, told), daemon=True)
+            telling = threading.Thread(target=self._tell, args=(self._store, error), daemon=True)
             telling.start()
             telling.join(_TELLING_S)
-        if told and isinstance(error, PeerLostError | DeadlineError):
-            raise told[0] from error
+            self._is_gone = telling.is_alive()
+        return self._told
 
     def close(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Leave the store.
@@ -280,8 +288,8 @@ class SealedStore:
 
     # -- how it ends ------------------------------------------------------------------------------
 
-    def _tell(self, store: Store, error: BaseException, told: list[AsyncollError]) -> None:
-        """Publish `error`, unless another rank has published a failure before; then add that one to `told`."""
+    def _tell(self, store: Store, error: BaseException) -> None:
+        """Publish `error`, unless another rank has published a failure before; then keep that one."""
         failed = f"{self._prefix}/failed"
         words = words_of(error, self._rank)
         with contextlib.suppress(RuntimeError):  # the store has ended, so no rank can be told
@@ -289,7 +297,7 @@ class SealedStore:
                 store.set(failed, self._first_key.seal(_pack(words), failed))
             first = _open(self._first_key, store.get(failed), failed)
             if first is not None and first != words:
-                told.append(error_of(first, self._size))
+                self._told = error_of(first, self._size)
             store.set(self._entry("told", self._rank), b"")
             self._has_told = True
 
@@ -329,7 +337,7 @@ class SealedStore:
         entries = [self._entry(topic, rank) for rank in ranks]
         what = f"in the store without its {topic}"
         if topic == "nonce":
-            what = f"not in the store{f' at {self._where}' if self._where else ''} yet"
+            what = f"not in the store{self._where} yet"
 
         def missing() -> list[int]:
             come = [self._ask(self._store.check, [entry]) for entry in entries]
@@ -397,6 +405,19 @@ def error_of(words: list[str], size: int) -> AsyncollError:
     if kind == "lost" and ranks:
         return PeerLostError(ranks[0], text)
     return DeadlineError(text, tuple(rank for rank in range(size) if rank not in ranks), ranks)
+
+
+def _reached_at(store: Store) -> str:
+    """The part of a message that says where other ranks reach the store of this rank; empty if it has no address."""
+    host, port = getattr(store, "host", ""), getattr(store, "port", 0)
+    if not host:
+        return ""
+    if is_loopback(host):
+        return (
+            f" at {host}:{port}, which only this host reaches (for ranks on other hosts set MASTER_ADDR to an address "
+            "that they reach, or for rank 0 ASYNCOLL_INTERFACE),"
+        )
+    return f" at {host}:{port}, which their hosts must reach (MASTER_ADDR, MASTER_PORT),"
 
 
 def _this_process() -> str:
