@@ -125,6 +125,7 @@ def ends(ranks):
     return found
 
 
+OWN, OTHER = "10.78.0.1 a\n", "10.78.0.3 a\n"
 NAMED = "127.0.0.1 localhost\n10.78.0.1 a\nfd00::1 a\n"
 
 
@@ -136,6 +137,7 @@ NAMED = "127.0.0.1 localhost\n10.78.0.1 a\nfd00::1 a\n"
         ({"MASTER_ADDR": "fd00::1"}, "[fd00::"),
         ({"MASTER_ADDR": "[fd00::1]", "ASYNCOLL_ENCRYPT": "all"}, "[fd00::"),
         ({"MASTER_ADDR": "a", "names": NAMED}, ("10.78.0.", "[fd00::")),
+        ({"MASTER_ADDR": "a", "names": "10.79.0.3 a\n10.78.0.1 a\n"}, "10.78.0."),  # the first refuses
         ({"ASYNCOLL_PORTS": "30000-30003"}, "10.78.0."),
     ],
 )
@@ -154,20 +156,26 @@ def test_clocks_of_hosts_may_be_hours_apart(start):
 
 def test_hosts_that_do_not_meet_say_what_to_set(start):
     """Most of them wait for their deadline, side by side."""
-    not_reached = (
-        r"the store at 127\.0\.1\.1:\d+, which only .* set MASTER_ADDR|MASTER_ADDR must be an address of rank 0"
-    )
+    master = r"MASTER_ADDR must be an address of rank 0's host"
+    loopback = r"the store at 127\.0\.1\.1:\d+, which only this host reaches .*set MASTER_ADDR"
     cases = [
         ({"b": {"VERSION": "0.0.7"}}, r"different versions of asyncoll: .*0\.0\.7 \(rank 1, host b\)"),
         ({"b": {"ASYNCOLL_INTERFACE": "ib7"}}, r"ASYNCOLL_INTERFACE=ib7: this host \(b\) has no such interface"),
         ({"b": {"ASYNCOLL_ADDRESS": "192.0.2.1"}}, r"192\.0\.2\.1 is no address of this host \(b has .*NAT"),
-        ({"a": {"MASTER_ADDR": "a", "names": "127.0.1.1 a\n"}, "b": {"MASTER_ADDR": "a", "names": NAMED}}, not_reached),
-        ({"b": {"MASTER_ADDR": "nowhere"}}, r"not in the store|MASTER_ADDR must be an address of rank 0's host"),
+        ({"a": {"names": "127.0.1.1 a\n"}, "b": {"names": NAMED}}, f"{loopback}|{master}"),
+        ({"a": {"names": OWN}, "b": {"names": OTHER}}, f"not in the store at 10.78.0.1:|{master}"),
+        ({"a": {"names": OTHER}, "b": {"names": OWN}}, f"MASTER_ADDR=a.*: 10.78.0.3 is no address|{master}"),
+        ({"a": {"names": OWN}}, f"not in the store at 10.78.0.1:|{master}"),
+        ({"b": {"names": OWN}}, f"MASTER_ADDR=a is not the name of a host: .* for rank 0 it must be|{master}"),
     ]
-    worlds = [(start("ab", of_host, ASYNCOLL_DEADLINE_S="2"), complaint) for of_host, complaint in cases]
+    worlds = []
+    for of_host, complaint in cases:
+        is_named = any("names" in variables for variables in of_host.values())
+        master_addr = "a" if is_named else address("a")
+        worlds.append((start("ab", of_host, ASYNCOLL_DEADLINE_S="2", MASTER_ADDR=master_addr), complaint))
     for ranks, complaint in worlds:
         for end in ends(ranks):
-            assert re.search(complaint, end.get("text", "")), end
+            assert re.search(complaint, end.get("text", "")), (complaint, end)
 
 
 FIREWALLS = [  # at host b: its ports, that which is closed, what a packet to it finds, and the variables of all

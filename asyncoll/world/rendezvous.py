@@ -14,7 +14,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -33,6 +32,7 @@ from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.transport.processes import allow_files
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
+from asyncoll.world.meeting_folder import meeting_folder
 from asyncoll.world.network import Place, is_loopback, on_own_link, place, url_host
 from asyncoll.world.store import enter_store
 
@@ -135,7 +135,7 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         _check_agreed("ASYNCOLL_ENCRYPT", [host[2] for host in hosts])
         _check_agreed("ASYNCOLL_TRANSPORT", [host[3] for host in hosts])
         neighbours = tuple(peer for peer in range(size) if hosts[peer][0] == hosts[rank][0])
-        own_place = _place(environment) if len(neighbours) < size else None
+        own_place = _place(environment, store.host) if len(neighbours) < size else None
         messages = ZeroMQTransport(
             rank,
             size,
@@ -150,9 +150,7 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
             beside = TcpPayloads(rank, size, session.derive("payloads"), joining=joining)
             links.callback(beside.discard)
         if rank == neighbours[0]:
-            made = tempfile.mkdtemp(prefix="asyncoll-")  # with mode 0700
-            folders.callback(shutil.rmtree, made, ignore_errors=True)
-            store.post("folder", made)
+            store.post("folder", str(folders.enter_context(meeting_folder())))
         folder = Path(*store.look("folder", neighbours[0], 1))
         with _blames_owner(folder, neighbours[0], joining):
             check_folder(folder)
@@ -234,12 +232,14 @@ def _machine() -> str:
     return f"{boot}/{where.st_dev}/{where.st_ino}/{os.getuid()}"
 
 
-def _place(environment: Environment) -> Place:
+def _place(environment: Environment, store: str) -> Place:
     """Where this rank listens for ranks of other hosts, and what it tells them.
+
+    `store` is the address at which it has reached the store; MASTER_ADDR may be a name of several, not all alive.
 
     Raises UsageError for an address that other hosts reach if there is no key: any process of the network could join.
     """
-    found = place(environment.master_addr, environment.address, environment.interface)
+    found = place(store or environment.master_addr, environment.address, environment.interface)
     is_private = is_loopback(found.listens) and environment.encrypt != "all"
     if not environment.key_file and not is_private:
         raise UsageError(

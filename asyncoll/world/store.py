@@ -46,6 +46,7 @@ _JOB = "asyncoll job"  # the entry with the name of the job that uses the store
 _PROBE_S = 1.0  # time for the host of the store to accept a connection
 _REASON_CHARACTERS = 200  # of the system's error in a message of this rank
 _TELLING_S = 2.0  # time to publish the failure of this rank in the store
+_NAME_S = 60.0  # until rank 0 knows its own name; services of names may keep for 30 s that there is none
 _FAREWELL_S = 10.0  # time for the other ranks to read why the store of rank 0 ends; they may wait for a processor
 T = TypeVar("T")
 
@@ -71,6 +72,7 @@ class SealedStore:
     ) -> None:
         """`prefix` begins the names of all entries. `serves` says that rank 0 serves the store, which ends with it."""
         self._where = _reached_at(store) if serves and rank == 0 else ""
+        self.host = place_of(store)[0]  # where this rank has reached the store; empty if it has no address
         self._store = store
         self._job = self._prefix = prefix
         self._turn = 0
@@ -525,12 +527,19 @@ def _serve_store(environment: Environment, joining: Joining) -> Any:
 
 
 def _await_name(name: str, joining: Joining) -> None:
-    """Wait until `name` is known: that of a pod of Kubernetes is so seconds after its start."""
+    """Wait until `name` is known: that of a pod of Kubernetes is so seconds after its start.
+
+    Raises UsageError if it is not known after a minute.
+    """
+    ends_s = joining.remaining_s - _NAME_S
     while True:
         try:
             socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
-            joining.check(lambda: [0], f"MASTER_ADDR={name} is not the name of a host: {error}"[:_REASON_CHARACTERS])
+            said = f"MASTER_ADDR={name} is not the name of a host: {error}"[:_REASON_CHARACTERS]
+            if joining.remaining_s < ends_s:
+                raise UsageError(f"{said}; for rank 0 it must be a name or an address of this host") from None
+            joining.check(lambda: [0], said)
             time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
         else:
             return

@@ -14,6 +14,7 @@ from asyncoll.world import store
 joining._FIRST_WARNING_S = 0.2
 store._TELLING_S = store._FAREWELL_S = 60.0  # on a busy machine ranks may be slow to tell why they end
 reach.ANSWER_S = float(os.environ.get("ANSWER_S", reach.ANSWER_S))
+store._NAME_S = 0.5
 if version := os.environ.get("VERSION"):
     store._version = lambda: version
 if late_s := float(os.environ.get("LATE_S", "0")):  # this host's clocks are ahead
