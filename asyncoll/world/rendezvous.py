@@ -38,6 +38,7 @@ from asyncoll.world.store import enter_store
 
 # Files that a rank opens: in any world, and more for each rank of it, without a key and with one.
 _FILES, _FILES_PER_RANK, _FILES_PER_RANK_WITH_KEY = 60, 11, 17
+_CLOCK = Path("/proc/self/ns/time")  # a namespace with a monotonic clock of its own; since Linux 5.6
 logger = logging.getLogger("asyncoll")
 
 
@@ -223,13 +224,14 @@ def _blames_owner(folder: Path, owner: int, joining: Joining) -> Iterator[None]:
 
 
 def _machine() -> str:
-    """A text that is equal at two ranks if they can reach each other's unix sockets.
+    """A text that is equal at two ranks if they can share an arena.
 
-    They have one kernel, one folder for temporary files, and one user.
+    They have one kernel, one folder for temporary files, one user, and one clock: times are in shared memory, too.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     where = os.stat(tempfile.gettempdir())
-    return f"{boot}/{where.st_dev}/{where.st_ino}/{os.getuid()}"
+    clock = _CLOCK.stat().st_ino if _CLOCK.exists() else ""
+    return f"{boot}/{where.st_dev}/{where.st_ino}/{os.getuid()}/{clock}"
 
 
 def _place(environment: Environment, store: str) -> Place:
