@@ -169,6 +169,10 @@ class ForkedRank:
         timeout.join()
         return self.returncode, out, self._err.read_text()
 
+    def wrote(self):
+        """Its errors so far."""
+        return self._err.read_text()
+
     def kill(self):
         if self.returncode is None:
             os.kill(self.pid, signal.SIGKILL)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from asyncoll.errors import DeadlineError, PeerLostError, UsageError, describe
 from asyncoll.transport.joining import Joining
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
+from asyncoll.world.meeting_folder import meeting_folder
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -362,3 +364,17 @@ def test_a_world_ends_by_an_exception_without_a_text(how):
 def test_a_rank_that_raises_an_exception_without_a_text_is_named(play):
     ((first, _),) = play({"size": 2, "program": "unprintable"})
     assert first["said"]["text"] == "rank 1 aborted: MuteError: (its __str__ raised RuntimeError)"
+
+
+# -- the folder of sockets -------------------------------------------------------------------------
+
+
+def test_a_folder_that_a_killed_rank_has_left_is_removed_by_the_next_world(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, other = tmp_path / "asyncoll-join-left", tmp_path / "asyncoll-else"
+    for folder in (left, other):
+        folder.mkdir()
+    with meeting_folder() as first, meeting_folder() as second:
+        assert {*tmp_path.iterdir()} == {first, second, other}
+        assert first.stat().st_mode & 0o777 == 0o700
+    assert [*tmp_path.iterdir()] == [other]

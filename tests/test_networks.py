@@ -8,12 +8,15 @@ import json
 import os
 import re
 import subprocess
+import tempfile
+import threading
 from pathlib import Path
 
 import pytest
 from conftest import ForkedRank
 
 from asyncoll.transport.keys import write_key
+from asyncoll.transport.processes import is_gone
 
 SCRIPTS = Path(__file__).parent / "scripts"
 HOSTS = "abc"
@@ -53,28 +56,51 @@ def networks():
                     ip("-n", name, "link", "set", own, "up")
             for name in names.values():
                 ip("-n", name, "link", "set", "lo", "up")
+                # So that the rules of `block` precede, and a packet that is refused is answered.
+                ip("-n", name, "rule", "add", "pref", "100", "lookup", "local")
+                ip("-n", name, "rule", "del", "pref", "0")
+                ip("netns", "exec", name, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/conf/all/forwarding")
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', '') or error}")
         yield names
 
 
 @pytest.fixture
+def block(networks):
+    """A firewall: `block(host, ports, answer)` drops ("blackhole") or rejects ("prohibit") what comes to these ports.
+
+    A rule of routing does that; it needs no package.
+    """
+    with contextlib.ExitStack() as undo:
+
+        def blocked(host, ports, answer):
+            rule = ["iif", "eth0", "ipproto", "tcp", "dport", ports, answer]
+            ip("-n", networks[host], "rule", "add", "pref", "10", *rule)
+            undo.callback(ip, "-n", networks[host], "rule", "del", *rule)
+
+        yield blocked
+
+
+@pytest.fixture
 def start(networks, template, tmp_path):
-    """Starts one rank on each of the `hosts`: `start(hosts, {host: variables}, **variables of all)`."""
+    """Starts one rank on each of the `hosts`: `start(hosts, {host: variables}, **variables of all)`.
+
+    `first` is the first of these ranks, and `size` that of their world.
+    """
     write_key(tmp_path / "key")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     with contextlib.ExitStack() as stack:
 
-        def started(hosts, of_host=None, **more):
-            port, ranks = next(PORTS), []
-            for rank, host in enumerate(hosts):
-                folder = tmp_path / f"{port} {rank}"
-                folder.mkdir()
-                temporary = tmp_path / f"{port} {host}"
+        def started(hosts, of_host=None, *, first=0, size=0, **more):
+            ranks = []
+            more = {"MASTER_ADDR": address(hosts[0]), "MASTER_PORT": str(next(PORTS)), **more}
+            for rank, host in enumerate(hosts, first):
+                folder = Path(tempfile.mkdtemp(dir=tmp_path))
+                temporary = tmp_path / f"{more['MASTER_PORT']} {host}"
                 temporary.mkdir(exist_ok=True)
-                chosen = {"MASTER_ADDR": address(hosts[0]), **more, **(of_host or {}).get(host, {})}
+                chosen = {**more, **(of_host or {}).get(host, {})}
                 (folder / "hosts").write_text(chosen.pop("names", ""))
-                place = {"RANK": str(rank), "WORLD_SIZE": str(len(hosts)), "MASTER_PORT": str(port)}
+                place = {"RANK": str(rank), "WORLD_SIZE": str(size or len(hosts))}
                 here = {"NAMESPACE": networks[host], "HOST": host, "HOSTS": str(folder / "hosts")}
                 world = {
                     "ASYNCOLL_KEY_FILE": str(tmp_path / "key"),
@@ -99,6 +125,7 @@ def ends(ranks):
     return found
 
 
+OWN, OTHER = "10.78.0.1 a\n", "10.78.0.3 a\n"
 NAMED = "127.0.0.1 localhost\n10.78.0.1 a\nfd00::1 a\n"
 
 
@@ -110,6 +137,7 @@ NAMED = "127.0.0.1 localhost\n10.78.0.1 a\nfd00::1 a\n"
         ({"MASTER_ADDR": "fd00::1"}, "[fd00::"),
         ({"MASTER_ADDR": "[fd00::1]", "ASYNCOLL_ENCRYPT": "all"}, "[fd00::"),
         ({"MASTER_ADDR": "a", "names": NAMED}, ("10.78.0.", "[fd00::")),
+        ({"MASTER_ADDR": "a", "names": "10.79.0.3 a\n10.78.0.1 a\n"}, "10.78.0."),  # the first refuses
         ({"ASYNCOLL_PORTS": "30000-30003"}, "10.78.0."),
     ],
 )
@@ -122,26 +150,79 @@ def test_ranks_listen_where_they_are_told(start, variables, listens):
         assert "ASYNCOLL_PORTS" not in variables or {30_000 <= int(port) <= 30_003 for *_, port in urls} == {True}, end
 
 
-def test_clocks_of_hosts_may_be_hours_apart(start):
-    assert [end.get("result") for end in ends(start("ab", {"b": {"LATE_S": "7200"}}))] == [2.0, 2.0]
+@pytest.mark.skipif(not Path("/proc/self/ns/time").exists(), reason="the kernel has no time namespaces")
+def test_clocks_of_hosts_may_be_days_apart(start):
+    """Two ranks of host b have clocks of their own, as in containers, so they do not share the times in an arena."""
+    first, *others = ends(start("abb", {"b": {"AHEAD_S": "700000"}}))
+    assert [end.get("result") for end in (first, *others)] == [3.0] * 3
+    assert min(end["clock_s"] for end in others) > first["clock_s"] + 600_000
+    assert [sum(peer.startswith("ipc:") for peer in end["peers"]) for end in others] == [1, 1], others  # its own
 
 
-@pytest.mark.parametrize(
-    ("of_host", "complaint"),
-    [
+def test_hosts_that_do_not_meet_say_what_to_set(start):
+    """Most of them wait for their deadline, side by side."""
+    master = r"MASTER_ADDR must be an address of rank 0's host"
+    loopback = r"the store at 127\.0\.1\.1:\d+, which only this host reaches .*set MASTER_ADDR"
+    cases = [
         ({"b": {"VERSION": "0.0.7"}}, r"different versions of asyncoll: .*0\.0\.7 \(rank 1, host b\)"),
+        ({"b": {"ASYNCOLL_PORTS": "30000-30000"}}, r"30000-30000 are in use; each rank of a host needs two of them"),
         ({"b": {"ASYNCOLL_INTERFACE": "ib7"}}, r"ASYNCOLL_INTERFACE=ib7: this host \(b\) has no such interface"),
         ({"b": {"ASYNCOLL_ADDRESS": "192.0.2.1"}}, r"192\.0\.2\.1 is no address of this host \(b has .*NAT"),
-        (
-            {"a": {"MASTER_ADDR": "a", "names": "127.0.1.1 a\n"}, "b": {"MASTER_ADDR": "a", "names": NAMED}},
-            r"not in the store at 127\.0\.1\.1:|MASTER_ADDR must be an address of rank 0's host",
-        ),
-        ({"b": {"MASTER_ADDR": "nowhere"}}, r"not in the store|MASTER_ADDR must be an address of rank 0's host"),
-    ],
-)
-def test_hosts_that_do_not_meet_say_what_to_set(start, of_host, complaint):
-    for end in ends(start("ab", of_host, ASYNCOLL_DEADLINE_S="2")):
-        assert re.search(complaint, end.get("text", "")), end
+        ({"a": {"names": "127.0.1.1 a\n"}, "b": {"names": NAMED}}, f"{loopback}|{master}"),
+        ({"a": {"names": OWN}, "b": {"names": OTHER}}, f"not in the store at 10.78.0.1:|{master}"),
+        ({"a": {"names": OTHER}, "b": {"names": OWN}}, f"MASTER_ADDR=a.*: 10.78.0.3 is no address|{master}"),
+        ({"a": {"names": OWN}}, f"not in the store at 10.78.0.1:|{master}"),
+        ({"b": {"names": OWN}}, f"MASTER_ADDR=a is not the name of a host: .* for rank 0 it must be|{master}"),
+    ]
+    worlds = []
+    for of_host, complaint in cases:
+        is_named = any("names" in variables for variables in of_host.values())
+        master_addr = "a" if is_named else address("a")
+        worlds.append((start("ab", of_host, ASYNCOLL_DEADLINE_S="2", MASTER_ADDR=master_addr), complaint))
+    for ranks, complaint in worlds:
+        for end in ends(ranks):
+            assert re.search(complaint, end.get("text", "")), (complaint, end)
+
+
+FIREWALLS = [  # at host b: its ports, that which is closed, what a packet to it finds, and the variables of all
+    ("30000-30001", "30000", "prohibit", {}),
+    ("30002-30003", "30002", "blackhole", {"ASYNCOLL_ENCRYPT": "all"}),
+    ("30004-30005", "30005", "blackhole", {}),  # of the connection for payloads alone
+]
+
+
+def test_a_firewall_is_an_error_at_all_ranks(start, block):
+    worlds = []
+    for ports, closed, answer, more in FIREWALLS:
+        block("b", closed, answer)
+        worlds.append((closed, start("ab", {"b": {"ASYNCOLL_PORTS": ports}}, ANSWER_S="0.5", **more)))
+    block("c", "29500-29999", "blackhole")
+    outside = start("cb", ASYNCOLL_DEADLINE_S="2")
+    for closed, ranks in worlds:
+        missed, told = ends(ranks)
+        said = (
+            rf"host \(a\) gets no answer from tcp://10\.78\.0\.2:{closed} of rank 1 .*: set .*ASYNCOLL_PORTS, and open"
+        )
+        assert missed["error"] == "UsageError", missed
+        assert re.search(said, missed["text"]), missed
+        assert re.search(rf"rank 0 .*could not join.*{said}", told["text"]), told
+    serves, waits = ends(outside)
+    assert re.search(r"rank 1 \(not in the store at 10\.78\.0\.3:\d+, which their hosts must reach", serves["text"]), (
+        serves
+    )
+    assert re.search(r"store at 10\.78\.0\.3:\d+: .*; MASTER_ADDR must be .*MASTER_PORT open", waits["text"]), waits
+
+
+def test_a_second_job_at_one_port_is_refused_and_the_first_goes_on(start):
+    first = start("ab", size=3, MASTER_PORT="29499")
+    while "waiting for rank 2 (" not in first[0].wrote():
+        assert not is_gone(first[0].pid)
+        threading.Event().wait(0.01)
+    here, there = ends(start("ab", size=3, MASTER_PORT="29499"))
+    assert "rank 0 cannot listen on MASTER_ADDR=10.78.0.1, MASTER_PORT=29499" in here["text"], here
+    assert re.search(r"rank 1 of the world .* is process \d+ on host b already", there["text"]), there
+    late = start("b", first=2, size=3, MASTER_ADDR=address("a"), MASTER_PORT="29499")
+    assert [end.get("result") for end in ends(first + late)] == [3.0] * 3
 
 
 def test_hosts_with_different_keys_name_each_other(start, tmp_path):

@@ -35,6 +35,14 @@ def test_a_port_that_does_not_exist_is_refused(rank, port):
         Environment.read({"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
 
 
+@pytest.mark.parametrize("text", ["30000", "30001-30000", "0-5", "65535-65536", "a-b", "30000:30001", "-"])
+def test_a_range_of_ports_that_cannot_be_is_refused(text):
+    with pytest.raises(
+        UsageError, match=f"ASYNCOLL_PORTS='{text}' in the environment: give the first and the last port"
+    ):
+        Environment.read(WORLD | {"ASYNCOLL_PORTS": text})
+
+
 @pytest.mark.parametrize("given", [{"WORLD_SIZE": "2"}, {"RANK": "1"}, {"RANK": "", "WORLD_SIZE": ""}])
 def test_variables_that_are_empty_or_incomplete_do_not_hide_those_of_a_launcher(given):
     launched = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}

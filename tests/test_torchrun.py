@@ -80,6 +80,22 @@ def test_a_rank_that_finds_another_process_in_its_place_names_it(monkeypatch):
         processes(store, 2, limit_s=0.0)[1].begin_turn()
 
 
+def test_a_second_process_of_a_rank_is_refused_and_the_first_goes_on(monkeypatch):
+    """Rank 1 of the first job waits for its rank 2 as that of the second one comes."""
+    store = HashStore()
+    store.set_timeout(PATIENCE)
+    first = processes(store, 3)
+    with ThreadPoolExecutor(max_workers=3) as threads:
+        sessions = [threads.submit(form, sealed) for sealed in first[:2]]
+        store.wait(["job/1/nonce/0", "job/1/nonce/1"], PATIENCE)
+        with monkeypatch.context() as second:
+            second.setattr(os, "getpid", lambda: 7)
+            with pytest.raises(UsageError, match=r"rank 1 of the world .* is process \d+ on host \S+ already, and not"):
+                processes(store, 3)[1].begin_turn()
+        sessions.append(threads.submit(form, first[2]))
+        assert len({session.result() for session in sessions}) == 1
+
+
 @pytest.mark.slow
 def test_a_world_on_two_hosts_is_restarted(template, tmp_path):
     """The agents count a different number of restarts."""

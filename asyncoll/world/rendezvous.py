@@ -14,7 +14,6 @@ import contextlib
 import logging
 import math
 import os
-import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -33,11 +32,13 @@ from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.transport.processes import allow_files
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
+from asyncoll.world.meeting_folder import meeting_folder
 from asyncoll.world.network import Place, is_loopback, on_own_link, place, url_host
 from asyncoll.world.store import enter_store
 
 # Files that a rank opens: in any world, and more for each rank of it, without a key and with one.
 _FILES, _FILES_PER_RANK, _FILES_PER_RANK_WITH_KEY = 60, 11, 17
+_CLOCK = Path("/proc/self/ns/time")  # a namespace with a monotonic clock of its own; since Linux 5.6
 logger = logging.getLogger("asyncoll")
 
 
@@ -135,7 +136,7 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         _check_agreed("ASYNCOLL_ENCRYPT", [host[2] for host in hosts])
         _check_agreed("ASYNCOLL_TRANSPORT", [host[3] for host in hosts])
         neighbours = tuple(peer for peer in range(size) if hosts[peer][0] == hosts[rank][0])
-        own_place = _place(environment) if len(neighbours) < size else None
+        own_place = _place(environment, store.host) if len(neighbours) < size else None
         messages = ZeroMQTransport(
             rank,
             size,
@@ -150,9 +151,7 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
             beside = TcpPayloads(rank, size, session.derive("payloads"), joining=joining)
             links.callback(beside.discard)
         if rank == neighbours[0]:
-            made = tempfile.mkdtemp(prefix="asyncoll-")  # with mode 0700
-            folders.callback(shutil.rmtree, made, ignore_errors=True)
-            store.post("folder", made)
+            store.post("folder", str(folders.enter_context(meeting_folder())))
         folder = Path(*store.look("folder", neighbours[0], 1))
         with _blames_owner(folder, neighbours[0], joining):
             check_folder(folder)
@@ -225,21 +224,24 @@ def _blames_owner(folder: Path, owner: int, joining: Joining) -> Iterator[None]:
 
 
 def _machine() -> str:
-    """A text that is equal at two ranks if they can reach each other's unix sockets.
+    """A text that is equal at two ranks if they can share an arena.
 
-    They have one kernel, one folder for temporary files, and one user.
+    They have one kernel, one folder for temporary files, one user, and one clock: times are in shared memory, too.
     """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     where = os.stat(tempfile.gettempdir())
-    return f"{boot}/{where.st_dev}/{where.st_ino}/{os.getuid()}"
+    clock = _CLOCK.stat().st_ino if _CLOCK.exists() else ""
+    return f"{boot}/{where.st_dev}/{where.st_ino}/{os.getuid()}/{clock}"
 
 
-def _place(environment: Environment) -> Place:
+def _place(environment: Environment, store: str) -> Place:
     """Where this rank listens for ranks of other hosts, and what it tells them.
+
+    `store` is the address at which it has reached the store; MASTER_ADDR may be a name of several, not all alive.
 
     Raises UsageError for an address that other hosts reach if there is no key: any process of the network could join.
     """
-    found = place(environment.master_addr, environment.address, environment.interface)
+    found = place(store or environment.master_addr, environment.address, environment.interface)
     is_private = is_loopback(found.listens) and environment.encrypt != "all"
     if not environment.key_file and not is_private:
         raise UsageError(

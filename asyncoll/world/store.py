@@ -40,13 +40,14 @@ from asyncoll.errors import (
 from asyncoll.transport.joining import Joining, process_space
 from asyncoll.transport.keys import KEY_BYTES, KEY_FILE, Key
 from asyncoll.world.environment import Environment, place_of
-from asyncoll.world.network import listen
+from asyncoll.world.network import is_loopback, listen
 
 _JOB = "asyncoll job"  # the entry with the name of the job that uses the store
 _PROBE_S = 1.0  # time for the host of the store to accept a connection
 _REASON_CHARACTERS = 200  # of the system's error in a message of this rank
 _TELLING_S = 2.0  # time to publish the failure of this rank in the store
 _BESIDE_LOST_S = 1.0  # in place of the next, for ranks whose host may be gone
+_NAME_S = 60.0  # until rank 0 knows its own name; services of names may keep for 30 s that there is none
 _FAREWELL_S = 10.0  # time for the other ranks to read why the store of rank 0 ends; they may wait for a processor
 T = TypeVar("T")
 
@@ -71,11 +72,12 @@ class SealedStore:
         self, store: Store, prefix: str, rank: int, size: int, key: Key, joining: Joining, serves: bool
     ) -> None:
         """`prefix` begins the names of all entries. `serves` says that rank 0 serves the store, which ends with it."""
-        host, port = getattr(store, "host", ""), getattr(store, "port", 0)
-        self._where = f"{host}:{port}" if host and serves and rank == 0 else ""  # which other hosts may not reach
+        self._where = _reached_at(store) if serves and rank == 0 else ""
+        self.host = place_of(store)[0]  # where this rank has reached the store; empty if it has no address
         self._store = store
         self._job = self._prefix = prefix
         self._turn = 0
+        self._counts: dict[int, int] = {}  # by world: how often another process of this rank had looked there
         self._rank = rank
         self._size = size
         self._key = self._first_key = key
@@ -91,7 +93,10 @@ class SealedStore:
         """Enter the next world of this store: rank 0 counts the worlds, and the others wait for it.
 
         Entries of a world stay in the store, which torchrun's agent keeps for as long as the job runs. So every world
-        has its own names. Raises PeerLostError if the store of rank 0 ends before: it was that of another world.
+        has its own names.
+
+        Raises PeerLostError if the store of rank 0 ends before: it was that of another world; and UsageError if another
+        process is this rank, or another job meets here.
         """
 
         def rank_0() -> list[int]:
@@ -103,7 +108,7 @@ class SealedStore:
         if self._rank == 0:
             self._ask(self._store.set, _JOB, self._job.encode())
         turn = self._newest_turn(begins=not self._rank)
-        while self._rank and not self._may_enter(turn):
+        while self._rank and not self._enters(turn):
             self._joining.check(rank_0, f"not in the store yet{self._namesake(turn)}")
             time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
             turn = self._newest_turn()
@@ -111,15 +116,39 @@ class SealedStore:
         self._joining.listen(self._hear)
         self.post("turn", _this_process())
 
-    def _namesake(self, turn: int) -> str:
-        """The end of a message, if another process is this rank in world `turn`. It may have ended, or not."""
+    def _enters(self, turn: int) -> bool:
+        """Enter world `turn` as its rank, which one process can, unless the world has failed to begin.
+
+        Raises UsageError if another process that lives has done so, and the world is still being formed.
+        """
+        world = f"{self._job}/{turn}"
+        if turn == 0 or self._ask(self._store.check, [f"{world}/failed"]):
+            return False
+        if self._ask(self._store.add, f"{world}/claims/{self._rank}", 1) == 1:
+            return True
+        # A process of an earlier world may have died there, and its last count may still be on the way. Clocks of hosts
+        # do not agree, so only counts of processes that wait show that they live.
+        counts = self._ask(self._store.add, f"{world}/alive/{self._rank}", 0)
+        if counts > self._counts.setdefault(turn, counts) + 1 and (rival := self._rival(turn)):
+            raise UsageError(
+                f"rank {self._rank} of the world that meets at MASTER_ADDR and MASTER_PORT is {rival} already, and not "
+                f"{_this_process()}: give each job a MASTER_PORT of its own, and each process of a job its own RANK"
+            )
+        return False
+
+    def _rival(self, turn: int) -> str:
+        """The other process that is this rank in world `turn`; empty if it is this one, or not known."""
         entry = f"{self._job}/{turn}/turn/{self._rank}"
         known = self._read(entry, self._first_key) if self._ask(self._store.check, [entry]) else None
-        if not known or known == [_this_process()]:
+        return known[0] if known and known != [_this_process()] else ""
+
+    def _namesake(self, turn: int) -> str:
+        """The end of a message, if another process is this rank in world `turn`. It may have ended, or not."""
+        if not (rival := self._rival(turn)):
             return ""
         return (
-            f"; in its newest world rank {self._rank} is {known[0]}, so two jobs may use one MASTER_ADDR and "
-            "MASTER_PORT, or two processes one RANK"
+            f"; in its newest world rank {self._rank} is {rival}, so two jobs may use one MASTER_ADDR and MASTER_PORT, "
+            "or two processes one RANK"
         )
 
     def _check_job(self) -> None:
@@ -134,12 +163,6 @@ class SealedStore:
     def _newest_turn(self, *, begins: bool = False) -> int:
         """The number of the newest world; with `begins`, of one that begins now."""
         return self._ask(self._store.add, f"{self._job}/turn", int(begins))
-
-    def _may_enter(self, turn: int) -> bool:
-        """Whether no process of this rank has been in that world, and the world has not failed to begin."""
-        world = f"{self._job}/{turn}"
-        ends = (f"{world}/turn/{self._rank}", f"{world}/failed")
-        return turn > 0 and not any(self._ask(self._store.check, [end]) for end in ends)
 
     def begin_session(self) -> Key:
         """Exchange nonces. Returns the key of this run, which seals all later entries.
@@ -310,9 +333,15 @@ class SealedStore:
         self._hear()
 
     def _hear(self) -> None:
-        """Raise the failure that another rank has published, if there is one. While the store answers: nothing."""
+        """Raise the failure that another rank has published, if there is one, and count this look, a sign of life.
+
+        While the store answers: nothing.
+        """
+        if self._is_asking:
+            return
+        self._ask(self._store.add, self._entry("alive", self._rank), 1)
         entry = f"{self._prefix}/failed"
-        if self._is_asking or not self._ask(self._store.check, [entry]):
+        if not self._ask(self._store.check, [entry]):
             return
         if (words := self._read(entry, self._first_key)) is not None:  # otherwise another program writes to this store
             raise error_of(words, self._size)
@@ -324,7 +353,7 @@ class SealedStore:
         entries = [self._entry(topic, rank) for rank in ranks]
         what = f"in the store without its {topic}"
         if topic == "nonce":
-            what = f"not in the store{f' at {self._where}' if self._where else ''} yet"
+            what = f"not in the store{self._where} yet"
 
         def missing() -> list[int]:
             come = [self._ask(self._store.check, [entry]) for entry in entries]
@@ -399,6 +428,19 @@ def error_of(words: list[str], size: int) -> AsyncollError:
     if kind == "lost" and ranks:
         return PeerLostError(ranks[0], text, host, ranks=ranks)
     return DeadlineError(text, tuple(rank for rank in range(size) if rank not in ranks), ranks)
+
+
+def _reached_at(store: Store) -> str:
+    """The part of a message that says where other ranks reach the store of this rank; empty if it has no address."""
+    host, port = getattr(store, "host", ""), getattr(store, "port", 0)
+    if not host:
+        return ""
+    if is_loopback(host):
+        return (
+            f" at {host}:{port}, which only this host reaches (for ranks on other hosts set MASTER_ADDR to an address "
+            "that they reach, or for rank 0 ASYNCOLL_INTERFACE),"
+        )
+    return f" at {host}:{port}, which their hosts must reach (MASTER_ADDR, MASTER_PORT),"
 
 
 def _this_process() -> str:
@@ -506,12 +548,19 @@ def _serve_store(environment: Environment, joining: Joining) -> Any:
 
 
 def _await_name(name: str, joining: Joining) -> None:
-    """Wait until `name` is known: that of a pod of Kubernetes is so seconds after its start."""
+    """Wait until `name` is known: that of a pod of Kubernetes is so seconds after its start.
+
+    Raises UsageError if it is not known after a minute.
+    """
+    ends_s = joining.remaining_s - _NAME_S
     while True:
         try:
             socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
         except socket.gaierror as error:
-            joining.check(lambda: [0], f"MASTER_ADDR={name} is not the name of a host: {error}"[:_REASON_CHARACTERS])
+            said = f"MASTER_ADDR={name} is not the name of a host: {error}"[:_REASON_CHARACTERS]
+            if joining.remaining_s < ends_s:
+                raise UsageError(f"{said}; for rank 0 it must be a name or an address of this host") from None
+            joining.check(lambda: [0], said)
             time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
         else:
             return

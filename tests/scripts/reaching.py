@@ -8,21 +8,27 @@ import numpy as np
 
 import asyncoll
 from asyncoll.transport import joining
+from asyncoll.transport.messages import reach
 from asyncoll.world import store
 
 joining._FIRST_WARNING_S = 0.2
+store._TELLING_S = store._FAREWELL_S = 60.0  # on a busy machine ranks may be slow to tell why they end
+reach.ANSWER_S = float(os.environ.get("ANSWER_S", reach.ANSWER_S))
+store._NAME_S = 0.5
 if version := os.environ.get("VERSION"):
     store._version = lambda: version
-if late_s := float(os.environ.get("LATE_S", "0")):  # this host's clocks are ahead
-    clocks = time.time, time.monotonic
-    time.time, time.monotonic = lambda: clocks[0]() + late_s, lambda: clocks[1]() + 2 * late_s
+if ahead_s := float(os.environ.get("AHEAD_S", "0")):  # the wall clock of this host, too, which has no namespace
+    wall_clock = time.time
+    time.time = lambda: wall_clock() + 2 * ahead_s
 
 
 async def main(comm):
     x = np.ones(100_000)  # its payloads use the second stream
     await comm.allreduce(x)
+    clock_s = time.monotonic()
+    await comm.solo_allreduce(np.ones(10), name="x")
     transport = comm._core.member.endpoint.transport
-    return {"result": float(x[0]), "peers": [*getattr(transport, "_inner", transport).peers]}
+    return {"result": float(x[0]), "clock_s": clock_s, "peers": [*getattr(transport, "_inner", transport).peers]}
 
 
 try:

@@ -1,14 +1,11 @@
-"""Reports of peers that fall silent, do not answer or do not authenticate, for all kinds of sockets."""
+"""Reports of peers that fall silent or do not authenticate, for all kinds of sockets."""
 
 from __future__ import annotations
 
 import logging
-import socket
-from collections.abc import Sequence
 from typing import Final
 
 FREEZE_S: Final = 0.5  # a process without a sign of life for this time counts as frozen
-_SHOWN = 4  # addresses in an error
 logger = logging.getLogger("asyncoll")
 
 
@@ -30,15 +27,3 @@ class UnauthenticatedPeers:
         self._count += 1
         if self._count & (self._count - 1) == 0:
             logger.warning("%s %s (unauthenticated peer number %d)", self._owner, action, self._count)
-
-
-def why_unconnected(addresses: Sequence[str], ranks: Sequence[int]) -> str:
-    """Why this rank waits for connections: `ranks`, of all whose `addresses` are given, have not answered it."""
-    away = [f"{addresses[rank]} of rank {rank}" for rank in ranks if addresses[rank].startswith("tcp:")]
-    if not away:
-        return "not connected yet"
-    return (
-        f"not connected yet: this host ({socket.gethostname()}) gets no answer from {', '.join(away[:_SHOWN])}; set "
-        "ASYNCOLL_INTERFACE to a network that connects the hosts; behind a firewall set ASYNCOLL_PORTS, and open these "
-        "ports in both directions"
-    )

@@ -19,14 +19,15 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from asyncoll import forks
-from asyncoll.errors import PeerLostError, ProtocolError, UsageError
+from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport import Buffer, Loss
 from asyncoll.transport.addresses import all_in_use
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.payload_handshake import introduce, welcome
 from asyncoll.transport.messages.payload_stream import PayloadMemory, PayloadReader, PayloadWriter
-from asyncoll.transport.messages.peers import UnauthenticatedPeers, why_unconnected
+from asyncoll.transport.messages.peers import UnauthenticatedPeers
+from asyncoll.transport.messages.reach import reach_rank, resolved, why_unconnected
 
 _HANDSHAKE_S = 5.0  # from the connection of a peer to the end of its handshake
 _STRANGERS_MAX = 128  # connections in their handshake, besides two for each rank; a further one ends the oldest
@@ -87,8 +88,10 @@ class TcpPayloads:
         free is taken.
         """
         for each in [f"{address}:{port}" for port in ports] or [address]:
-            family, where = _resolved(each)
+            family, where = resolved(each)
             listener = socket.socket(family)
+            if ports:  # the connections of a world that has ended keep its ports for a minute
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind(where)
                 listener.listen(_STRANGERS_MAX + 2 * self.size)
@@ -121,7 +124,8 @@ class TcpPayloads:
     async def connected(self) -> None:
         """Wait for the connections from and to all peers.
 
-        Raises PeerLostError if a peer is known to have ended, and DeadlineError if one does not come in time.
+        Raises PeerLostError if a peer is known to have ended, UsageError if its host gives no answer, and DeadlineError
+        if one does not come in time.
         """
         if self._peers:
             joining = self._joining or Joining(self.rank, self.size)
@@ -195,25 +199,19 @@ class TcpPayloads:
     # -- joining ----------------------------------------------------------------------------------
 
     async def _open(self, rank: int, address: str, peer: _Peer) -> None:
-        """Make the connection to `rank`. Raises PeerLostError if it refuses."""
-        loop = asyncio.get_running_loop()
+        """Make the connection to `rank`. Raises PeerLostError if it refuses, and UsageError if it gives no answer."""
         while peer.writer.connection is None:
             with contextlib.ExitStack() as undo:
-                family, where = _resolved(address)
-                connection = undo.enter_context(socket.socket(family))
-                connection.setblocking(False)
+                connection = undo.enter_context(await reach_rank(rank, address))
                 try:
-                    await loop.sock_connect(connection, where)
                     await introduce(connection, self._key, self.rank, rank)
-                except ConnectionRefusedError:
-                    cause = f"its process has ended: {address} refuses connections"
-                    raise PeerLostError(rank, cause) from None
                 except (OSError, ProtocolError):
                     await asyncio.sleep(_AGAIN_S)
                     continue
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 peer.writer.connection = connection
                 undo.pop_all()
+        loop = asyncio.get_running_loop()
         loop.add_reader(connection, self._watch, rank, connection)
         if peer.writer.waits:
             self._await_room(peer)
@@ -368,18 +366,8 @@ class TcpPayloads:
 
 
 async def _all_done(ends: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for all of `ends`. Raises PeerLostError for a peer that has refused its connection."""
+    """Wait for all of `ends`. Raises the error of one that has failed."""
     await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
     for end in ends:
         if end.done() and not end.cancelled():
             end.result()
-
-
-def _resolved(address: str) -> tuple[int, Any]:
-    """The family and the address of a socket, for `tcp://ip:port`. Raises UsageError for any other text."""
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{address} is not tcp://ip:port: {error}") from None
-    return found[0][0], found[0][4]

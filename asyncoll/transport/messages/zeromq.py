@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import struct
 import tempfile
 import threading
@@ -39,7 +38,8 @@ from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
-from asyncoll.transport.messages.peers import FREEZE_S, UnauthenticatedPeers, silence_cause, why_unconnected
+from asyncoll.transport.messages.peers import FREEZE_S, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.reach import check_answer, refused, why_unconnected
 
 # A message up to this many bytes is copied into one ZeroMQ frame. Each further frame costs some microseconds of Python
 # and of ZeroMQ at both ends, which is more than the copy.
@@ -307,11 +307,24 @@ class ZeroMQTransport:
     # -- peers ------------------------------------------------------------------------------------
 
     async def _all_connected(self) -> None:
-        """Wait for the connections to all peers. Raises PeerLostError for a peer that has refused its connection."""
-        await asyncio.wait([peer.connected for peer in self._peers.values()], return_when=asyncio.FIRST_EXCEPTION)
-        for peer in self._peers.values():
-            if peer.connected.done() and not peer.connected.cancelled():
-                peer.connected.result()
+        """Wait for the connections to all peers.
+
+        Raises PeerLostError for a peer that has refused its connection, and UsageError for one that gives no answer.
+        """
+        peers = [peer for peer in self._peers.values() if self.are_bound and peer.address.startswith("tcp:")]
+        checks = [asyncio.ensure_future(self._check_answer(peer)) for peer in peers]
+        ends = [*(peer.connected for peer in self._peers.values()), *checks]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
+        finally:
+            for check in checks:
+                check.cancel()
+        for end in ends:
+            if end.done() and not end.cancelled():
+                end.result()
+
+    async def _check_answer(self, peer: _Peer) -> None:
+        await check_answer(peer.rank, peer.address, peer.connected, lambda: peer.connection >= 0)
 
     def _unconnected(self) -> list[int]:
         return [peer.rank for peer in self._peers.values() if not peer.connected.done()]
@@ -380,13 +393,7 @@ class ZeroMQTransport:
         if not self.are_bound or peer.was_connected or peer.connected.done():
             return
         if refuses_connections(peer.address):
-            cause = f"its process has ended: {peer.address} refuses connections"
-            if peer.address.startswith("tcp:"):
-                cause = (
-                    f"its process has ended, or a firewall rejects connections from {socket.gethostname()} "
-                    f"(ASYNCOLL_PORTS): {peer.address} refuses connections"
-                )
-            peer.connected.set_exception(PeerLostError(peer.rank, cause))
+            peer.connected.set_exception(PeerLostError(peer.rank, refused(peer.address)))
             peer.connected.exception()  # marks it as retrieved: the wait may have ended already
 
     def _monitored_ranks(self) -> set[int]:
