@@ -331,6 +331,18 @@ def test_supervisor_waits_a_moment_for_the_blamed_rank() -> None:
     assert supervisor.root is supervisor.failures[0]
 
 
+def test_supervisor_takes_the_report_of_the_blamed_rank_also_when_it_comes_late() -> None:
+    supervisor = Supervisor(3, 0.0, orders := Orders())
+    supervisor.failed(Failure(0, 1, 1.0, blames=2))
+    supervisor.tick(1.0 + BLAME_S)
+    assert (orders, supervisor.stopped) == ([(signal.SIGTERM, [1, 2])], [1, 2])
+    supervisor.failed(Failure(1, 1, 2.1, traceback="Traceback"))  # the signal has ended it
+    supervisor.exited(2, -signal.SIGTERM, 2.1)
+    assert supervisor.root is supervisor.failures[0]
+    supervisor.failed(late := Failure(2, 1, 2.1, traceback="Traceback"))
+    assert (supervisor.root, supervisor.stopped, list(supervisor.failures)) == (late, [1], [0, 2])
+
+
 def test_supervisor_follows_chains_of_blamed_ranks() -> None:
     supervisor = Supervisor(4, 0.0, orders := Orders())
     supervisor.failed(Failure(0, 1, 1.0, blames=1))

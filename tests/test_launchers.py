@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 
 from asyncoll.errors import UsageError
@@ -47,6 +50,24 @@ def test_rank_0_is_refused_as_the_others_are(environ):
 )
 def test_a_program_beside_no_other_is_alone(environ):
     assert Environment.read(environ) is None
+
+
+def test_a_worker_of_ray_train_without_variables_is_refused(monkeypatch):
+    def outside():
+        raise RuntimeError("`get_context` cannot be used outside of a Ray Train training function")
+
+    def be_worker(size):
+        context = SimpleNamespace(get_world_size=lambda: size)
+        monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
+
+    be_worker(1)
+    assert Environment.read({}) is None
+    be_worker(4)
+    with pytest.raises(UsageError, match=r"one of 4 workers of Ray Train.* TorchTrainer, or call asyncoll\.ray\.run"):
+        Environment.read({})
+    assert Environment.read({"RANK": "0", "WORLD_SIZE": "1"}).size == 1
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=outside))
+    assert Environment.read({}) is None
 
 
 @pytest.mark.parametrize(("name", "value"), [("WORLD_SIZE", "8"), ("RANK", "0")])

@@ -40,15 +40,12 @@ def told():
             timeout=PATIENCE_S,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        return json.loads((Path(folder) / "told.json").read_text()) | {"output": done.stdout + done.stderr}
+        return json.loads((Path(folder) / "told.json").read_text())
 
 
-def test_ranks_of_two_nodes_form_one_world_without_torch(told):
-    assert told["sum"]["result"] == [[3, 0, False], [3, 1, False], [3, 2, False]]
-
-
-def test_the_program_of_the_documentation_runs(told):
-    assert "[0.5, 0.5]" in told["output"]
+def test_the_command_of_the_documentation_runs(told):
+    code, output = told["page"]
+    assert (code, output.splitlines()[-1:]) == (0, ["[0.5, 0.5]"])
 
 
 def test_the_rank_that_fails_by_itself_is_the_cause(told):
@@ -66,6 +63,13 @@ def test_a_killed_rank_is_the_cause(told):
     assert error["text"].startswith("rank 1 (host ")
 
 
+def test_a_node_that_is_lost_ends_its_ranks_and_is_the_cause(told):
+    ((rank, has_ended),) = told["ranks there"]
+    assert has_ended
+    assert told["lost node"]["type"] == "PeerLostError"
+    assert told["lost node"]["text"].startswith(f"rank {rank} (host ")
+
+
 def test_an_interrupted_driver_leaves_no_actor(told):
     assert told["interrupt"]["type"] == "KeyboardInterrupt"
     assert told["have ended"] == [True, True]
@@ -74,7 +78,7 @@ def test_an_interrupted_driver_leaves_no_actor(told):
 @pytest.mark.parametrize(
     ("name", "kind", "words"),
     [
-        ("no room", "DeadlineError", "they need 99 CPU, of 4 in the cluster"),
+        ("no room", "DeadlineError", "even when all is free, only 4 of these ranks fit"),
         ("no ranks", "UsageError", "ranks=0: give a whole number from 1 on"),
         ("no coroutine", "UsageError", "needs an `async def main"),
         ("a lock", "UsageError", "cannot be sent to the ranks"),
@@ -96,6 +100,7 @@ def test_a_worker_of_ray_train_joins_by_the_store_of_its_process_group(forked_wo
         assert (code, out) == (0, f"{rank} [1]\n" * 2), err
 
 
-def test_a_trial_runs_its_ranks_in_its_own_placement_group(told):
-    assert told["trials"]["result"] == [[[1, 2], [1, 2]], [[1, 2], [1, 2]]]
-    assert "do not fit into the placement group around this program" in told["full trial"]["text"]
+def test_a_trial_runs_its_ranks_in_its_own_placement_group_without_torch(told):
+    ran, refused = told["trial"]
+    assert ran["result"] == [[1, 0, False], [1, 1, False]]
+    assert "do not fit into the placement group around this program" in refused["text"]

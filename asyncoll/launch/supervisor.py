@@ -81,9 +81,14 @@ class Supervisor:
         return failure
 
     def failed(self, failure: Failure) -> None:
-        """A rank has reported its failure, or has failed without a report."""
-        if not self.stopping:
+        """A rank has reported its failure, or has failed without a report.
+
+        Once ranks are being stopped, only the report of the rank that the root cause blames counts: it came late.
+        """
+        is_late = self.root is not None and failure.rank == self.root.blames and bool(failure.traceback)
+        if not self.stopping or (is_late and failure.rank not in self.failures):
             self.failures.setdefault(failure.rank, failure)
+            self.stopped = [rank for rank in self.stopped if rank != failure.rank]
 
     def exited(self, rank: int, code: int, now: float) -> None:
         """The process of `rank` has ended with exit code `code`."""

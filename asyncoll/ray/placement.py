@@ -89,22 +89,26 @@ def _await_room(group: PlacementGroup, size: int, needed: dict[str, float], plac
     pause_s = _LOOK_S
     while not group.wait(min(pause_s, max(limit_s - (time.monotonic() - began_s), 0.1))):
         waited_s = time.monotonic() - began_s
-        missing = f"{size} ranks of {needed} (placement={placement}) have no room yet: {_shortage(size, needed)}"
+        shortage = _shortage(size, needed, placement)
+        missing = f"{size} ranks of {needed} (placement={placement}) have no room yet: {shortage}"
         if waited_s >= limit_s:
             raise DeadlineError(f"{missing}; after {waited_s:.0f} s: start nodes, or ask for less")
         logger.warning("%s (%.0f s, of at most %g s)", missing, waited_s, round(limit_s, 1))
         pause_s *= 2
 
 
-def _shortage(size: int, needed: Mapping[str, float]) -> str:
-    """What the ranks need, beside what the nodes have."""
+def _shortage(size: int, needed: Mapping[str, float], placement: str) -> str:
+    """What the ranks need, beside what the nodes have; and whether there would be room if nothing else ran there."""
     total, free = ray.cluster_resources(), ray.available_resources()
-    wanted = (
+    wanted = "; ".join(
         f"they need {size * amount:g} {name}, of {total.get(name, 0):g} in the cluster {free.get(name, 0):g} are free"
         for name, amount in needed.items()
     )
-    nodes = sum(bool(node["Alive"]) for node in ray.nodes())
-    return f"{'; '.join(wanted)} ({nodes} node{'s' * (nodes != 1)})"
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fits = [min(int(node.get(name, 0) // amount) for name, amount in needed.items()) for node in nodes]
+    most = {"strict_pack": max(fits, default=0), "strict_spread": sum(map(bool, fits))}.get(placement, sum(fits))
+    never = f"; even when all is free, only {most} of these ranks fit" if most < size else ""
+    return f"{wanted} ({len(nodes)} node{'s' * (len(nodes) != 1)}{never})"
 
 
 def _by_node(group: PlacementGroup, size: int) -> list[int]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import ray
 
-from asyncoll.errors import reported_failure, text_of
+from asyncoll.errors import UsageError, reported_failure, text_of
+from asyncoll.launch import process_tree
 from asyncoll.launch.rank import TRACEBACK_CHARACTERS_MAX, summary
 from asyncoll.ray.store import ActorStore, Table
 from asyncoll.transport.keys import KEY_FILE
@@ -43,6 +44,7 @@ class Rank:
     """The class of the actors. Its methods are coroutines, so that Ray can cancel `run`."""
 
     def __init__(self, rank: int, size: int) -> None:
+        process_tree.die_with_parent(os.getppid())  # with the raylet: Ray itself leaves this process to init
         self._rank = rank
         self._size = size
         self._table = Table()
@@ -65,7 +67,7 @@ class Rank:
         while it is unpacked here is reported as the others are.
         """
         try:
-            main, args = await program[0]
+            main, args = await _unpacked(program)
             with _key_file(secret) as key_file:
                 async with connected(lambda: self._environment(first, address, key_file)) as comm:
                     return await main(comm, *args), None
@@ -80,6 +82,18 @@ class Rank:
         environment = Environment.read({**os.environ, **own}, (address, 0))
         assert environment is not None
         return replace(environment, run="", store=ActorStore(first))
+
+
+async def _unpacked(program: list[Any]) -> Any:
+    """The program and its arguments. Raises UsageError if this process lacks a module that they use."""
+    try:
+        return await program[0]
+    except ray.exceptions.RaySystemError as error:
+        said = str(error).partition("\n")[0]
+        raise UsageError(
+            f"main or its arguments cannot be loaded on host {socket.gethostname()}: {said}; their modules must be on "
+            "all nodes: ray.init(runtime_env={'working_dir': '.'}) sends those of this folder"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class Watch:
             raised = Raised(type(cause).__name__, text_of(cause), str(error), describe(cause).partition("\n")[0], None)
             self._fail(rank, raised, after_s)
         else:
-            if raised is not None:
+            if raised is not None and not (self._supervisor.stopping and raised.type_name == "CancelledError"):
                 self._fail(rank, raised, after_s)
         self._supervisor.exited(rank, 0, now_s)
 

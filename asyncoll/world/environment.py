@@ -15,7 +15,7 @@ from asyncoll.arguments import seconds
 from asyncoll.errors import UsageError
 from asyncoll.transport.keys import find_key
 from asyncoll.transport.messages.peers import FREEZE_S
-from asyncoll.world.launchers import RUN, check_agrees, read_launcher
+from asyncoll.world.launchers import RUN, check_agrees, check_is_no_worker, read_launcher
 
 TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the rest; or messages alone
 ENCRYPT = ("control", "all")  # between hosts: all but long payloads (CURVE moves a fourth of them a second); or all
@@ -72,6 +72,7 @@ class Environment:
                 check_agrees(environ, launched)
                 environ = {**environ, **launched}
             elif not environ.get("RANK") and not environ.get("WORLD_SIZE"):
+                check_is_no_worker()
                 return None
         rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
         if not 0 <= rank < size:

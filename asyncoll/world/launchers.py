@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from asyncoll.errors import UsageError
 
@@ -53,6 +55,21 @@ def read_launcher(environ: Mapping[str, str]) -> dict[str, str] | None:
         shown = f"{size_name}={size}" if size > 1 else f"{rank_name}={rank}"
         raise _several(launcher, shown, missing, is_certain=rank > 0 or size > 1)
     return None
+
+
+def check_is_no_worker() -> None:
+    """Raise UsageError in a worker of Ray Train, whose trainer has set no variables: it would be alone in silence."""
+    train: Any = sys.modules.get("ray.train")  # such a worker has loaded it
+    try:
+        size = train.get_context().get_world_size()
+    except (AttributeError, RuntimeError, DeprecationWarning):  # not loaded; in another process; in a trial of Ray Tune
+        return
+    if size > 1:
+        raise UsageError(
+            f"this is one of {size} workers of Ray Train, and its trainer has set no RANK and WORLD_SIZE: use a "
+            "TorchTrainer, or call asyncoll.ray.run in place of the trainer; set RANK=0 and WORLD_SIZE=1 if each "
+            "worker is to be alone"
+        )
 
 
 def _meeting(environ: Mapping[str, str], *, is_local: bool) -> dict[str, str]:

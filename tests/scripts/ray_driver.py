@@ -1,4 +1,7 @@
-"""A driver of Ray for `tests/test_ray.py`: runs each case on a cluster of two nodes, and writes what came of it."""
+"""A driver of Ray for `tests/test_ray.py`: runs each case on a cluster of two nodes, and writes what came of it.
+
+Each rank is a process that imports Ray, which takes a second of processor time: few ranks serve all cases.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,10 @@ import json
 import os
 import select
 import signal
+import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +25,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import asyncoll
 import asyncoll.ray
 
-told: dict[str, object] = {}
-SMALL = {"CPU": 0.5}
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "ray.md"
+SMALL = {"CPU": 0.25}
 PATIENCE_S = 60
-
-
-async def total(comm):
-    x = np.full(1, comm.rank)
-    await comm.allreduce(x)
-    return [int(x[0]), comm.rank, "torch" in sys.modules]
 
 
 async def fail(comm, how):
@@ -37,6 +36,14 @@ async def fail(comm, how):
         if how == "raise":
             raise ValueError("boom")
         os.kill(os.getpid(), signal.SIGKILL)
+    await comm.barrier()
+
+
+async def lose_node(comm, raylet, folder):
+    await comm.barrier()
+    if os.getppid() == raylet:
+        note(folder, comm.rank)
+        os.kill(raylet, signal.SIGKILL)
     await comm.barrier()
 
 
@@ -52,27 +59,29 @@ async def lock(comm):
     return threading.Lock()
 
 
+async def total(comm):
+    x = np.full(1, comm.rank)
+    await comm.allreduce(x)
+    return [int(x[0]), comm.rank, "torch" in sys.modules]
+
+
 @ray.remote
 def trial():
     """What a trial of Ray Tune does: a driver in a placement group whose children run there."""
-
-    async def main(comm):
-        x = np.ones(1)
-        await comm.allreduce(x)
-        return [1, int(x[0])]
-
-    return asyncoll.ray.run(main, ranks=2, resources_per_rank=SMALL)
+    return outcome(total), outcome(total, ranks=9)
 
 
 def note(folder, rank):
     Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
 
 
-def run_page():
-    """Run the program of the documentation."""
-    page = Path(__file__).parents[2] / "docs" / "howto" / "ray.md"
-    source = page.read_text().partition("```python\n# ranks_of_ray.py\n")[2].partition("```")[0]
-    exec(source, {"__name__": "__main__"})
+def noted(folder):
+    """The processes that ranks have noted, by rank. Forgets them."""
+    paths = list(Path(folder).glob("pid-*"))
+    found = {int(path.name.removeprefix("pid-")): int(path.read_text()) for path in paths}
+    for path in paths:
+        path.unlink()
+    return found
 
 
 def has_ended(pid):
@@ -87,55 +96,71 @@ def has_ended(pid):
         os.close(process)
 
 
-def tell(name, action):
+def outcome(main, *args, **options):
     try:
-        told[name] = {"result": action()}
+        return {"result": asyncoll.ray.run(main, *args, **{"ranks": 2, "resources_per_rank": SMALL, **options})}
     except BaseException as error:
-        told[name] = {"type": type(error).__name__, "text": str(error), "notes": getattr(error, "__notes__", [])}
+        return {"type": type(error).__name__, "text": str(error), "notes": getattr(error, "__notes__", [])}
 
 
-def run(main, *args, **options):
-    return lambda: asyncoll.ray.run(main, *args, **{"ranks": 2, "resources_per_rank": SMALL, **options})
+def start_page(folder, address):
+    """Start the program of the documentation by the command of the documentation."""
+    program, command = (PAGE.read_text().partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "sh"))
+    Path(folder, "ranks_of_ray.py").write_text(program)
+    env = os.environ | {"RAY_ADDRESS": address, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.Popen(["bash", "-e", "-c", command], cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
 
 
-def limited(action):
+def without_room():
     with asyncoll.deadline(0.5):
-        return action()
+        return outcome(total, ranks=99, resources_per_rank={"CPU": 1})
 
 
-def trials(bundles):
-    groups = [placement_group([SMALL] * bundles) for _ in range(2)]
-    strategies = [PlacementGroupSchedulingStrategy(group, 0, True) for group in groups]
+def trials():
+    group = placement_group([SMALL] * 3, strategy="SPREAD")
+    strategy = PlacementGroupSchedulingStrategy(group, 0, True)
     try:
-        return ray.get([trial.options(num_cpus=0.5, scheduling_strategy=each).remote() for each in strategies])
+        return ray.get(trial.options(num_cpus=0.25, scheduling_strategy=strategy).remote())
     finally:
-        for group in groups:
-            remove_placement_group(group)
+        remove_placement_group(group)
+
+
+def cases(folder, cluster, far):
+    """What came of each case. Those that end by themselves run at the same time."""
+    with ThreadPoolExecutor() as pool:
+        page = start_page(folder, cluster.address)
+        under_way = {
+            "raise": pool.submit(outcome, fail, "raise", ranks=3),
+            "kill": pool.submit(outcome, fail, "kill"),
+            "a result": pool.submit(outcome, lock, ranks=1),
+            "trial": pool.submit(trials),
+            "no room": pool.submit(without_room),
+        }
+        told = {
+            "no ranks": outcome(total, ranks=0),
+            "no coroutine": outcome(print),
+            "a lock": outcome(total, threading.Lock()),
+            "no such placement": outcome(total, placement="near"),
+            "no resources": outcome(total, resources_per_rank={"GPU": 0}),
+            "a negative amount": outcome(total, resources_per_rank={"CPU": -1}),
+        }
+        told |= {name: each.result() for name, each in under_way.items()}
+        out, _ = page.communicate()
+        told["page"] = [page.returncode, out]
+    told["interrupt"] = outcome(interrupt, os.getpid(), folder)
+    told["have ended"] = [has_ended(pid) for pid in noted(folder).values()]
+    told["lost node"] = outcome(lose_node, far, folder, placement="strict_spread")
+    told["ranks there"] = [[rank, has_ended(pid)] for rank, pid in noted(folder).items()]
+    return told
 
 
 def main(folder: str) -> None:
-    options = {"object_store_memory": 80_000_000, "include_dashboard": False}
-    cluster = Cluster(True, head_node_args={"num_cpus": 2, **options})
-    cluster.add_node(num_cpus=2, object_store_memory=80_000_000)
+    options = {"num_cpus": 2, "object_store_memory": 80_000_000, "include_dashboard": False}
+    cluster = Cluster(True, head_node_args={"no_monitor": True, **options})
+    far = cluster.add_node(**options).all_processes["raylet"][0].process.pid
     ray.init(address=cluster.address)
     try:
-        lock_here = threading.Lock()
-        tell("sum", run(total, ranks=3, placement="spread"))
-        run_page()
-        tell("raise", run(fail, "raise", ranks=3))
-        tell("kill", run(fail, "kill", ranks=3))
-        tell("interrupt", run(interrupt, os.getpid(), folder))
-        told["have ended"] = [has_ended(int(path.read_text())) for path in Path(folder).glob("pid-*")]
-        tell("no room", lambda: limited(run(total, ranks=99, resources_per_rank={"CPU": 1})))
-        tell("no ranks", run(total, ranks=0))
-        tell("no coroutine", run(print))
-        tell("a lock", run(total, lock_here))
-        tell("no such placement", run(total, placement="near"))
-        tell("no resources", run(total, resources_per_rank={"GPU": 0}))
-        tell("a negative amount", run(total, resources_per_rank={"CPU": -1}))
-        tell("a result", run(lock, ranks=1))
-        tell("trials", lambda: trials(3))
-        tell("full trial", lambda: trials(1))
+        told = cases(folder, cluster, far)
     finally:
         ray.shutdown()
         cluster.shutdown()
