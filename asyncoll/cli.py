@@ -122,7 +122,10 @@ def doctor(as_json: bool, gpu: bool) -> None:
 
 @main.command()
 @click.option(
-    "--kind", default="all", show_default=True, help="solo, majority, quorum, full, candidates, group, gossip; or all."
+    "--kind",
+    default="all",
+    show_default=True,
+    help="solo, majority, quorum, full, candidates, group, gossip, dense; or all.",
 )
 @click.option(
     "--ranks", default="1-9,12,13,16,17", show_default=True, help="Sizes of the worlds, used by the seeds in turn."
@@ -150,7 +153,7 @@ def doctor(as_json: bool, gpu: bool) -> None:
 )
 @click.option("--devices", is_flag=True, help="Some ranks have tensors on devices, which have no hardware.")
 def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str, devices: bool) -> None:
-    """Check the laws of wait-avoiding collectives and of gossip in many worlds, each drawn from a seed.
+    """Check the laws of wait-avoiding and dense collectives and of gossip in many worlds, each drawn from a seed.
 
     Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world.
     """

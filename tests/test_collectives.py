@@ -157,6 +157,57 @@ def test_barrier_waits_for_the_last_rank(size, simulated):
     assert min(simulated(size, main).results) >= size - 1
 
 
+@pytest.mark.parametrize("size", [3, 6])
+def test_collectives_of_one_call_do_not_mix(size):
+    """A rank that is done with one begins the next, while others have not posted their receives of the first."""
+    orders = np.random.default_rng(size).integers(8, size=(20, 4))
+
+    async def one(calls, which, turn):
+        rank, root = calls.rank, turn % calls.size
+        x, mine = np.full(3, rank), np.full(1, rank)
+        blocks = [np.full(1, each) for each in range(size)]
+        total = size * (size - 1) // 2
+        if which == 0:
+            await calls.barrier()
+        elif which == 1:
+            await calls.allreduce(x, SUM, "int64")
+            assert (x == total).all()
+        elif which == 2:
+            await calls.reduce(x, SUM, "int64", root)
+            assert (x == (total if rank == root else rank)).all()
+        elif which == 3:
+            await calls.reduce_scatter(blocks, mine, SUM, "int64")
+            assert mine == size * rank
+        elif which == 4:
+            await calls.broadcast(x, root)
+            assert (x == root).all()
+        elif which == 5:
+            await calls.scatter(blocks, mine, root)
+            assert mine == rank
+        elif which == 6:
+            got = [np.empty(1, int) if each != rank else mine for each in range(size)]
+            await calls.allgather(got)
+            assert got == blocks
+        else:
+            got = [np.empty(1, int) for _ in range(size)]
+            await calls.alltoall([mine] * size, got)
+            assert got == blocks
+
+    async def main(comm):
+        draw = np.random.default_rng([size, comm.rank])
+        for order in orders:
+
+            async def body(calls, order=order):
+                for turn, which in enumerate(order):
+                    if draw.integers(2):
+                        await asyncio.sleep(draw.exponential(1e-3))
+                    await one(calls, which, turn)
+
+            await comm._calls.start(comm._call("barrier", None), body)
+
+    simulate(size, main, Network(jitter_s=1e-3))
+
+
 @pytest.mark.parametrize("size", SIZES[1:])
 def test_long_arrays_wait_for_their_receive_and_short_ones_do_not(size, run):
     async def main(comm):

@@ -19,11 +19,13 @@ from click.testing import CliRunner
 from asyncoll import Communicator, Reduction, UsageError
 from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.cli import main
+from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import LawBroken, check_laws
-from asyncoll.testing.laws import gossip, runs
+from asyncoll.testing.laws import dense, gossip, runs
+from asyncoll.testing.laws.dense_program import OPERATIONS, Program
 from asyncoll.testing.laws.rules import conservation, laws_of, staleness, synchrony
 from asyncoll.testing.laws.runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
-from asyncoll.testing.laws.story import GOSSIP, KINDS, NAP_S, Call, Cancelled, Story, draw
+from asyncoll.testing.laws.story import DENSE, GOSSIP, KINDS, NAP_S, Call, Cancelled, Story, draw
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 
 CALLS = draw("solo", 1, 0).calls  # the most calls of a rank
@@ -57,7 +59,7 @@ def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices):
         code, out, err = result.exit_code, result.stdout, result.stderr
     assert code == 0, out + err
     lines = out.splitlines()
-    assert [line.split()[:3] for line in lines] == [[kind, str(seeds), "worlds"] for kind in (*KINDS, GOSSIP)]
+    assert [line.split()[:3] for line in lines] == [[kind, str(seeds), "worlds"] for kind in (*KINDS, GOSSIP, DENSE)]
     assert all(line.endswith("all laws hold") for line in lines)
 
 
@@ -70,7 +72,7 @@ def test_a_few_worlds_of_each_kind(kind, transport):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
-@pytest.mark.parametrize("kind", [*KINDS, GOSSIP])
+@pytest.mark.parametrize("kind", [*KINDS, GOSSIP, DENSE])
 def test_laws_over_real_sockets(kind, transport):
     check_laws(kind, 5, 2, transport=transport)
 
@@ -427,6 +429,76 @@ def test_every_law_of_gossip_is_broken_by_a_fault():
     assert {law.__name__ for law in gossip.LAWS} | {"completion"} == {law for law, _, _ in GOSSIP_LIES}
 
 
+async def gives_an_element_more(call, comm, x):
+    result = await call
+    result.reshape(-1)[:1] += 1
+    return result
+
+
+async def rounds_differently_at_one_rank(call, comm, x):
+    result = await call
+    if comm.rank == 1 and isinstance(result, np.ndarray) and result.dtype == np.float64:
+        result[...] = np.nextafter(result, np.inf)
+    return result
+
+
+async def scribbles(call, comm, x):
+    result = await call
+    x[...] = 1
+    return result
+
+
+async def leaves_early(call, comm):
+    asyncio.ensure_future(call).add_done_callback(lambda task: task.cancelled() or task.exception())
+
+
+async def counts_twice(call, comm, x):
+    reduction = await call
+    x *= 2
+    return reduction
+
+
+async def goes_on_when_cancelled(call, comm, x):
+    return await asyncio.shield(call)
+
+
+async def blocks(call, comm, x):
+    call.close()
+    await asyncio.get_running_loop().create_future()
+
+
+DENSE_LIES = [
+    ("formula", "allreduce", gives_an_element_more),
+    ("agreement", "allreduce", rounds_differently_at_one_rank),
+    ("once", "allgather", scribbles),
+    ("meeting", "barrier", leaves_early),
+    ("conservation", "solo_allreduce", counts_twice),
+    ("ending", "allreduce", goes_on_when_cancelled),
+    ("completion", "gather", blocks),
+]
+
+
+@pytest.mark.parametrize(("law", "method", "lie"), DENSE_LIES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_fault_breaks_its_law_of_dense_calls(law, method, lie, monkeypatch):
+    truth = getattr(Communicator, method)
+    monkeypatch.setattr(Communicator, method, lambda comm, *x, **rest: lie(truth(comm, *x, **rest), comm, *x[:1]))
+    broken = next(broken for _, broken in breaches(DENSE) if broken.law == law)
+    assert (broken.round, broken.rank is None) == ((None, True) if law == "completion" else (0, False))
+
+
+def test_every_law_of_dense_calls_is_broken_by_a_fault():
+    assert {law.__name__ for law in dense.LAWS} | {"completion"} == {law for law, _, _ in DENSE_LIES}
+
+
+def test_the_drawn_programs_have_all_operations_on_hosts_of_all_kinds():
+    cases = [draw(DENSE, size, seed) for size in (2, 5, 9) for seed in range(40)]
+    calls = [call for case in cases for call in Program(case).calls]
+    assert {call.operation for call in calls} == set(OPERATIONS)
+    assert {call.dtype for call in calls} == set(DTYPES)
+    assert {len(set(case.hosts)) for case in cases} == {1, 2, 3, 4, 5}
+    assert {case.bare is None for case in cases} == {case.impatient is None for case in cases} == {True, False}
+
+
 def test_a_real_transport_is_named_in_the_replay(spread):
     spread("solo", inverts_included)
     with pytest.raises(LawBroken, match="replay: asyncoll laws --kind solo --ranks 2 --seed 0 --transport inproc"):
@@ -479,6 +551,12 @@ def test_the_output_of_a_failed_process_is_shown(monkeypatch, temporary):
     with pytest.raises(LawBroken, match=r"(?s)exit code 1:.*rank \d failed.*seeds count from 0.*replay: ") as broken:
         check_laws("solo", 2, 0, transport="zmq-processes")
     assert broken.value.law == "completion"
+
+
+def test_a_record_keeps_the_bits_of_dense_calls(tmp_path):
+    part = tell(draw(DENSE, 3, 1), SIMULATED).parts[0]
+    write_record(tmp_path / "record", part)
+    np.testing.assert_equal(asdict(read_record(tmp_path / "record", DENSE)), asdict(part))
 
 
 @pytest.mark.parametrize("kind", KINDS)

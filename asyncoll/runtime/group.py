@@ -11,6 +11,11 @@ from asyncoll.runtime.matching import Receive
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, Combine
 
+STEPS = 1 << 20  # of a phase
+# Of the wire format. After 4,096 phases steps are used again. No rank is as far ahead of another: the window of their
+# connection is full before.
+_ALL_STEPS = 1 << 32
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -47,7 +52,7 @@ class Lane:
 
     Use it as a context manager around the whole execution, on the runtime's loop. Ranks are group ranks. Arrays are
     flat and contiguous. Do not read an array while it is received into, nor write an array while it is sent, until the
-    method returns. A pair of ranks uses each step, 0 to 2^24 - 1, once in a phase. All methods raise the error of the
+    method returns. A pair of ranks uses each step, below STEPS, once in a phase. All methods raise the error of the
     communicator if it fails, and ProtocolError if a peer sends an array of another size.
 
     Cancelling a method stops the wait only; the peers still expect the messages. So the caller must end the execution
@@ -91,8 +96,8 @@ class Lane:
         self._executions.end(self._execution, completed=kind is None)
 
     def next_phase(self) -> None:
-        """Begin a new phase, whose steps are separate from all before. All ranks must call it at the same points."""
-        self._phase += 1 << 24
+        """Begin a new phase, whose steps are separate from those before. All ranks must call it at the same points."""
+        self._phase = (self._phase + STEPS) % _ALL_STEPS
 
     def post(self, source: int, step: int, into: Array, combine: Combine | None = None) -> Receive:
         """Post a receive of an array like `into` from `source`; returns at once, and `wait` waits for it.

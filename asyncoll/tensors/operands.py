@@ -250,9 +250,16 @@ def _checked_dtype(x: torch.Tensor, writable: bool) -> str:
         raise UsageError(f"dtype {x.dtype} is not supported: use one of {', '.join(DTYPES)}")
     if x.layout is not torch.strided:
         raise UsageError(f"layout {x.layout} is not supported: pass x.to_dense()")
-    if writable and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
+    if writable:
+        check_writable(x)
     return dtype
+
+
+def check_writable(x: torch.Tensor) -> None:
+    """Raise UsageError if several elements of `x` are at one place of the memory."""
+    # Tensors without elements may have any strides: `torch.from_numpy` gives them zeros.
+    if x.numel() and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
 
 
 def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from asyncoll.world.join import World
 T = TypeVar("T")
 _HEARD_S = 0.05  # a failed rank stays this long, so that the others fail with its cause before they are cancelled
 Main = Callable[[Communicator], Coroutine[Any, Any, T]]
-Carriers = tuple[Sequence[Transport], Sequence[Arena] | Sequence[None]]  # the transport and the arena of each rank
+Carriers = tuple[Sequence[Transport], Sequence[Arena | None]]  # the transport and the arena of each rank
 
 
 @contextlib.contextmanager
@@ -113,14 +113,15 @@ def simulate(
     network: Network | None = None,
     seed: int = 0,
     *,
-    shared_memory: bool = False,
+    shared_memory: bool | Container[object] = False,
     hosts: Sequence[object] | None = None,
 ) -> SimReport:
     """Run `main(comm)` at `size` ranks on a simulated network, in virtual time. The same seed gives the same trace.
 
     With `shared_memory` the ranks of a host share memory, and collectives among them go through it; each piece of work
     takes a random time up to the network's jitter, and pieces of work of different ranks interleave. `hosts` has the
-    name of each rank's host; by default all are on one.
+    name of each rank's host; by default all are on one. `shared_memory` may also be the set of the names of those hosts
+    whose ranks share memory.
 
     Virtual time advances only when all ranks wait. A rank that never waits (a root that only broadcasts) stops the
     clock. `main` must not use real time or real I/O; a rank computes by `asyncio.sleep`.
@@ -130,7 +131,7 @@ def simulate(
     """
     hosts = _check(size, main, hosts)
     world = SimulatedWorld(size, network or Network(), seed)
-    arenas: Sequence[Arena] | Sequence[None] = [None] * size
+    arenas: Sequence[Arena | None] = [None] * size
     if shared_memory:
         draw = np.random.default_rng([seed, size])
 
@@ -138,6 +139,8 @@ def simulate(
             return float(draw.uniform(0.0, world.network.jitter_s))
 
         arenas = _by_rank(hosts, lambda ranks: inproc_memory.arenas(len(ranks), pause_s, ranks))
+        if not isinstance(shared_memory, bool):
+            arenas = [each if host in shared_memory else None for each, host in zip(arenas, hosts, strict=True)]
     loop = VirtualTimeLoop()
     endpoints: dict[int, Endpoint] = {}
     loop.set_deadlock_reporter(lambda: _deadlock(endpoints))

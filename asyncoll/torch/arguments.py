@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from asyncoll.errors import UsageError
+from asyncoll.tensors.operands import check_writable
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.errors import of_torch
-from asyncoll.torch.memory import Block, Row, check_writable, copyable, cut, outputs_of, reducible, row_of, writable
+from asyncoll.torch.memory import Block, Row, copyable, cut, outputs_of, reducible, row_of, writable
 from asyncoll.torch.reductions import contribution
 
 

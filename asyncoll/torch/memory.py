@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from asyncoll.errors import UsageError
+from asyncoll.tensors.operands import check_writable
 from asyncoll.tensors.reductions import DTYPES, Array, dtype_name, storage
 from asyncoll.tensors.registered import naming, stager_of
 from asyncoll.tensors.staged import Staged, hidden, is_hidden
@@ -137,12 +138,6 @@ def writable(x: Tensor) -> Block:
         return _mirrored(x, _BYTE, is_read=False)
     packed = torch.empty(x.shape, dtype=x.dtype)
     return Block(x, packed, _array(packed, _BYTE), dtype_name(x.dtype))
-
-
-def check_writable(x: Tensor) -> None:
-    """Raise UsageError if several elements of `x` are at one place of the memory."""
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
 
 
 def overlap(x: Array, y: Array) -> bool:

@@ -45,15 +45,18 @@ class MessageCall:
 
     async def barrier(self) -> None:
         await on_lane.barrier(self._lane)
+        self._lane.next_phase()
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
         total, combine = self._accumulator(x, op, dtype)
         await on_lane.allreduce(self._lane, total, combine)
+        self._lane.next_phase()
         self._finish(x, total, op, dtype)
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
         total, combine = self._accumulator(x, op, dtype)
         await on_lane.reduce(self._lane, total, combine, root)
+        self._lane.next_phase()
         if self._lane.rank == root:
             self._finish(x, total, op, dtype)
 
@@ -64,6 +67,7 @@ class MessageCall:
         own = [self._accumulator(chunk, op, dtype)[0] for chunk in chunks]
         own[self._lane.rank] = total
         await on_lane.reduce_scatter(self._lane, own, total, combine)
+        self._lane.next_phase()
         self._finish(shard, total, op, dtype)
 
     async def broadcast(self, x: Array, root: int) -> None:

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from asyncoll.runtime.group import Lane
+from asyncoll.runtime.group import STEPS, Lane
 from asyncoll.runtime.matching import Receive
 from asyncoll.tensors.reductions import Array, Combine
 from asyncoll.transport.wire import SEGMENT_BYTES
@@ -185,7 +185,7 @@ async def rings(lane: Lane, x: Array, combine: Combine) -> None:
 
 # Algorithms for a power of two of ranks: each rank beyond the largest power lends its array to one of the first ranks
 # before, and gets the result back after. The steps are the last ones, which no algorithm uses.
-_FOLD_STEP, _UNFOLD_STEP = (1 << 24) - 2, (1 << 24) - 1
+_FOLD_STEP, _UNFOLD_STEP = STEPS - 2, STEPS - 1
 
 
 def _fold(size: int) -> tuple[int, int]:

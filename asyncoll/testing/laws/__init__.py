@@ -1,4 +1,4 @@
-"""The laws of wait-avoiding collectives and of gossip, checked in worlds that are drawn from seeds."""
+"""The laws of wait-avoiding and dense collectives and of gossip, checked in worlds that are drawn from seeds."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from asyncoll.testing.laws import gossip
+from asyncoll.testing.laws import dense, gossip
 from asyncoll.testing.laws.rules import Breach, laws_of
 from asyncoll.testing.laws.runs import SIMULATED, tell
-from asyncoll.testing.laws.story import GOSSIP, draw
+from asyncoll.testing.laws.story import DENSE, GOSSIP, draw
+
+_OTHERS: dict[str, Iterable[Callable[[Any], Iterator[Breach]]]] = {GOSSIP: gossip.LAWS, DENSE: dense.LAWS}
 
 
 class LawBroken(AssertionError):  # noqa: N818
@@ -21,7 +23,7 @@ class LawBroken(AssertionError):  # noqa: N818
         super().__init__(f"{law} is broken: {statement}\n  {location}{what}\n  replay: {replay}")
         self.law = law
         self.replay = replay
-        self.round = where.round if where else None  # 0 in a world of gossip
+        self.round = where.round if where else None  # 0 in a world of gossip or of dense calls
         self.rank = where.rank if where else None
 
 
@@ -29,22 +31,22 @@ class LawBroken(AssertionError):  # noqa: N818
 class Lawful:
     """The size of a world that kept all laws."""
 
-    rounds: int  # averages, in a world of gossip
+    rounds: int  # averages, in a world of gossip; calls of all ranks, in one of dense calls
     messages: int  # 0 on a real transport, which does not count them
 
 
 def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, devices: bool = False) -> Lawful:
     """Run the world drawn from `kind`, `size` and `seed`. Raises LawBroken if it breaks a law.
 
-    `transport` "simulated" (messages), "memory" (shared memory) and "hosts" (memory on each of up to five hosts,
-    messages between them) run the world in virtual time, with jitter, a slow rank, pauses of the network and of one
-    trainer, cancelled calls, and a rank that ends early. "inproc", "zmq", "shm" and "shm-mixed"
+    `transport` "simulated" (messages), "memory" (shared memory) and "hosts" (memory on each of up to five hosts, one of
+    which may have none, and messages between them) run the world in virtual time, with jitter, a slow rank, pauses of
+    the network and of one trainer, cancelled calls, and a rank that ends early. "inproc", "zmq", "shm" and "shm-mixed"
     (`asyncoll.testing.run_ranks`) run the ranks on one loop in real time; "zmq-processes" and "shm-processes" run them
     as processes of `asyncoll launch`, and so does "shm-mixed-processes", where every second rank does without the
     compiled core, as in "shm-mixed". In real time there is neither a drawn network nor a pause of a trainer.
 
     With `devices` some ranks have most of their tensors on devices without hardware (`fake_device`), and the law
-    `completion` says also that no copy was at the wrong time.
+    `completion` says also that no copy was at the wrong time. Worlds of dense calls have no devices.
 
     Raises UsageError for an unknown kind, a size below 1 or a negative seed.
     """
@@ -60,10 +62,8 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise LawBroken("completion", "Every world runs to its end.", what, replay) from error
-    is_gossip = kind == GOSSIP
-    laws: Iterable[Callable[[Any], Iterator[Breach]]] = gossip.LAWS if is_gossip else laws_of(kind)
-    for law in laws:
+    for law in _OTHERS.get(kind) or laws_of(kind):
         for breach in law(story):
             statement = (law.__doc__ or "").partition("\n")[0]
             raise LawBroken(law.__name__, statement, breach.what, replay, breach)
-    return Lawful(story.averages if is_gossip else case.rounds, story.messages)
+    return Lawful(story.steps, story.messages)

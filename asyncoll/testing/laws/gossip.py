@@ -57,7 +57,8 @@ class GossipStory:
     messages: int = 0
 
     @property
-    def averages(self) -> int:
+    def steps(self) -> int:
+        """The averages of the world."""
         return sum(part.averages for part in self.parts) // 2
 
 

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import warnings
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import numpy as np
 from asyncoll import _core
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
+from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.laws import gossip
+from asyncoll.testing.laws import dense, gossip
+from asyncoll.testing.laws.dense import DenseStory
+from asyncoll.testing.laws.dense_program import Program
 from asyncoll.testing.laws.gossip import Gossiper, GossipStory
-from asyncoll.testing.laws.story import GOSSIP, AlarmError, Call, Cancelled, Case, Story, Trainer, draw
+from asyncoll.testing.laws.story import DENSE, GOSSIP, AlarmError, Call, Cancelled, Case, Story, Trainer, draw
 from asyncoll.testing.worlds import run_ranks, simulate
 from asyncoll.transport.messages.simulated import Network
 from asyncoll.world.join import run
@@ -42,8 +46,9 @@ def tell(case: Case, transport: str, *, devices: bool = False) -> Any:
     case = case if devices else replace(case, staging=())
     if transport in (SIMULATED, MEMORY, HOSTS):
         case = replace(case, alarmed=None, forking=None)
-        main, in_memory = (lambda comm: take_part(comm, case)), transport != SIMULATED
-        hosts = case.hosts if transport == HOSTS else None
+        hosts = case.hosts if transport == HOSTS else [0] * case.size
+        in_memory = set() if transport == SIMULATED else set(hosts) - ({case.bare} if transport == HOSTS else set())
+        main = partial(take_part, case=case)
         report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory, hosts=hosts)
         return _story(case, report.results, report.messages)
     case = _in_real_time(case)
@@ -63,7 +68,9 @@ def _in_processes(case: Case) -> Case:
 
 
 async def take_part(comm: Communicator, case: Case) -> Any:
-    """The `Part` of this rank, or the `gossip.Part`."""
+    """The `Part` of this rank, the `gossip.Part` or the `dense.Part`."""
+    if case.kind == DENSE:
+        return await dense.Caller(comm, case).run()
     trainer = Gossiper if case.kind == GOSSIP else Trainer
     if comm.rank not in case.staging:
         return await trainer(comm, case).run()
@@ -71,7 +78,9 @@ async def take_part(comm: Communicator, case: Case) -> Any:
         return await trainer(comm, case, device).run()  # in the end of the block the answers get their values
 
 
-def _story(case: Case, parts: list[Any], messages: int) -> Story | GossipStory:
+def _story(case: Case, parts: list[Any], messages: int) -> Story | GossipStory | DenseStory:
+    if case.kind == DENSE:
+        return DenseStory(Program(case), parts, messages)
     if case.kind == GOSSIP:
         return GossipStory(case, parts, messages)
     return Story(case, [calls for calls, _ in parts], [each for _, cancelled in parts for each in cancelled], messages)
@@ -137,27 +146,42 @@ def _ignore_alarms(unraisable: Any) -> None:
 
 
 def write_record(record: Path, part: Any) -> None:
-    fields = asdict(part) if isinstance(part, gossip.Part) else [[*map(asdict, each)] for each in part]
-    record.write_text(json.dumps(fields, default=lambda array: array.tolist()))
+    fields = [[*map(asdict, each)] for each in part] if isinstance(part, tuple) else asdict(part)
+    record.write_text(json.dumps(fields, default=_array_to_json))
 
 
 def read_record(record: Path, kind: str = "") -> Any:
+    fields = json.loads(record.read_text(), object_hook=_array_from_json)
+    if kind == DENSE:
+        return _dense(**fields)
     if kind == GOSSIP:
-        return _gossip(**json.loads(record.read_text()))
-    calls, cancelled = json.loads(record.read_text())
+        return _gossip(**fields)
+    calls, cancelled = fields
     return [_call(**each) for each in calls], [Cancelled(**each) for each in cancelled]
 
 
+def _array_to_json(array: Array) -> dict[str, Any]:
+    return {"dtype": str(array.dtype), "shape": array.shape, "bytes": array.tobytes().hex()}
+
+
+def _array_from_json(fields: dict[str, Any]) -> Any:
+    if fields.keys() != {"dtype", "shape", "bytes"}:
+        return fields
+    return np.frombuffer(bytes.fromhex(fields["bytes"]), fields["dtype"]).reshape(fields["shape"])
+
+
+def _dense(**fields: Any) -> dense.Part:
+    gots = [dense.Got(**got) for got in fields["gots"]]
+    return dense.Part(**fields | {"gots": gots, "last": dense.LastCall(**fields["last"])})
+
+
 def _gossip(**fields: Any) -> gossip.Part:
-    fields["model"] = np.array(fields["model"])
-    updates = [gossip.Update(**update | {"model": np.array(update["model"])}) for update in fields["updates"]]
-    return gossip.Part(**fields | {"updates": updates})
+    return gossip.Part(**fields | {"updates": [gossip.Update(**update) for update in fields["updates"]]})
 
 
 def _call(**fields: Any) -> Call:
-    """A `Call` from fields read from JSON, which has lists instead of arrays and tuples."""
-    fields["sum"] = np.array(fields["sum"], np.int64)
-    fields["missed"] = tuple([np.array(result, np.int64) for result in fields["missed"]])
+    """A `Call` from fields read from JSON, which has lists instead of tuples."""
+    fields["missed"] = tuple(fields["missed"])
     reduction = fields["reduction"]
     fields["reduction"] = Reduction(**reduction | {name: tuple(reduction[name]) for name in ("group", "ranks")})
     return Call(**fields)

@@ -28,7 +28,8 @@ from asyncoll.transport.messages.simulated import Network, Pause
 
 KINDS = ("solo", "majority", "quorum", "full", "candidates", "group")  # of rounds
 GOSSIP = "gossip"
-_DRAWN = (*KINDS, GOSSIP)
+DENSE = "dense"
+_DRAWN = (*KINDS, GOSSIP, DENSE)
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
@@ -66,6 +67,7 @@ class Case:
     forks_at: int  # the call in which it forks
     staging: tuple[int, ...]  # the ranks that have devices; only where that is asked for
     hosts: tuple[int, ...]  # the host of each rank; only where ranks are on several
+    bare: int | None  # the host whose ranks share no memory; only there
     rounds: int = _ROUNDS
 
     @property
@@ -150,15 +152,17 @@ def draw(kind: str, size: int, seed: int) -> Case:
         forks_at=one_of(*_FORK_AT),
         alarmed=one_of(None, rank()) if kind != "group" and size > 1 else None,
         staging=tuple(rank for rank in range(size) if one_of(True, False)),
-        hosts=_draw_hosts(size, seed),
+        **_draw_hosts(size, seed),
     )
 
 
-def _draw_hosts(size: int, seed: int) -> tuple[int, ...]:
-    """At most five hosts, of uneven sizes. Their ranks follow each other or are mixed."""
+def _draw_hosts(size: int, seed: int) -> dict[str, Any]:
+    """At most five hosts, of uneven sizes. Their ranks follow each other or are mixed. One may have no arena."""
     generator = np.random.default_rng([seed, size])  # of its own: the rest of a case is the same on any hosts
     hosts = generator.integers(1 + generator.integers(min(size, 5)), size=size)
-    return tuple((np.sort(hosts) if generator.integers(2) else hosts).tolist())
+    hosts = np.sort(hosts) if generator.integers(2) else hosts
+    bare = int(hosts[0]) if generator.integers(4) == 0 else None
+    return {"hosts": tuple(hosts.tolist()), "bare": bare}
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # debug mode of asyncio formats task results: a quarter of the time
@@ -210,6 +214,10 @@ class Story:
     def __post_init__(self) -> None:
         for call in sorted((call for mine in self.calls for call in mine), key=lambda call: call.round):
             self.rounds.setdefault((call.round, call.reduction.group), []).append(call)
+
+    @property
+    def steps(self) -> int:
+        return self.case.rounds
 
     def ended(self, rank: int, number: int) -> bool:
         """Whether the last call of this rank returned a round before `number`."""

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from asyncoll.errors import UsageError
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
-from asyncoll.testing.laws.story import GOSSIP, KINDS
+from asyncoll.testing.laws.story import DENSE, GOSSIP, KINDS
 
 _BATCH = 20  # the most worlds that a process checks between two updates of the progress bar
 _SHOWN = 3  # broken worlds that are shown; the others are counted, and usually have the same cause
@@ -26,7 +26,7 @@ Outcome = Lawful | str  # of a world; the text of the law that it breaks
 
 
 def parse_kinds(text: str) -> list[str]:
-    kinds = [*KINDS, GOSSIP]
+    kinds = [*KINDS, GOSSIP, DENSE]
     if text == "all":
         return kinds
     if text in kinds:
