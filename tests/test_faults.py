@@ -613,7 +613,7 @@ def test_an_error_names_the_host_that_has_vanished(more, complaint):
 @pytest.mark.slow
 def test_hosts_that_vanish_among_processes():
     """Times are not checked. Two hosts are network namespaces; an exit code of 77 tells that they cannot be made."""
-    cells = ("kill-host/solo/inside", "cut-host/allreduce/inside")
+    cells = ("kill-host/solo/inside", "kill-host/allreduce/inside")  # a silence is noticed after ASYNCOLL_FREEZE_S
     done = subprocess.run(
         [sys.executable, SCRIPTS / "cells.py", "shm", "4", "--hosts", *cells],
         env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from asyncoll.runtime.membership import Membership
 from asyncoll.transport import Loss
 
-# How long a loss is held back if the other ranks of its host are neither lost nor answer. Two heartbeats would be
-# half of the time of silence, `Loss.last_seen_s`, before which a rank does not count as lost.
-_DEATHS_S = 0.25
+# How long a loss is held back if the other ranks of its host are neither lost nor answer. After a death: the kernel may
+# take that long to end the other processes of a busy host. After a silence: two heartbeats, which are half of the time
+# without one after which a rank counts as lost (`Loss.last_seen_s`).
+_DEATHS_S = 0.5
 _OF_SILENCE = 0.5
 # The time is divided, because a loop that was held up runs its timers before it hears of the other losses.
 _LOOKS = 4
@@ -56,7 +57,7 @@ class HostLosses:
         elif len(held) == 1:
             for rank in others:
                 self._ask(rank, loss)
-            wait_s = max(_DEATHS_S, _OF_SILENCE * loss.last_seen_s)
+            wait_s = _OF_SILENCE * loss.last_seen_s or _DEATHS_S
             self._look_later(host, wait_s / _LOOKS, _LOOKS)
 
     def settle(self) -> None:

@@ -4,6 +4,7 @@ of wait-avoiding collectives; faults that strike real ranks."""
 
 from asyncoll.testing.contract import check_arena, check_transport
 from asyncoll.testing.devices import DeviceProgram, FakeDevice, Hazard, check_device, fake_device
+from asyncoll.testing.faults.host_faults import KillHost
 from asyncoll.testing.faults.injectors import (
     Disconnect,
     Exit,
@@ -32,6 +33,7 @@ __all__ = [
     "Hazard",
     "HoldGil",
     "Kill",
+    "KillHost",
     "LawBroken",
     "Lawful",
     "Network",
