@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -148,6 +149,21 @@ def test_ranks_listen_where_they_are_told(start, variables, listens):
         assert urls, end
         assert all(host.startswith(listens) for host, _, _ in urls), end
         assert "ASYNCOLL_PORTS" not in variables or {30_000 <= int(port) <= 30_003 for *_, port in urls} == {True}, end
+
+
+def test_a_rank_behind_a_nat_is_reached_at_its_advertised_address(start, networks):
+    """Host c stands for the NAT."""
+    command = [sys.executable, SCRIPTS / "relay.py", address("c"), address("b"), "30000", "30001"]
+    within = ["ip", "netns", "exec", networks["c"], *map(str, command)]
+    with subprocess.Popen(within, stdout=subprocess.PIPE, text=True) as relay:
+        try:
+            assert relay.stdout.readline() == "listens\n"
+            behind = {"ASYNCOLL_ADDRESS": address("c"), "ASYNCOLL_INTERFACE": "eth0", "ASYNCOLL_PORTS": "30000-30001"}
+            ranks = ends(start("ab", {"b": behind}))
+        finally:
+            relay.kill()
+    assert [end.get("result") for end in ranks] == [2.0] * 2, ranks
+    assert {"tcp://10.78.0.3:30000", "tcp://10.78.0.3:30001"} < {*ranks[0]["peers"]}
 
 
 @pytest.mark.skipif(not Path("/proc/self/ns/time").exists(), reason="the kernel has no time namespaces")

@@ -141,6 +141,7 @@ def stores(size, store=None, keys=(JOB, JOB, JOB), run="run"):
         "get": lambda _, key: store[key],
         "set": lambda _, *item: store.update([item]),
         "check": lambda _, keys: store.keys() >= set(keys),
+        "add": lambda _, key, amount: store.update([(key, store.get(key, 0) + amount)]) or store[key],
     }
     stored = type("Store", (), acts)()
     return [
@@ -262,7 +263,7 @@ HOSTS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 def test_addresses_to_listen_at(address, more, complaint):
     environment = Environment.read(HOSTS | {"ASYNCOLL_ADDRESS": address} | more)
     with contextlib.nullcontext() if complaint is None else pytest.raises(UsageError, match=complaint):
-        assert rendezvous._place(environment) == (address, address)
+        assert rendezvous._place(environment, "") == (address, address)
 
 
 def test_an_unknown_encryption_mode_is_refused():

@@ -68,7 +68,7 @@ def test_a_store_without_an_address_needs_one_between_hosts(variables, address, 
         UsageError, match=r"several hosts.*set MASTER_ADDR .*ASYNCOLL_INTERFACE .*or ASYNCOLL_ADDRESS"
     )
     with contextlib.nullcontext() if address else fails:
-        assert rendezvous._place(environment) == (address, address)
+        assert rendezvous._place(environment, "") == (address, address)
 
 
 def test_an_address_that_other_hosts_do_not_reach_is_refused():

@@ -22,7 +22,7 @@ _AGAIN_S = 0.02  # until the next attempt
 _SHOWN = 4  # addresses in an error
 _REMEDY = (
     "set ASYNCOLL_INTERFACE to a network that connects the hosts; behind a firewall set ASYNCOLL_PORTS, and open these "
-    "ports in both directions"
+    "ports in both directions; behind a NAT set ASYNCOLL_ADDRESS, too"
 )
 
 

@@ -319,6 +319,7 @@ class ZeroMQTransport:
         finally:
             for check in checks:
                 check.cancel()
+            await asyncio.gather(*checks, return_exceptions=True)
         for end in ends:
             if end.done() and not end.cancelled():
                 end.result()
