@@ -22,6 +22,6 @@ def choose_backend(member: Member) -> Backend:
     if arena is not None and set(ranks) <= set(arena.ranks):
         return MemoryBackend(member, arena)
     host_of = [member.endpoint.host_of[rank] for rank in ranks]
-    if 1 < len(set(host_of)) < len(ranks):
+    if member.endpoint.shares_memory and 1 < len(set(host_of)) < len(ranks):
         return HostsBackend(member, Hosts.of(host_of, member.group.rank))
     return MessageBackend(member)

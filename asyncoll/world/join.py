@@ -255,8 +255,14 @@ def _endpoint(links: PeerLinks, environment: Environment) -> Endpoint:
     transport: Transport = links.transport
     if links.arena is not None:
         transport = SlottedTransport(transport, links.arena)
-    host_of = links.machines if environment.shares_memory else ()
-    return Endpoint(transport, links.arena, environment.deadline_s, host_of, all_have_arenas=links.all_have_arenas)
+    return Endpoint(
+        transport,
+        links.arena,
+        environment.deadline_s,
+        links.machines,
+        shares_memory=environment.shares_memory,
+        all_have_arenas=links.all_have_arenas,
+    )
 
 
 class World:
