@@ -161,13 +161,23 @@ class Communicator:
 
     @property
     def local_rank(self) -> int:
-        """This rank's index among the ranks of this communicator that run on its host, from 0."""
-        return self.hosts[: self.rank].count(self.hosts[self.rank])
+        """This rank's index among the ranks of this communicator that run on its host, from 0.
+
+        Ranks are on one host if they can share its memory. Containers and network namespaces may have the same name in
+        `hosts`, and are hosts of their own.
+        """
+        return self._ranks_here.index(self.rank)
 
     @property
     def local_size(self) -> int:
-        """The number of ranks of this communicator that run on this rank's host."""
-        return self.hosts.count(self.hosts[self.rank])
+        """The number of ranks of this communicator that run on this rank's host, as in `local_rank`."""
+        return len(self._ranks_here)
+
+    @property
+    def _ranks_here(self) -> list[int]:
+        member = self._core.member
+        host_of = [member.endpoint.host_of[rank] for rank in member.group.ranks]
+        return [rank for rank, host in enumerate(host_of) if host == host_of[self.rank]]
 
     def __repr__(self) -> str:
         return f"<Communicator rank {self.rank} of {self.size}>"

@@ -41,6 +41,7 @@ SCRIPTS = (
     "sparse_words",
     "torch_backend",
     "training_overhead",
+    "two_level_scale",
     "two_levels",
 )
 REPRODUCE = BENCHMARKS / "reproduce"
@@ -151,6 +152,18 @@ def test_activated_rounds_match_the_closed_forms() -> None:
     lines = simulated.table(list(rows.values()))
     assert [line[1] for line in lines] == ["mode", *MODES]
     assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize("call", ["allreduce", "solo", "majority", "solo, alone"])
+@pytest.mark.parametrize("size", [1 << 10, 1 << 16, 1 << 19])
+def test_calls_on_two_levels_match_the_closed_forms(call: str, size: int) -> None:
+    """The rank that calls alone is nearer to the hosts that lead some rounds than the form assumes."""
+    scale = load("two_level_scale")
+    rows = [scale.row(call, hosts, each, size) for hosts, each in ((2, 4), (8, 2))]
+    assert [len(line) for line in scale.table(rows)] == [8, 8, 8]
+    for row in rows:
+        least = 0.9 if call == "solo, alone" else 0.99
+        assert least * row["formula_s"] <= row["s"] <= 1.01 * row["formula_s"]
 
 
 @pytest.mark.parametrize(

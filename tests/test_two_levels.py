@@ -65,6 +65,20 @@ def test_real_memory_and_sockets(transport):
     assert len(set(run_ranks(5, every_call, transport, hosts="01101"))) == 1
 
 
+def test_local_ranks_count_on_each_host():
+    async def main(comm):
+        part = await comm.split(0 if comm.rank else None, key=-comm.rank)  # ranks 4, 3, 2, 1
+        return comm.local_rank, comm.local_size, part and (part.local_rank, part.local_size)
+
+    assert run_ranks(5, main, hosts="01101") == [
+        (0, 2, None),
+        (0, 3, (2, 3)),
+        (1, 3, (1, 3)),
+        (1, 2, (0, 1)),
+        (2, 3, (0, 3)),
+    ]
+
+
 def test_long_arrays_pass_in_windows():
     """Of 4 MiB: three and a part."""
 

@@ -46,16 +46,16 @@ class Endpoint:
         patience_s: float = math.inf,
         host_of: Sequence[object] = (),
         *,
-        all_have_arenas: bool = False,
         shares_memory: bool = True,
+        all_have_arenas: bool = False,
         hosts: Sequence[str] = (),
     ) -> None:
         """`arena` is the memory that the ranks of this host share; None without shared memory.
 
         `host_of` identifies each rank's host, the same at all ranks; by default each rank is on one of its own.
         `hosts` has the names of the hosts by rank, for errors.
+        `shares_memory`: ranks of one host may share memory; False if the job forbids it, then all is by message.
         `all_have_arenas`: every rank of the world has an arena, also one that is alone on its host.
-        `shares_memory`: calls may use the memory of hosts.
 
         `patience_s` is the longest time in seconds that a call may take (ASYNCOLL_DEADLINE_S). A shorter
         `asyncoll.deadline` takes precedence.
@@ -66,8 +66,8 @@ class Endpoint:
         self.rank = transport.rank
         self.size = transport.size
         self.host_of = host_of or range(self.size)
-        self.all_have_arenas = all_have_arenas
         self.shares_memory = shares_memory
+        self.all_have_arenas = all_have_arenas
         self.traffic = Traffic()  # messages of the transport
         self.in_memory = Ledger()  # calls in shared memory, added when they end
         self.router = Router(transport, self.traffic)

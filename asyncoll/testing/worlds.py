@@ -118,10 +118,10 @@ def simulate(
 ) -> SimReport:
     """Run `main(comm)` at `size` ranks on a simulated network, in virtual time. The same seed gives the same trace.
 
-    With `shared_memory` the ranks of a host share memory, and collectives among them go through it; each piece of work
-    takes a random time up to the network's jitter, and pieces of work of different ranks interleave. `hosts` has the
-    name of each rank's host; by default all are on one. `shared_memory` may also be the set of the names of those hosts
-    whose ranks share memory.
+    With `shared_memory` the ranks of a host share memory, and collectives among them go through it. Each piece of work
+    takes the network's `memory_s` and a random time up to its jitter, and pieces of work of different ranks interleave.
+    `hosts` has the name of each rank's host; by default all are on one. `shared_memory` may also be the set of the
+    names of those hosts whose ranks share memory.
 
     Virtual time advances only when all ranks wait. A rank that never waits (a root that only broadcasts) stops the
     clock. `main` must not use real time or real I/O; a rank computes by `asyncio.sleep`.
@@ -136,7 +136,7 @@ def simulate(
         draw = np.random.default_rng([seed, size])
 
         def pause_s() -> float:
-            return float(draw.uniform(0.0, world.network.jitter_s))
+            return world.network.memory_s + float(draw.uniform(0.0, world.network.jitter_s))
 
         arenas = _by_rank(hosts, lambda ranks: inproc_memory.arenas(len(ranks), pause_s, ranks))
         if not isinstance(shared_memory, bool):

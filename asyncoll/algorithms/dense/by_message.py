@@ -47,15 +47,16 @@ class MessageCall:
         await on_lane.barrier(self._lane)
         self._lane.next_phase()
 
-    async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
+    async def allreduce(self, x: Array, op: ReduceOp, dtype: str, whole: int = 0) -> None:
+        """`whole`, here and in other collectives: see `on_lane.allreduce`."""
         total, combine = self._accumulator(x, op, dtype)
-        await on_lane.allreduce(self._lane, total, combine)
+        await on_lane.allreduce(self._lane, total, combine, whole)
         self._lane.next_phase()
         self._finish(x, total, op, dtype)
 
-    async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
+    async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int, whole: int = 0) -> None:
         total, combine = self._accumulator(x, op, dtype)
-        await on_lane.reduce(self._lane, total, combine, root)
+        await on_lane.reduce(self._lane, total, combine, root, whole)
         self._lane.next_phase()
         if self._lane.rank == root:
             self._finish(x, total, op, dtype)
@@ -70,8 +71,8 @@ class MessageCall:
         self._lane.next_phase()
         self._finish(shard, total, op, dtype)
 
-    async def broadcast(self, x: Array, root: int) -> None:
-        await on_lane.broadcast(self._lane, x, root)
+    async def broadcast(self, x: Array, root: int, whole: int = 0) -> None:
+        await on_lane.broadcast(self._lane, x, root, whole)
         self._lane.next_phase()
 
     async def gather(self, mine: Array, blocks: Sequence[Array], root: int) -> None:

@@ -72,12 +72,16 @@ async def barrier(lane: Lane) -> None:
 # -- allreduce -----------------------------------------------------------------------------------
 
 
-async def allreduce(lane: Lane, x: Array, combine: Combine) -> None:
-    """Reduce `x` in place at every rank, by the algorithm that suits its size."""
+async def allreduce(lane: Lane, x: Array, combine: Combine, whole: int = 0) -> None:
+    """Reduce `x` in place at every rank, by the algorithm that suits its size.
+
+    `whole`: the bytes of all arrays that pass the same link in calls of other lanes at the same time, if there are any.
+    So much decides whether the link carries an array once in each step, or its pieces once altogether.
+    """
     if lane.size == 1:
         return
-    if x.nbytes <= DOUBLING_MAX_BYTES or x.size < lane.size:
-        await short_allreduce(lane, x, combine)
+    if max(x.nbytes, whole) <= DOUBLING_MAX_BYTES or x.size < lane.size:
+        await short_allreduce(lane, x, combine, whole)
     elif x.nbytes <= RABENSEIFNER_MAX_BYTES:
         await rabenseifner(lane, x, combine)
     elif x.nbytes <= RING_MAX_SEGMENTS * lane.size * SEGMENT_BYTES:
@@ -86,9 +90,9 @@ async def allreduce(lane: Lane, x: Array, combine: Combine) -> None:
         await rings(lane, x, combine)
 
 
-async def short_allreduce(lane: Lane, x: Array, combine: Combine) -> None:
-    """Reduce `x` in place at every rank, without cutting it into chunks."""
-    if lane.size >= TREE_MIN_RANKS and x.nbytes <= TREE_MAX_BYTES:
+async def short_allreduce(lane: Lane, x: Array, combine: Combine, whole: int = 0) -> None:
+    """Reduce `x` in place at every rank, without cutting it into chunks. `whole` is that of `allreduce`."""
+    if lane.size >= TREE_MIN_RANKS and max(x.nbytes, whole) <= TREE_MAX_BYTES:
         await tree(lane, x, combine)
     else:
         await recursive_doubling(lane, x, combine)
@@ -211,9 +215,12 @@ async def _give_back(lane: Lane, x: Array, power: int, extra: int) -> None:
 # -- one root ------------------------------------------------------------------------------------
 
 
-async def broadcast(lane: Lane, x: Array, root: int) -> None:
-    """Copy the root's `x` to every rank: by a binomial tree, or a long array by scatter and ring allgather."""
-    if x.nbytes <= SMALL_MAX_BYTES or lane.size <= 2:
+async def broadcast(lane: Lane, x: Array, root: int, whole: int = 0) -> None:
+    """Copy the root's `x` to every rank: by a binomial tree, or a long array by scatter and ring allgather.
+
+    `whole` is that of `allreduce`.
+    """
+    if max(x.nbytes, whole) <= SMALL_MAX_BYTES or lane.size <= 2:
         await tree_broadcast(lane, x, root)
         return
     chunks = _chunks(x, lane.size)
@@ -273,13 +280,13 @@ def children(relative: int, size: int, radix: int) -> list[int]:
     return nearest_first[::-1]
 
 
-async def reduce(lane: Lane, x: Array, combine: Combine, root: int) -> None:
+async def reduce(lane: Lane, x: Array, combine: Combine, root: int, whole: int = 0) -> None:
     """Reduce into the root's `x`; elsewhere `x` keeps its value.
 
-    By a binomial tree, or a long array by reduce-scatter and gather.
+    By a binomial tree, or a long array by reduce-scatter and gather. `whole` is that of `allreduce`.
     """
     total = x if lane.rank == root else x.copy()
-    if x.nbytes <= SMALL_MAX_BYTES or x.size < lane.size:
+    if max(x.nbytes, whole) <= SMALL_MAX_BYTES or x.size < lane.size:
         await tree_reduce(lane, total, combine, root)
         return
     chunks = _chunks(total, lane.size)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.statistics import Traffic
@@ -63,6 +64,7 @@ class _Window(NamedTuple):
 
     shares: list[Array]  # of the array, by place; empty for a rank that is no agent of this window
     mine: Array  # the share of this rank, in memory of its own
+    whole: int  # the bytes of the part
 
 
 # A step of one window: within the host, or between hosts. The latter runs at agents that have a share.
@@ -72,7 +74,7 @@ _Step = Callable[[_Window], Coroutine[Any, Any, None]]
 class TwoLevelCall:
     """The `Collectives` of one call."""
 
-    def __init__(self, hosts: Hosts, whole: Collectives, within: LocalCollectives, between: Collectives | None) -> None:
+    def __init__(self, hosts: Hosts, whole: Collectives, within: LocalCollectives, between: MessageCall | None) -> None:
         """`whole` is of all ranks, `within` of those of this host, and `between` of the agents of this rank's place."""
         self._hosts = hosts
         self._whole = whole
@@ -112,7 +114,7 @@ class TwoLevelCall:
             await self._within.reduce_scatter(window.shares, window.mine, summed, carried)
 
         async def exchange(window: _Window) -> None:
-            await self._agents.allreduce(window.mine, summed, carried)
+            await self._agents.allreduce(window.mine, summed, carried, window.whole)
 
         await self._in_windows(total, reduce_here, exchange, self._hand_out)
         self._finish(x, total, op, dtype)
@@ -125,7 +127,7 @@ class TwoLevelCall:
             await self._within.reduce_scatter(window.shares, window.mine, summed, carried)
 
         async def exchange(window: _Window) -> None:
-            await self._agents.reduce(window.mine, summed, carried, hosts.host(root))
+            await self._agents.reduce(window.mine, summed, carried, hosts.host(root), window.whole)
 
         async def collect(window: _Window) -> None:
             if root in hosts.here:
@@ -143,7 +145,7 @@ class TwoLevelCall:
                 await self._within.scatter(window.shares, window.mine, hosts.here.index(root))
 
         async def exchange(window: _Window) -> None:
-            await self._agents.broadcast(window.mine, hosts.host(root))
+            await self._agents.broadcast(window.mine, hosts.host(root), window.whole)
 
         await self._in_windows(x, share_out, exchange, self._hand_out)
 
@@ -173,9 +175,10 @@ class TwoLevelCall:
     def _windows(self, x: Array) -> list[_Window]:
         size = max(1, _WINDOW_BYTES // x.itemsize)
         windows = [self._shares(x[start : start + size]) for start in range(0, max(1, x.size), size)]
-        rooms = [np.empty_like(shares[self._hosts.place]) for shares in windows[:_WINDOWS]]
+        place = self._hosts.place
+        rooms = [np.empty_like(shares[place]) for shares in windows[:_WINDOWS]]
         return [
-            _Window(shares, rooms[turn % _WINDOWS][: shares[self._hosts.place].size])
+            _Window(shares, rooms[turn % _WINDOWS][: shares[place].size], sum(share.nbytes for share in shares))
             for turn, shares in enumerate(windows)
         ]
 
@@ -263,7 +266,7 @@ class TwoLevelCall:
         await self._whole.exchange(mine, dests, incoming, sources)
 
     @property
-    def _agents(self) -> Collectives:
+    def _agents(self) -> MessageCall:
         assert self._between is not None, "only agents have a share"
         return self._between
 

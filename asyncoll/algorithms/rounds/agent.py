@@ -40,9 +40,11 @@ from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import Array, combiner, storage
 from asyncoll.transport.wire import Buffer
 
-SHORT_BYTES = (
-    1 << 14
-)  # of a contribution that the opener reduces: four messages one after another instead of six or more
+# The most bytes of a contribution that the opener reduces: four messages one after another instead of six or more.
+SHORT_BYTES = 1 << 14
+# The most bytes that all hosts send to the opener, with their participation lists, which have an entry for each rank:
+# they pass its link one after another, and so do the results.
+ALL_SHORT_BYTES = 1 << 18
 AGENTS_MAX = 2  # of a host: its first ranks. Each event of a round wakes all agents of one host
 
 # Steps of signals beside the events of `engine`.
@@ -94,7 +96,7 @@ class Agent:
         self._size = port.group.size
         self._agents = [hosts.first_ranks(host, AGENTS_MAX) for host in range(len(hosts.ranks))]  # by host
         self._combines = [combiner(operation.op, dtype) for dtype, _ in operation.layout]
-        self._is_short = not operation.group_size and operation.nbytes <= SHORT_BYTES
+        self._is_short = _goes_through_opener(operation, self._size, len(hosts.ranks))
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (rank, step, payload)
         self._answer: asyncio.Future[Buffer] | None = None  # gets what answers the claim of this agent
         self._arm(1)
@@ -309,6 +311,11 @@ class Agent:
         contributors = tuple([rank for rank in share.members if rows[tally.PRESENT, rank]])
         weight = float(rows[tally.WEIGHT, list(share.members)].sum()) if self._operation.weighted else 0.0
         return share._replace(contributors=contributors, weight=weight)
+
+
+def _goes_through_opener(operation: Operation, ranks: int, hosts: int) -> bool:
+    together = hosts * (operation.nbytes + ranks * tally.PARTICIPATION_BYTES)
+    return not operation.group_size and operation.nbytes <= SHORT_BYTES and together <= ALL_SHORT_BYTES
 
 
 def _list(ranks: Sequence[int]) -> bytes:

@@ -1,8 +1,9 @@
 """A simulated network in virtual time: latency, jitter, bandwidth and faults, reproducible from one seed.
 
 Each rank has one port in each direction, and a port transmits one message at a time at the given bandwidth. So messages
-of many senders to one receiver queue there, as on a real link. In addition a message takes the latency and a random
-part of the jitter. Messages from one rank to another stay in order.
+of many senders to one receiver queue there, as on a real link. If the network has hosts, the ports are those of a host:
+its ranks share them, and messages between these use none. In addition a message takes the latency and a random part of
+the jitter. Messages from one rank to another stay in order.
 """
 
 from __future__ import annotations
@@ -61,20 +62,27 @@ class Network:
     """The links between simulated ranks.
 
     The jitter of a message is uniform between 0 and `jitter_s` seconds. The bandwidth is that of each rank, in each
-    direction. Each byte of payload takes the time of `payload_scale` bytes, so that a short tensor can stand for one
-    that a thousand ranks have no memory for. Headers are not scaled, and counts of words are of the short tensor.
-    Raises UsageError for negative times and for a bandwidth or a scale that is not positive.
+    direction. With `hosts`, the name of each rank's host, it is that of each host; messages within a host then take no
+    bandwidth, and `local_latency_s`. Each wait in simulated shared memory takes `memory_s`.
+
+    Each byte of payload takes the time of `payload_scale` bytes, so that a short tensor can stand for one that a
+    thousand ranks have no memory for. Headers are not scaled, and counts of words are of the short tensor.
+    Raises UsageError for negative times, and for a bandwidth or a scale that is not positive.
     """
 
     latency_s: float = 10e-6
     jitter_s: float = 0.0
     bandwidth_bytes_per_s: float = math.inf
     payload_scale: float = 1.0
+    hosts: Sequence[object] | None = None
+    local_latency_s: float = 10e-6
+    memory_s: float = 0.0
     faults: Sequence[Fault] = ()
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.jitter_s < 0 or not self.bandwidth_bytes_per_s > 0 or not self.payload_scale > 0:
-            raise UsageError("latency and jitter must be at least 0 s, bandwidth and payload_scale above 0")
+        times_s = (self.latency_s, self.jitter_s, self.memory_s, self.local_latency_s)
+        if min(times_s) < 0 or not self.bandwidth_bytes_per_s > 0 or not self.payload_scale > 0:
+            raise UsageError("latencies, jitter and memory_s must be at least 0 s, bandwidth and payload_scale above 0")
 
 
 class SimulatedWorld:
@@ -90,7 +98,11 @@ class SimulatedWorld:
         self.trace: list[tuple[float, int, int, int]] = []  # (virtual seconds of arrival, source, dest, payload bytes)
         self.transports = [SimulatedTransport(rank, self) for rank in range(size)]
         self._jitter = _uniform(seed)
-        self._egress_free_s = [0.0] * size
+        names = list(range(size) if network.hosts is None else network.hosts)
+        if len(names) != size:
+            raise UsageError(f"a network has the hosts of all {size} ranks, or none: got {len(names)}")
+        self._port = [names.index(name) for name in names]  # of each rank: the first rank of its host
+        self._egress_free_s = [0.0] * size  # by port
         self._ingress_free_s = [0.0] * size
         self._last_arrival_s: dict[tuple[int, int], float] = {}
         self._last_of_source_s = [0.0] * size
@@ -102,16 +114,18 @@ class SimulatedWorld:
 
     def arrival_s(self, source: int, dest: int, length: float, now: float) -> float:
         """Return when a message that occupies a port like `length` bytes, sent `now`, arrives; infinity if never."""
-        network = self.network
-        occupied = length / network.bandwidth_bytes_per_s
+        network, out, into = self.network, self._port[source], self._port[dest]
+        occupied, latency_s = length / network.bandwidth_bytes_per_s, network.latency_s
+        if network.hosts is not None and out == into:
+            occupied, latency_s = 0.0, network.local_latency_s
         leaves = now + occupied
         if occupied:
-            leaves = self._egress_free_s[source] = max(now, self._egress_free_s[source]) + occupied
-        arrives = leaves + network.latency_s
+            leaves = self._egress_free_s[out] = max(now, self._egress_free_s[out]) + occupied
+        arrives = leaves + latency_s
         if network.jitter_s:
             arrives += network.jitter_s * next(self._jitter)
         if occupied:
-            arrives = max(arrives, self._ingress_free_s[dest] + occupied)
+            arrives = max(arrives, self._ingress_free_s[into] + occupied)
         if network.faults:
             arrives = self._delayed_by_faults(source, dest, now, arrives)
         last = self._last_arrival_s.get((source, dest), -1.0)
@@ -119,14 +133,15 @@ class SimulatedWorld:
             arrives = math.nextafter(last, math.inf)  # keeps the order of the messages between two ranks
         self._last_arrival_s[source, dest] = arrives
         if arrives < math.inf:
-            self._ingress_free_s[dest] = arrives
+            if occupied:
+                self._ingress_free_s[into] = arrives
             if arrives > self._last_of_source_s[source]:
                 self._last_of_source_s[source] = arrives
         return arrives
 
     def backlog_s(self, source: int, now: float) -> float:
         """The seconds for which the sending port of `source` will still be busy."""
-        return self._egress_free_s[source] - now
+        return self._egress_free_s[self._port[source]] - now
 
     def announce_loss(self, source: int, cause: str) -> None:
         """Report the loss of `source` to every rank, after all messages of `source` have arrived."""
