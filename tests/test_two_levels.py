@@ -86,6 +86,16 @@ def test_long_arrays_pass_in_windows():
         assert (least, most, total) == (10, 10, 34_000_000)
 
 
+def test_hosts_may_be_several_windows_ahead():
+    """Of the root, whose host comes late: their shares are short messages, which wait for no receive."""
+
+    async def main(comm):
+        await asyncio.sleep(comm.rank < 4)
+        return (await comm.reduce(np.full(9_000_000, comm.rank, "i1"), root=0))[[0, 4_200_000, -1]].tolist()
+
+    assert simulate(8, main, JITTERY, shared_memory=True, hosts="00001111").results[0] == [28, 28, 28]
+
+
 def test_each_byte_crosses_the_network_once_per_host():
     hosts, nbytes = "00001111", 80_000
 

@@ -17,7 +17,7 @@ class MessageCall:
     """The `Collectives` of one call at one rank, by message.
 
     The methods, their arguments and their results are those of `algorithms.backend.Collectives`. Its lane is open for
-    the whole call. If a call has several collectives, each has its own phase of the lane, so that their steps differ.
+    the whole call. If a call has several collectives, they follow each other in that lane, at all ranks alike.
 
     The methods raise the failure of the communicator, and ProtocolError if a peer sends an array of another size.
     Cancelling one stops the wait only. The context then ends the communicator, because peers still expect messages.
@@ -68,25 +68,20 @@ class MessageCall:
 
     async def broadcast(self, x: Array, root: int) -> None:
         await on_lane.broadcast(self._lane, x, root)
-        self._lane.next_phase()
 
     async def gather(self, mine: Array, blocks: Sequence[Array], root: int) -> None:
         await on_lane.gather(self._lane, mine, blocks, root)
-        self._lane.next_phase()
 
     async def scatter(self, blocks: Sequence[Array], mine: Array, root: int) -> None:
         await on_lane.scatter(self._lane, blocks, mine, root)
-        self._lane.next_phase()
 
     async def allgather(self, blocks: Sequence[Array]) -> None:
         await on_lane.allgather(self._lane, blocks)
-        self._lane.next_phase()
 
     async def alltoall(
         self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
     ) -> None:
         await on_lane.alltoall(self._lane, outgoing, incoming, taken)
-        self._lane.next_phase()
 
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
         """Send `mine` to `dest`, unless it is None, and receive `into` from `source`, unless it is None."""
@@ -97,7 +92,6 @@ class MessageCall:
             await self._lane.send(dest, 0, mine, offers=True)
         if receive is not None:
             await self._lane.wait(receive)
-        self._lane.next_phase()
 
     async def exchange(
         self, mine: Array, dests: Sequence[int], incoming: Sequence[Array], sources: Sequence[int]
@@ -109,7 +103,6 @@ class MessageCall:
         await asyncio.gather(*(lane.send(dest, 0, mine) for dest in dests))
         for receive in receives:
             await lane.wait(receive)
-        lane.next_phase()
 
     def _accumulator(self, x: Array, op: ReduceOp, dtype: str) -> tuple[Array, Combine]:
         """The array to reduce in place, and its combiner: `x`, or a copy of `x` in float32.
