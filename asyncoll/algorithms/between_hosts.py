@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.by_message import MessageBackend
 from asyncoll.algorithms.dense.by_message import MessageCall
-from asyncoll.algorithms.dense.two_level import LocalCollectives, TwoLevelCall
+from asyncoll.algorithms.dense.two_level import EXCHANGES, LocalCollectives, TwoLevelCall
 from asyncoll.algorithms.host_operations import HostMemory, HostOperations
 from asyncoll.algorithms.in_memory import MemoryBackend, MemoryCall
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
@@ -40,7 +40,7 @@ class HostsBackend(MessageBackend):
         self._team = member.among(hosts.team) if hosts.is_agent else None
         has_neighbours = len(hosts.here) > 1
         self._memory = MemoryBackend(self._host, arena) if arena is not None and has_neighbours else None
-        self._between = digest(member.communicator, "between hosts")
+        self._between = [digest(member.communicator, "between hosts", lane) for lane in range(EXCHANGES)]
         self._within = digest(member.communicator, "within a host")
 
     def _operations(self) -> AnnouncedOperations:
@@ -54,7 +54,7 @@ class HostsBackend(MessageBackend):
             within = MessageCall(self._host, call, self._within)
         else:
             within = _CallOnLoop(self._memory, call)
-        between = MessageCall(self._team, call, self._between) if self._team else None
+        between = [MessageCall(self._team, call, context) for context in self._between] if self._team else []
         return TwoLevelCall(self._hosts, super().collectives(call), within, between)
 
     # -- the end, as of `runtime.lifetime.Part` ---------------------------------------------------

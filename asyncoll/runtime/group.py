@@ -11,11 +11,6 @@ from asyncoll.runtime.matching import Receive
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, Combine
 
-STEPS = 1 << 20  # of a phase
-# Of the wire format. After 4,096 phases steps are used again. No rank is as far ahead of another: the window of their
-# connection is full before.
-_ALL_STEPS = 1 << 32
-
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -52,8 +47,9 @@ class Lane:
 
     Use it as a context manager around the whole execution, on the runtime's loop. Ranks are group ranks. Arrays are
     flat and contiguous. Do not read an array while it is received into, nor write an array while it is sent, until the
-    method returns. A pair of ranks uses each step, below STEPS, once in a phase. All methods raise the error of the
-    communicator if it fails, and ProtocolError if a peer sends an array of another size.
+    method returns. Arrays of one step, 0 to 2^32 - 1, from one rank arrive in the order in which they were sent: post
+    the receive of the next one when that of the one before is complete. All methods raise the error of the communicator
+    if it fails, and ProtocolError if a peer sends an array of another size.
 
     Cancelling a method stops the wait only; the peers still expect the messages. So the caller must end the execution
     with the exception and abort the communicator (`Member.failed`).
@@ -65,7 +61,7 @@ class Lane:
     In: the algorithm's calls. Out: `Executions` of this rank, with world ranks in place of group ranks.
     """
 
-    __slots__ = ("_execution", "_executions", "_identity", "_phase", "_piggyback", "_world", "rank", "size", "traffic")
+    __slots__ = ("_execution", "_executions", "_identity", "_piggyback", "_world", "rank", "size", "traffic")
 
     def __init__(
         self,
@@ -80,7 +76,6 @@ class Lane:
         self.rank = group.rank
         self.size = group.size
         self.traffic = Traffic()  # of this execution
-        self._phase = 0  # added to each step
         self._world = group.ranks
         self._piggyback = piggyback
         self._executions = executions
@@ -95,10 +90,6 @@ class Lane:
     ) -> None:
         self._executions.end(self._execution, completed=kind is None)
 
-    def next_phase(self) -> None:
-        """Begin a new phase, whose steps are separate from those before. All ranks must call it at the same points."""
-        self._phase = (self._phase + STEPS) % _ALL_STEPS
-
     def post(self, source: int, step: int, into: Array, combine: Combine | None = None) -> Receive:
         """Post a receive of an array like `into` from `source`; returns at once, and `wait` waits for it.
 
@@ -106,7 +97,7 @@ class Lane:
         """
         receive = Receive(into, combine)
         self.traffic.received(into.nbytes)
-        self._executions.post(self._execution, self._world[source], self._phase + step, receive)
+        self._executions.post(self._execution, self._world[source], step, receive)
         return receive
 
     def undo(self, source: int, step: int, receive: Receive) -> None:
@@ -114,7 +105,7 @@ class Lane:
 
         The array of `source` goes to the next execution of this number.
         """
-        self._executions.undo(self._identity, self._world[source], self._phase + step, receive)
+        self._executions.undo(self._identity, self._world[source], step, receive)
 
     async def wait(self, receive: Receive) -> None:
         """Wait until a receive that `post` returned is complete."""
@@ -128,15 +119,15 @@ class Lane:
 
     def grant(self, source: int, step: int) -> None:
         """Tell `source` that this rank takes `step`. Before a long array is posted, so that its sender knows then."""
-        self._executions.grant(self._execution, self._world[source], self._phase + step)
+        self._executions.grant(self._execution, self._world[source], step)
 
     def is_granted(self, dest: int, step: int) -> bool:
         """Whether `dest` has said, by `grant`, that it takes `step`."""
-        return (self._world[dest], self._phase + step) in self._execution.granted
+        return (self._world[dest], step) in self._execution.granted
 
     async def offer(self, dest: int, step: int) -> None:
         """Announce an array above wire.SEGMENT_BYTES, and return once `dest` has posted its receive: `send` follows."""
-        await self._executions.offer(self._execution, self._world[dest], self._phase + step)
+        await self._executions.offer(self._execution, self._world[dest], step)
 
     async def send(self, dest: int, step: int, data: Array, *, offers: bool = False) -> None:
         """Send `data` to `dest`; returns when `data` may be reused.
@@ -145,7 +136,7 @@ class Lane:
         only. With `offers` a long array is announced to `dest` first.
         """
         self.traffic.sent(data.nbytes)
-        peer, step = self._world[dest], self._phase + step
+        peer = self._world[dest]
         if not self._executions.send_nowait(self._execution, peer, step, data):
             await self._executions.send(self._execution, peer, step, data, offers=offers)
 
@@ -161,7 +152,7 @@ class Lane:
         """Send `data` to `dest` while receiving `into` from `source`. `data` and `into` must not overlap in memory."""
         receive = self.post(source, step, into, combine)  # first: two ranks that exchange long arrays need both grants
         self.traffic.sent(data.nbytes)
-        peer, step = self._world[dest], self._phase + step
+        peer = self._world[dest]
         if not self._executions.send_nowait(self._execution, peer, step, data):
             await self._executions.send(self._execution, peer, step, data)
         if not receive.complete:

@@ -1,7 +1,8 @@
 """Matching of posted receives with arriving segments. Pure: no loop, no thread, no clock.
 
-One `Mailbox` belongs to one execution of one operation. A sender cuts an array into segments and sends them in order.
-The mailbox copies or combines a segment into the posted array at its arrival, or keeps it until the receive is posted.
+One `Mailbox` belongs to one execution of one operation. A sender cuts an array into segments and sends them in order,
+and the arrays of one key one after another. The mailbox copies or combines a segment into the posted array at its
+arrival, or keeps it until the receive is posted.
 """
 
 from __future__ import annotations
@@ -74,14 +75,20 @@ class Mailbox:
         self._arrived: dict[Key, list[Buffer]] = {}
 
     def post(self, key: Key, receive: Receive) -> list[Buffer]:
-        """Post `receive`; returns the early segments that it consumed. Raises ProtocolError if one does not fit."""
+        """Post `receive`; returns the early segments that it consumed. Raises ProtocolError if one does not fit.
+
+        The segments after these belong to the next array of this key.
+        """
         assert key not in self.posted, f"two receives for {key}"
-        early = self._arrived.pop(key, [])
-        for payload in early:
-            receive.take(payload)
+        early, consumed = self._arrived.pop(key, []), 0
+        while consumed < len(early) and not receive.complete:
+            receive.take(early[consumed])
+            consumed += 1
         if not receive.complete:
             self.posted[key] = receive
-        return early
+        elif consumed < len(early):
+            self._arrived[key] = early[consumed:]
+        return early[:consumed]
 
     def arrive(self, key: Key, payload: Buffer) -> Receive | None:
         """Take one segment; returns the posted receive that has consumed it, or None if the segment waits for one.

@@ -17,7 +17,7 @@ class MessageCall:
     """The `Collectives` of one call at one rank, by message.
 
     The methods, their arguments and their results are those of `algorithms.backend.Collectives`. Its lane is open for
-    the whole call. If a call has several collectives, each has its own phase of the lane, so that their steps differ.
+    the whole call. If a call has several collectives, they follow each other in that lane, at all ranks alike.
 
     The methods raise the failure of the communicator, and ProtocolError if a peer sends an array of another size.
     Cancelling one stops the wait only. The context then ends the communicator, because peers still expect messages.
@@ -45,19 +45,16 @@ class MessageCall:
 
     async def barrier(self) -> None:
         await on_lane.barrier(self._lane)
-        self._lane.next_phase()
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str, whole: int = 0) -> None:
         """`whole`, here and in other collectives: see `on_lane.allreduce`."""
         total, combine = self._accumulator(x, op, dtype)
         await on_lane.allreduce(self._lane, total, combine, whole)
-        self._lane.next_phase()
         self._finish(x, total, op, dtype)
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int, whole: int = 0) -> None:
         total, combine = self._accumulator(x, op, dtype)
         await on_lane.reduce(self._lane, total, combine, root, whole)
-        self._lane.next_phase()
         if self._lane.rank == root:
             self._finish(x, total, op, dtype)
 
@@ -68,30 +65,24 @@ class MessageCall:
         own = [self._accumulator(chunk, op, dtype)[0] for chunk in chunks]
         own[self._lane.rank] = total
         await on_lane.reduce_scatter(self._lane, own, total, combine)
-        self._lane.next_phase()
         self._finish(shard, total, op, dtype)
 
     async def broadcast(self, x: Array, root: int, whole: int = 0) -> None:
         await on_lane.broadcast(self._lane, x, root, whole)
-        self._lane.next_phase()
 
     async def gather(self, mine: Array, blocks: Sequence[Array], root: int) -> None:
         await on_lane.gather(self._lane, mine, blocks, root)
-        self._lane.next_phase()
 
     async def scatter(self, blocks: Sequence[Array], mine: Array, root: int) -> None:
         await on_lane.scatter(self._lane, blocks, mine, root)
-        self._lane.next_phase()
 
     async def allgather(self, blocks: Sequence[Array]) -> None:
         await on_lane.allgather(self._lane, blocks)
-        self._lane.next_phase()
 
     async def alltoall(
         self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
     ) -> None:
         await on_lane.alltoall(self._lane, outgoing, incoming, taken)
-        self._lane.next_phase()
 
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
         """Send `mine` to `dest`, unless it is None, and receive `into` from `source`, unless it is None."""
@@ -102,7 +93,6 @@ class MessageCall:
             await self._lane.send(dest, 0, mine, offers=True)
         if receive is not None:
             await self._lane.wait(receive)
-        self._lane.next_phase()
 
     async def exchange(
         self, mine: Array, dests: Sequence[int], incoming: Sequence[Array], sources: Sequence[int]
@@ -114,7 +104,6 @@ class MessageCall:
         await asyncio.gather(*(lane.send(dest, 0, mine) for dest in dests))
         for receive in receives:
             await lane.wait(receive)
-        lane.next_phase()
 
     def _accumulator(self, x: Array, op: ReduceOp, dtype: str) -> tuple[Array, Combine]:
         """The array to reduce in place, and its combiner: `x`, or a copy of `x` in float32.

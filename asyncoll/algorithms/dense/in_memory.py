@@ -319,18 +319,23 @@ class SharedCall:
             await rendezvous.all_left()
 
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
-        """Reduce `chunks[rank]` of all ranks into the `shard` of each rank; `chunks` are only read."""
+        """Reduce `chunks[rank]` of all ranks into the `shard` of each rank; `chunks` are only read.
+
+        `shard` may be this rank's own chunk itself, which is then the first operand.
+        """
         what = self._reduction(shard, op, dtype)
+        first = self.rank if shard is chunks[self.rank] else 0
         parts: list[Array] = []
 
         def take(source: int, start: int, piece: Array) -> None:
-            # `_deal` takes the pieces in the order of ranks, so that the reduction has that order.
+            # `_deal` takes the pieces in this order of ranks, so that the reduction has it.
             parts.append(piece.view(shard.dtype))
             if len(parts) == self.size:
                 what.reduce(what.raw[start : start + piece.size].view(what.dtype), parts, what.divisor)
                 parts.clear()
 
-        await self._deal(_bytes(chunks), take, dict.fromkeys(range(self.size), shard.nbytes))
+        order = [*range(first, self.size), *range(first)]
+        await self._deal(_bytes(chunks), take, dict.fromkeys(order, shard.nbytes))
 
     # -- one rank to all, and back ----------------------------------------------------------------
 
@@ -479,9 +484,9 @@ class SharedCall:
             apart = max(0, min(window, shown - start))
             address, slot = self._staging.slot(rendezvous.turn, apart * self.size)
             for rank, block in enumerate(blocks):
-                piece = block[start : start + apart]
-                slot[rank * apart : rank * apart + piece.size] = piece
                 if rank != self.rank:
+                    piece = block[start : start + apart]
+                    slot[rank * apart : rank * apart + piece.size] = piece
                     self.traffic.sent(piece.size)
             rendezvous.arrive(address, shown)
             await rendezvous.all_arrived()
@@ -491,19 +496,32 @@ class SharedCall:
             table = rendezvous.shown()
             longest = max(length for _, length, _ in table)
             for source, size in wanted.items():
+                end = min(start + window, size)
                 address, length, _ = table[source]
                 mine = address + self.rank * max(0, min(window, length - start))  # `apart` of `source`
-                await self._take(rendezvous, take, source, mine, start, min(start + window, size))
+                own = blocks[source] if source == self.rank else None
+                await self._take(rendezvous, take, source, mine, start, end, own)
             await self.leave(rendezvous)
             start += window
 
-    async def _take(self, rendezvous: Rendezvous, take: Take, source: int, address: int, start: int, end: int) -> None:
-        """Pass bytes `start` to `end` of `source`, which are at `address`, to `take`."""
+    async def _take(
+        self,
+        rendezvous: Rendezvous,
+        take: Take,
+        source: int,
+        address: int,
+        start: int,
+        end: int,
+        own: Array | None = None,
+    ) -> None:
+        """Pass bytes `start` to `end` of `source`, which are at `address` or in `own`, to `take`."""
         if start < end:
             await checkpoint(rendezvous.control_block)
-            take(source, start, self._staging.arena.view(address, end - start))
-            if source != self.rank:
+            if own is None:
+                take(source, start, self._staging.arena.view(address, end - start))
                 self.traffic.received(end - start)
+            else:
+                take(source, start, own[start:end])
 
     async def _quiet(self) -> None:
         """Wait until no rank reads the memory that this call has shown."""

@@ -17,7 +17,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from asyncoll.runtime.group import STEPS, Lane
+from asyncoll.runtime.group import Lane
 from asyncoll.runtime.matching import Receive
 from asyncoll.tensors.reductions import Array, Combine
 from asyncoll.transport.wire import SEGMENT_BYTES
@@ -101,7 +101,6 @@ async def short_allreduce(lane: Lane, x: Array, combine: Combine, whole: int = 0
 async def tree(lane: Lane, x: Array, combine: Combine) -> None:
     """Reduce and broadcast: 2(P-1) messages in total. The tree has log8 P levels, passed up and down."""
     await tree_reduce(lane, x, combine, 0, TREE_RADIX)
-    lane.next_phase()
     await tree_broadcast(lane, x, 0, TREE_RADIX)
 
 
@@ -189,7 +188,7 @@ async def rings(lane: Lane, x: Array, combine: Combine) -> None:
 
 # Algorithms for a power of two of ranks: each rank beyond the largest power lends its array to one of the first ranks
 # before, and gets the result back after. The steps are the last ones, which no algorithm uses.
-_FOLD_STEP, _UNFOLD_STEP = STEPS - 2, STEPS - 1
+_FOLD_STEP, _UNFOLD_STEP = (1 << 32) - 2, (1 << 32) - 1
 
 
 def _fold(size: int) -> tuple[int, int]:
@@ -230,7 +229,6 @@ async def broadcast(lane: Lane, x: Array, root: int, whole: int = 0) -> None:
                 await lane.send(rank, 0, chunks[rank])
     else:
         await lane.recv(root, 0, chunks[lane.rank])
-    lane.next_phase()
     await allgather_ring(lane, chunks)
 
 
@@ -292,7 +290,6 @@ async def reduce(lane: Lane, x: Array, combine: Combine, root: int, whole: int =
     chunks = _chunks(total, lane.size)
     shard = chunks[lane.rank]
     await reduce_scatter(lane, chunks, shard, combine)
-    lane.next_phase()
     await gather(lane, shard, chunks, root)
 
 

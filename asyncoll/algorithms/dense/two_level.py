@@ -6,7 +6,7 @@ of its host, exchanges it with the agents of the same place at the other hosts, 
 host. So all agents use the network at the same time. Each element is reduced along one way, in an order that depends on
 the placement alone, and the result is copied. So all ranks get the same bits.
 
-A long array passes in windows: while one is between the hosts, the ranks of a host reduce the next one. A collective
+A long array passes in windows: while some are between the hosts, the ranks of a host reduce the next one. A collective
 that moves each block from one rank to one other goes by message as a whole.
 """
 
@@ -31,7 +31,7 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 
 _SHARE_BYTES = 1 << 14  # the least that is worth another agent
 _WINDOW_BYTES = 1 << 22
-_WINDOWS = 2  # of a call that are between the hosts, or wait for that
+EXCHANGES = 2  # windows that are between the hosts at a time: while the messages of one wait, the others fill the wire
 
 
 class LocalCollectives(Protocol):
@@ -62,8 +62,9 @@ class LocalCollectives(Protocol):
 class _Window(NamedTuple):
     """A part of an array, and what this host has of it."""
 
+    turn: int  # the number of windows before
     shares: list[Array]  # of the array, by place; empty for a rank that is no agent of this window
-    mine: Array  # the share of this rank, in memory of its own
+    mine: Array  # the share of this rank: one of `shares`, or memory beside it
     whole: int  # the bytes of the part
 
 
@@ -74,15 +75,20 @@ _Step = Callable[[_Window], Coroutine[Any, Any, None]]
 class TwoLevelCall:
     """The `Collectives` of one call."""
 
-    def __init__(self, hosts: Hosts, whole: Collectives, within: LocalCollectives, between: MessageCall | None) -> None:
-        """`whole` is of all ranks, `within` of those of this host, and `between` of the agents of this rank's place."""
+    def __init__(
+        self, hosts: Hosts, whole: Collectives, within: LocalCollectives, between: Sequence[MessageCall]
+    ) -> None:
+        """`whole` is of all ranks, and `within` of those of this host.
+
+        `between` has EXCHANGES lanes of the agents of this rank's place, and none if this rank is no agent.
+        """
         self._hosts = hosts
         self._whole = whole
         self._within = within
         self._between = between
         self.rank = whole.rank
         self.size = whole.size
-        self._levels = [level for level in (within, between, whole) if level is not None]
+        self._levels = [within, *between, whole]
         self._open = contextlib.AsyncExitStack()
 
     @property
@@ -101,8 +107,8 @@ class TwoLevelCall:
 
     async def barrier(self) -> None:
         await self._within.barrier()
-        if self._between is not None and self._hosts.place == 0:
-            await self._between.barrier()
+        if self._between and self._hosts.place == 0:
+            await self._between[0].barrier()
         await self._within.barrier()
 
     # -- of one array -----------------------------------------------------------------------------
@@ -114,7 +120,7 @@ class TwoLevelCall:
             await self._within.reduce_scatter(window.shares, window.mine, summed, carried)
 
         async def exchange(window: _Window) -> None:
-            await self._agents.allreduce(window.mine, summed, carried, window.whole)
+            await self._agents(window).allreduce(window.mine, summed, carried, window.whole)
 
         await self._in_windows(total, reduce_here, exchange, self._hand_out)
         self._finish(x, total, op, dtype)
@@ -127,13 +133,13 @@ class TwoLevelCall:
             await self._within.reduce_scatter(window.shares, window.mine, summed, carried)
 
         async def exchange(window: _Window) -> None:
-            await self._agents.reduce(window.mine, summed, carried, hosts.host(root), window.whole)
+            await self._agents(window).reduce(window.mine, summed, carried, hosts.host(root), window.whole)
 
         async def collect(window: _Window) -> None:
             if root in hosts.here:
                 await self._within.gather(window.mine, window.shares, hosts.here.index(root))
 
-        await self._in_windows(total, reduce_here, exchange, collect)
+        await self._in_windows(total, reduce_here, exchange, collect, in_place=False)
         if root == self.rank:
             self._finish(x, total, op, dtype)
 
@@ -145,40 +151,46 @@ class TwoLevelCall:
                 await self._within.scatter(window.shares, window.mine, hosts.here.index(root))
 
         async def exchange(window: _Window) -> None:
-            await self._agents.broadcast(window.mine, hosts.host(root), window.whole)
+            await self._agents(window).broadcast(window.mine, hosts.host(root), window.whole)
 
         await self._in_windows(x, share_out, exchange, self._hand_out)
 
     async def _hand_out(self, window: _Window) -> None:
         """Give each rank of this host the shares of all."""
-        window.shares[self._hosts.place][...] = window.mine
         await self._within.allgather(window.shares)
 
-    async def _in_windows(self, x: Array, before: _Step, between: _Step, after: _Step) -> None:
-        """Take the steps for each window of `x`. The windows follow each other in each step, at all ranks alike."""
-        under_way: deque[tuple[_Window, asyncio.Task[None] | None]] = deque()
-        async with _in_turn() as start:
-            for window in self._windows(x):
+    async def _in_windows(
+        self, x: Array, before: _Step, between: _Step, after: _Step, *, in_place: bool = True
+    ) -> None:
+        """Take the steps for each window of `x`. The windows follow each other in each step, at all ranks alike.
+
+        Shares are exchanged in `x` itself, or with `in_place` False in memory beside it.
+        """
+        under_way: deque[tuple[_Window, asyncio.Task[None]]] = deque()
+        async with _background() as start:
+            for window in self._windows(x, in_place=in_place):
                 await before(window)
-                under_way.append((window, start(between, window) if window.mine.size else None))
-                if len(under_way) == _WINDOWS:
-                    await self._end(*under_way.popleft(), after)
-            while under_way:
-                await self._end(*under_way.popleft(), after)
+                exchanged = None
+                if len(under_way) == EXCHANGES:
+                    exchanged, exchange = under_way.popleft()
+                    await exchange
+                under_way.append((window, start(between(window) if window.mine.size else _nothing())))
+                if exchanged is not None:
+                    await after(exchanged)
+            for window, exchange in under_way:
+                await exchange
+                await after(window)
 
-    @staticmethod
-    async def _end(window: _Window, exchange: asyncio.Task[None] | None, after: _Step) -> None:
-        if exchange is not None:
-            await exchange
-        await after(window)
-
-    def _windows(self, x: Array) -> list[_Window]:
+    def _windows(self, x: Array, *, in_place: bool) -> list[_Window]:
         size = max(1, _WINDOW_BYTES // x.itemsize)
         windows = [self._shares(x[start : start + size]) for start in range(0, max(1, x.size), size)]
         place = self._hosts.place
-        rooms = [np.empty_like(shares[place]) for shares in windows[:_WINDOWS]]
+        if in_place:
+            rooms = [shares[place] for shares in windows]
+        else:
+            rooms = [np.empty_like(shares[place]) for shares in windows[: EXCHANGES + 1]]
         return [
-            _Window(shares, rooms[turn % _WINDOWS][: shares[place].size], sum(share.nbytes for share in shares))
+            _Window(turn, shares, rooms[turn % len(rooms)][: shares[place].size], sum(share.nbytes for share in shares))
             for turn, shares in enumerate(windows)
         ]
 
@@ -201,10 +213,10 @@ class TwoLevelCall:
         mine = np.empty_like(outgoing[hosts.place])
         await self._within.reduce_scatter(outgoing, mine, summed, carried)
         handed = mine[:0]
-        if self._between is not None:
+        if self._between:
             sections = _parts(mine, [sum(sizes[rank] for rank in ranks) for ranks in hosts.carried(hosts.place)])
             handed = np.empty_like(sections[hosts.mine])
-            await self._between.reduce_scatter(sections, handed, summed, carried)
+            await self._between[0].reduce_scatter(sections, handed, summed, carried)
         total = np.empty(shard.size, mine.dtype) if carried != dtype else shard
         await self._deal(handed, sizes, total)
         self._finish(shard, total, op, dtype)
@@ -213,7 +225,7 @@ class TwoLevelCall:
         """Each agent has the blocks of those ranks of its host that it carries, and gives each of them its block."""
         hosts = self._hosts
         outgoing, incoming = [into[:0]] * len(hosts.here), [into[:0]] * len(hosts.here)
-        if self._between is not None:
+        if self._between:
             carried = hosts.carried(hosts.place)[hosts.mine]
             for rank, part in zip(carried, _parts(handed, [sizes[rank] for rank in carried]), strict=True):
                 outgoing[hosts.here.index(rank)] = part
@@ -229,15 +241,15 @@ class TwoLevelCall:
         outgoing, incoming = [nothing] * len(hosts.here), [nothing] * len(hosts.here)
         outgoing[hosts.place % hosts.agents] = blocks[self.rank]
         sections: list[Array] = []
-        if self._between is not None:
+        if self._between:
             plan = plans[hosts.place]
             sections = _parts(rooms[hosts.place], [sum(sizes[rank] for rank in ranks) for ranks in plan])
             carried = plan[hosts.mine]
             for rank, part in zip(carried, _parts(sections[hosts.mine], [sizes[r] for r in carried]), strict=True):
                 incoming[hosts.here.index(rank)] = part
         await self._within.alltoall(outgoing, incoming)
-        if self._between is not None:
-            await self._between.allgather(sections)
+        if self._between:
+            await self._between[0].allgather(sections)
         await self._within.allgather(rooms)
         for plan, room in zip(plans, rooms, strict=False):
             order = _flat(plan)
@@ -265,10 +277,9 @@ class TwoLevelCall:
     ) -> None:
         await self._whole.exchange(mine, dests, incoming, sources)
 
-    @property
-    def _agents(self) -> MessageCall:
-        assert self._between is not None, "only agents have a share"
-        return self._between
+    def _agents(self, window: _Window) -> MessageCall:
+        """The lane in which `window` is exchanged. The window before in the same lane has been exchanged."""
+        return self._between[window.turn % EXCHANGES]
 
     def _finish(self, x: Array, total: Array, op: ReduceOp, dtype: str) -> None:
         """Write the result into `x`, divided by the number of ranks for AVG."""
@@ -281,26 +292,24 @@ class TwoLevelCall:
 
 
 @contextlib.asynccontextmanager
-async def _in_turn() -> AsyncIterator[Callable[[_Step, _Window], asyncio.Task[None]]]:
-    """Yields what starts a step in the background, after those before. None is left when the context has ended."""
-    exchanges: list[asyncio.Task[None]] = []
+async def _background() -> AsyncIterator[Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]]:
+    """Yields what starts a coroutine in the background. None is left when the context has ended."""
+    tasks: list[asyncio.Task[None]] = []
 
-    async def follow(last: asyncio.Task[None] | None, step: _Step, window: _Window) -> None:
-        if last is not None:
-            await last
-        await step(window)
-
-    def start(step: _Step, window: _Window) -> asyncio.Task[None]:
-        last = exchanges[-1] if exchanges else None
-        exchanges.append(asyncio.get_running_loop().create_task(follow(last, step, window)))
-        return exchanges[-1]
+    def start(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        tasks.append(asyncio.get_running_loop().create_task(work))
+        return tasks[-1]
 
     try:
         yield start
     finally:
-        for exchange in exchanges:
-            exchange.cancel()
-        await asyncio.gather(*exchanges, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _nothing() -> None:
+    pass
 
 
 def _accumulator(x: Array, op: ReduceOp, dtype: str) -> tuple[Array, str, ReduceOp]:

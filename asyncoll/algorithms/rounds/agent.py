@@ -276,7 +276,6 @@ class Agent:
         with self._port.lane(group, lane_number, partial(self._text, number), participation) as lane:
             for part, combine in zip(self._part.arrays(block), self._combines, strict=True):
                 await on_lane.allreduce(lane, part, combine)
-                lane.next_phase()
         return share._replace(block=block)
 
     def _text(self, number: int) -> str:

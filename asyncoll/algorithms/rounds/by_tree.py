@@ -153,7 +153,6 @@ class ActivatedRounds(WaitAvoiding):
         with port.lane(group, number, lambda: f"round {number} of {self.describe()}", participation) as lane:
             for part, combine in zip(parts, self._combines, strict=True):
                 await on_lane.allreduce(lane, part, combine)
-                lane.next_phase()
         ranks, absent, total = self._tally.count_round(members, participation)
         synchronous = self.operation.is_synchronous(number)
         deserted = synchronous and absent == group.size

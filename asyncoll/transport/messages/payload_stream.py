@@ -21,6 +21,9 @@ from asyncoll.transport.wire import MAX_FRAME_BYTES, Buffer
 _LENGTH: Final = struct.Struct("<I")
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 _VECTOR = 64  # buffers of one write
+# So much of a payload arrives before the reader's loop wakes, unless the rest is shorter: not each packet of a slow
+# network wakes it. It leaves TCP a window in which the sender goes on meanwhile.
+_WAKE_BYTES = 1 << 18
 _BLOCKS = 4  # of MAX_FRAME_BYTES that are kept for the next payloads
 _WORTH_A_BLOCK = MAX_FRAME_BYTES // 2  # a shorter payload that is kept for long must not occupy a whole block
 
@@ -79,6 +82,7 @@ class PayloadReader:
         self._length_filled = 0
         self._payload: Array | None = None  # while it comes
         self._filled = 0
+        self._awaited = 1  # bytes that arrive before the loop wakes
 
     def read(self) -> Buffer | None:
         """Read once, also the length of the next payload; returns the payload that is complete now, or None.
@@ -100,7 +104,20 @@ class PayloadReader:
             if self._filled == self._payload.size:
                 complete, self._payload = self._payload.data.toreadonly(), None
         self._length_filled += count
+        self._await(min(self._rest(), _WAKE_BYTES))
         return complete
+
+    def _rest(self) -> int:
+        """The bytes until the payload that comes, or the next one, is complete; 1 as long as its length is unknown."""
+        if self._payload is not None:
+            return self._payload.size - self._filled
+        return int(_LENGTH.unpack(self._length)[0]) if self._length_filled == _LENGTH.size else 1
+
+    def _await(self, nbytes: int) -> None:
+        """Let the kernel report the connection as readable once so many bytes have come, or it has ended."""
+        if nbytes != self._awaited:
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            self._awaited = nbytes
 
     def _begin(self, nbytes: int) -> None:
         if not 0 < nbytes <= MAX_FRAME_BYTES:
