@@ -172,6 +172,9 @@ class PayloadStream(Stream):
     def send(self, dest, payload):
         self.sent.append((dest, payload))
 
+    def drop(self, rank):
+        raise NotImplementedError  # no rank is lost here
+
 
 def test_only_long_payloads_to_other_hosts_use_the_second_stream():
     messages, payloads, long, short = Stream(), PayloadStream(), bytes(100), bytes(99)

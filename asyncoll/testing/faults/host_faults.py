@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass
 from typing import ClassVar
 
+from asyncoll.errors import UsageError
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.testing.faults.host_networks import cut_cable, set_interface_down
 from asyncoll.testing.faults.injectors import Kill, Place
@@ -24,8 +25,8 @@ class KillHost(Kill):
             for rank in (*_others(endpoint), endpoint.rank):
                 endpoint.transport.peer(rank).crash()
             return
-        for rank in _others(endpoint):
-            os.kill(endpoint.membership.process(rank).pid, signal.SIGKILL)
+        for pid in _pids(endpoint):
+            os.kill(pid, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -36,9 +37,8 @@ class StopHost:
     of_process: ClassVar[bool] = True
 
     def strike(self, place: Place) -> None:
-        endpoint = place.comm._core.member.endpoint
-        for rank in _others(endpoint):
-            os.kill(endpoint.membership.process(rank).pid, signal.SIGSTOP)
+        for pid in _pids(place.comm._core.member.endpoint):
+            os.kill(pid, signal.SIGSTOP)
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
 
 
@@ -60,6 +60,16 @@ class CutHost:
 
     def strike(self, place: Place) -> None:
         cut_cable()
+
+
+def _pids(endpoint: Endpoint) -> list[int]:
+    """The processes of the other ranks of this rank's host."""
+    pids = [endpoint.membership.process(rank).pid for rank in _others(endpoint)]
+    if not all(pids):  # 0 would mean the process group of this rank
+        raise UsageError(
+            "not all ranks of this host have told their process ids yet: let the fault strike a later call"
+        )
+    return pids
 
 
 def _others(endpoint: Endpoint) -> list[int]:
