@@ -173,7 +173,8 @@ class TwoLevelCall:
     def _windows(self, x: Array) -> list[_Window]:
         size = max(1, _WINDOW_BYTES // x.itemsize)
         windows = [self._shares(x[start : start + size]) for start in range(0, max(1, x.size), size)]
-        rooms = [np.empty_like(shares[self._hosts.place]) for shares in windows[:_WINDOWS]]
+        room = max(shares[self._hosts.place].size for shares in windows)  # a short window has fewer and larger shares
+        rooms = [np.empty(room, x.dtype) for _ in windows[:_WINDOWS]]
         return [
             _Window(shares, rooms[turn % _WINDOWS][: shares[self._hosts.place].size])
             for turn, shares in enumerate(windows)

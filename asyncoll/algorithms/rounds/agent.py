@@ -46,8 +46,8 @@ SHORT_BYTES = (
 AGENTS_MAX = 2  # of a host: its first ranks. Each event of a round wakes all agents of one host
 
 # Steps of signals beside the events of `engine`.
-OPEN, CLAIM, TEAM, RESULT, DONE = 252, 250, 249, 248, 247
-END = 246  # from a rank to the agents of its host: it makes no more calls
+OPEN, CLAIM, TEAM, RESULT = 252, 250, 249, 248
+END = 247  # from a rank to the agents of its host: it makes no more calls
 
 # The agents of a host tell which of its ranks make no more calls: their signals GONE and JOINED carry these ranks.
 _ENDS = {host_record.GONE: GONE, host_record.JOINED: JOINED}
@@ -63,6 +63,9 @@ class Part(Protocol):
 
     def reduce(self) -> Coroutine[Any, Any, None]:
         """Reduce that into the blocks of its shares, together with the callers that wait."""
+
+    def until_over(self, number: int) -> Coroutine[Any, Any, None]:
+        """Wait until round `number`, which another agent of this host has claimed, is over here."""
 
     def neutral(self) -> int:
         """A new block, whose reduction with others changes nothing."""
@@ -116,7 +119,7 @@ class Agent:
 
         Its fields are untrusted; raises ProtocolError.
         """
-        if step not in (END, DONE):
+        if step != END:
             self._check(rank, number, step, payload)
             if number > self._record.latest:
                 self._early.setdefault(number, []).append((rank, step, payload))
@@ -223,7 +226,7 @@ class Agent:
 
     def _leading_host(self, number: int) -> int:
         """The host whose agents open round `number`."""
-        return self._hosts.host(self._operation.drawn(number, self._size)[0])
+        return self._hosts.host(self._operation.first_drawn(number, self._size))
 
     # -- a round ----------------------------------------------------------------------------------
 
@@ -232,13 +235,15 @@ class Agent:
         port = self._port
         taken = self._part.claim(number)
         if taken is None:
+            await self._part.until_over(number)
+            self.look()
             return
         participation = self._sign(taken)
         way = self._through_opener if self._is_short else self._among_agents
         with port.watch(f"{self._text(number)}: the agents of the other hosts") as self._answer:
             shares = await way(number, opener, taken, participation, self._answer)
+        self._answer = None
         self._part.conclude(self._outcome(shares, participation))
-        self._send([agent for agent in self._agents[self._hosts.mine] if agent != port.group.rank], DONE)
         self.look()
 
     async def _through_opener(
@@ -282,12 +287,18 @@ class Agent:
 
     def _empty_arrays(self) -> list[Array]:
         """Arrays for a participation list and a contribution."""
-        participation = tally.blank(self._size, weighted=self._operation.weighted).reshape(-1)
-        return [participation, *(np.empty(count, storage(dtype)) for dtype, count in self._operation.layout)]
+        return [
+            self._blank_list().reshape(-1),
+            *(np.empty(count, storage(dtype)) for dtype, count in self._operation.layout),
+        ]
+
+    def _blank_list(self) -> Array:
+        # Totals, because in groups a host is not told of every round of the ranks of other hosts.
+        return tally.blank(self._size, weighted=self._operation.weighted, totals=True)
 
     def _sign(self, taken: Taken) -> Array:
         """The participation list of this host: the columns of its ranks are filled."""
-        participation = tally.blank(self._size, weighted=self._operation.weighted)
+        participation = self._blank_list()
         here = list(self._hosts.here)
         for share in taken.shares:
             participation[tally.PRESENT, list(share.contributors)] = 1

@@ -83,7 +83,7 @@ class HostRounds(OneSidedRounds):
 
     def _tell(self, number: int, event: int) -> None:
         """Tell the agents that open round `number` of this event."""
-        host = self._hosts.host(self.operation.drawn(number, self._port.group.size)[0])
+        host = self._hosts.host(self.operation.first_drawn(number, self._port.group.size))
         for agent in self._hosts.first_ranks(host, AGENTS_MAX):
             self._port.send(agent, number, event)
 
@@ -118,6 +118,12 @@ class HostRounds(OneSidedRounds):
             running, work = rounds.running, rounds.work() if rounds.is_help_wanted() else []
         await self._help(running, work)
         await until(self._control_block, rounds.is_reduced)
+
+    def until_over(self, number: int) -> Coroutine[Any, Any, None]:
+        return self._drive(self._until_over(number))
+
+    async def _until_over(self, number: int) -> None:
+        await until(self._control_block, lambda: self._rounds.running != number)
 
     def neutral(self) -> int:
         block, _ = self._new_block()
