@@ -1,7 +1,7 @@
 """The agents of a host: the ranks that take part for it in the rounds between hosts.
 
 All agents of a host are told the same, and the first that runs acts; the memory of the host says what is done already.
-So a round goes on if the process of an agent is stopped. A round takes these signals:
+So an agent whose process is stopped between two rounds delays nobody. A round takes these signals:
 
 1. Every rank tells the agents of the round's host that it has arrived, or makes no more calls. That is the host of a
    rank that is drawn for the round. Its agents count ranks, not hosts.
@@ -10,10 +10,11 @@ So a round goes on if the process of an agent is stopped. A round takes these si
    that, together with the callers that wait on its host.
 4. The opener tells those agents of each other (TEAM), and they reduce between hosts. A short contribution comes with
    the claim: the opener reduces, and sends them the result (RESULT).
-5. They publish the result on their hosts. Each tells the other agents of its host (DONE), which then look for the next
-   round.
+5. They publish the result on their hosts. The other agents of a host wait for that in its memory, and then look for the
+   next round.
 
-An agent that is stopped between its claim and its publication delays the round until it goes on.
+A process that stops in the middle of a round delays it until it goes on: the opener before it has answered all claims,
+an agent between its claim and its publication, and any rank while it reduces a chunk or holds the lock of the memory.
 """
 
 from __future__ import annotations
@@ -56,24 +57,39 @@ _RANKS = np.dtype("<i4")
 
 
 class Part(Protocol):
-    """The part of a host in a round."""
+    """The part of a host in a round. On the runtime's loop.
+
+    All but `arrays` take the lock of the host's memory. They raise the failure of the world if a rank of the host has
+    died with that lock. `claim` and `neutral` raise UsageError if the host has no memory left for a block.
+    """
 
     def claim(self, number: int) -> Taken | None:
-        """Take what is staged for round `number`. None if another agent of this host has done that."""
+        """Take what is staged for round `number`. Never waits.
+
+        None if another agent of this host has done that, or the round is over. After any other answer this agent has to
+        call `reduce` and `conclude`: no other agent of this host does.
+        """
 
     def reduce(self) -> Coroutine[Any, Any, None]:
-        """Reduce that into the blocks of its shares, together with the callers that wait."""
+        """Reduce what was claimed into the blocks of its shares, together with the callers that wait.
+
+        Raises the failure of the communicator. If it is cancelled, this agent still reduces the chunks that are left.
+        """
 
     def until_over(self, number: int) -> Coroutine[Any, Any, None]:
-        """Wait until round `number`, which another agent of this host has claimed, is over here."""
+        """Wait until round `number`, which another agent of this host has claimed, is over here.
+
+        Raises the failure of the communicator. Cancelling it changes nothing.
+        """
 
     def neutral(self) -> int:
-        """A new block, whose reduction with others changes nothing."""
+        """A new block, whose reduction with others changes nothing. The caller keeps it, or gives it to `conclude`."""
 
-    def arrays(self, block: int) -> Parts: ...
+    def arrays(self, block: int) -> Parts:
+        """The parts of a contribution in `block`, not copied: one flat array for each of the operation's layout."""
 
     def conclude(self, outcome: Outcome) -> None:
-        """The round is over: publish its result on this host."""
+        """The claimed round is over: publish its result on this host, and wake the callers that wait. Never waits."""
 
 
 class Agent:
@@ -88,6 +104,7 @@ class Agent:
         part: Part,
         describe: Callable[[], str],
     ) -> None:
+        """`describe` gives the operation and its first call, for errors and for the report of a deadlock."""
         self._port = port
         self._operation = operation
         self._hosts = hosts
@@ -231,7 +248,11 @@ class Agent:
     # -- a round ----------------------------------------------------------------------------------
 
     async def _take_part(self, number: int, opener: int) -> None:
-        """Round `number` is open: take part in it for this host, unless another agent does."""
+        """Round `number` is open: take part in it for this host, or wait until another agent has done so.
+
+        Raises the failure of the communicator. A claimed round is cancelled only with the world: the host would be in
+        it for ever.
+        """
         port = self._port
         taken = self._part.claim(number)
         if taken is None:
