@@ -7,6 +7,8 @@ import selectors
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -204,6 +206,23 @@ def test_nothing_is_left_on_any_host(how, hosts, tmp_path):
     }[how]
     assert all(part in err for part in why.split(".*"))
     assert process.returncode == {"interrupt": 130, "kill the launcher": -signal.SIGKILL}.get(how, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_job", [False, True], ids=["before the job", "after it"])
+def test_an_agent_that_does_not_understand_its_launcher_says_so_and_ends(has_job):
+    command = [sys.executable, "-c", "from asyncoll.launch import agent; agent.main()"]
+    environ = {**os.environ, "SSH_CONNECTION": "127.0.0.1 50000 127.0.0.1 22"}
+    program = [str(SCRIPTS / "families.py")]
+    job = {"argv": program, "module": False, "folder": os.getcwd(), "size": 1, "key": b"", "environment": LIGHT}
+    with subprocess.Popen(command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as process:
+        assert process.stdout.readline() == f"asyncoll agent {asyncoll.__version__}\n".encode()
+        if has_job:
+            send(process.stdin.fileno(), job)
+            assert "ready" in str(Frames().feed(process.stdout.read(1 << 16)))
+        os.write(process.stdin.fileno(), b"\xff" * 100)
+        told = Frames().feed(process.stdout.read())
+    assert (process.returncode, "what comes to it is not of a launcher" in str(told)) == (0, True), told
 
 
 def test_a_first_host_that_others_do_not_reach_is_noticed():

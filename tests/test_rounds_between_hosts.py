@@ -109,22 +109,54 @@ def test_no_process_delays_the_others_as_long_as_an_agent_of_its_host_runs(pause
     assert all((when > 80) == waits for rank, when in enumerate(ended) if rank != paused), ended
 
 
-def test_an_agent_acts_on_what_only_it_was_told_before_the_round():
-    """Rank 4 is cut off from agent 0. What it tells agent 1 may come before agent 0 has published the last round."""
+@looped("count", [1, 3000])
+def test_an_agent_that_stops_between_two_rounds_delays_nobody(count):
+    """At any moment: one that stops in the middle of a round delays that round, and no other is delayed."""
+    hosts, stopped = (0, 0, 0, 1, 1, 1), 0
+
+    async def main(comm, moment):
+        now, newest, amid = asyncio.get_running_loop().time, 0, False
+        await comm.solo_allreduce(np.ones(count))
+        if comm.rank == stopped:
+            await asyncio.sleep(moment - now())
+            agent = comm._core.backend.operations.known["solo"]._agent
+            amid = agent._is_opener or agent._answer is not None  # the opener, or it has claimed the round
+            await asyncio.sleep(20 - now())
+        while newest < 20:
+            await asyncio.sleep(0.005)
+            newest = (await comm.solo_allreduce(np.ones(count))).round
+        return now(), amid
+
+    moments = [0.04 + 0.0017 * nth for nth in range(20)]
+    amid = []
+    for seed, moment in enumerate(moments):
+        network = Network(jitter_s=1e-3, faults=[Pause(stopped, moment, 15.0)])
+        results = on_hosts(hosts, lambda comm, moment=moment: main(comm, moment), network, seed).results
+        amid.append(results[stopped][1])
+        assert amid[-1] or max(when for when, _ in results[1:]) < 10, (moment, results)
+    assert {True, False} == set(amid)
+
+
+@looped("count, cut", [(1, ()), (3000, (1,))])
+def test_an_agent_acts_on_what_only_it_was_told_before_the_round(count, cut):
+    """Rank 4 is cut off from agent 0. What it tells agent 1 may come before agent 0 has published the last round.
+
+    Agent 1 finds that out by itself: agent 0 may stop before it could tell.
+    """
 
     async def main(comm):
         now = asyncio.get_running_loop().time
-        await comm.solo_allreduce(np.ones(1), sync_every=100)
+        await comm.solo_allreduce(np.ones(count), sync_every=100)
         await comm.barrier()
         await asyncio.sleep(1 - now())
         for _ in range(20 if comm.rank == 4 else 0):
-            await comm.solo_allreduce(np.ones(1), sync_every=100)
+            await comm.solo_allreduce(np.ones(count), sync_every=100)
         ended = now()
         await asyncio.sleep(200)
         return ended
 
     for seed in range(5):
-        network = Network(jitter_s=0.02, faults=[Cut(0, 4, 0.9, 100.0)])
+        network = Network(jitter_s=0.02, faults=[Cut(0, rank, 0.9, 100.0) for rank in (4, *cut)])
         assert on_hosts((0, 0, 1, 1, 1), main, network, seed).results[4] < 10
 
 
@@ -196,6 +228,23 @@ def test_statistics_have_the_times_of_the_ranks_of_all_hosts():
         assert statistics.rounds == 3
         assert statistics.active == {4: 3}
         assert statistics.waits_s == pytest.approx((6, 4, 2, 0), abs=0.1)
+
+
+def test_times_between_hosts_are_exact_after_days():
+    """They are those of all rounds so far: float32 would count them in steps of 60 ms."""
+    days_s = 864_000.0
+
+    async def main(comm):
+        for _ in range(11):
+            await asyncio.sleep(0.01 if comm.rank else 0)
+            await comm.quorum_allreduce(np.ones(1), quorum=4)
+            if comm.statistics().operations["quorum"].calls == 1:
+                await asyncio.sleep(days_s if comm.rank else 0)
+        await comm.barrier()
+        return comm.statistics().operations["quorum"].waits_s[0]
+
+    for waited in on_hosts((0, 1, 0, 1), main).results:
+        assert waited == pytest.approx(days_s + 0.1, abs=0.005)
 
 
 @looped("count", [1, 3000])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from conftest import looped
 
 import asyncoll
 from asyncoll.algorithms.dense.two_level import EXCHANGES, TwoLevelCall
@@ -153,7 +155,18 @@ def test_the_layout():
     assert (hosts.ranks, hosts.mine, hosts.place) == (((0, 2, 3), (1, 4)), 0, 2)
     assert (hosts.here, hosts.agents, hosts.is_agent, hosts.host(4)) == ((0, 2, 3), 2, False, 1)
     assert Hosts.of("abaab", 4).team == (2, 4)
-    assert hosts.carried(0) == [[0, 3], [1]]
+    assert hosts.carried(0) == [(0, 3), (1,)]
+    assert hosts.carried(1) == [(2,), (4,)]
+    assert hosts.carried(1) is hosts.carried(1)  # computed once
+
+
+@looped("rest", [100, 4000, 7000])
+def test_a_share_of_a_short_window_has_room(rest):
+    """It may be larger than one of a full window, as fewer agents have a share."""
+    hosts = Hosts.of([rank // 200 for rank in range(400)], 0)
+    call = TwoLevelCall(hosts, SimpleNamespace(rank=0, size=400), None, [])
+    windows = call._windows(np.zeros(2 * (1 << 20) + rest, "f4"), in_place=False)
+    assert [window.mine.size for window in windows] == [window.shares[0].size for window in windows]
 
 
 class Within:

@@ -41,12 +41,18 @@ class HostMemory:
         host.endpoint.on_depart(self._registry.depart)
 
     def rounds(self, port: Port, operation: Operation, hosts: Hosts, describe: Callable[[], str]) -> HostRounds:
-        """The rounds of `operation` at this rank."""
+        """The rounds of `operation` at this rank. On the runtime's loop; never waits.
+
+        `describe` gives the operation and its first call, for errors and for the report of a deadlock. Raises
+        UsageError if the communicator has too many operations, or the host has no memory left for another; and the
+        failure of the world if a rank of this host has died with the lock of its memory.
+        """
         arena, endpoint = cast(Arena, self._lease), self._host.endpoint
         setting = Setting(arena, self._registry, self._host.group, describe, lambda: bool(endpoint.membership.lost))
         check = partial(endpoint.failures.check, self._host.communicator)
 
         def drive(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+            # Raises what `work` raises. A cancellation and a failure are thrown into it, where it waits (`Work`).
             return Work(arena, work, check, describe).finish()
 
         return HostRounds(setting, operation, port, hosts, drive)

@@ -62,7 +62,7 @@ def bound(mode: str, ranks: int, iterations: int) -> float:
     if mode == "majority":
         operation = Operation("", (), ReduceOp.SUM, Opening.MAJORITY)
         numbers = range(2 * WARMUP + 1, 2 * (WARMUP + iterations), 2)  # every second round is synchronous
-        drawn = [operation.drawn(number, ranks)[0] for number in numbers]
+        drawn = [operation.first_drawn(number, ranks) for number in numbers]
         skews = sum(k * (k + 1) for k in drawn) / (2 * ranks * len(drawn))
     return expected("full", ranks)[0] / skews if skews else math.inf
 

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import asyncoll
-from asyncoll.errors import UsageError
+from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.launch import frames
 from asyncoll.launch.environment import job_folder
 from asyncoll.launch.host import READ_BYTES, News, Sources
@@ -42,9 +42,9 @@ class _Agent:
         self._host: LocalHost | None = None
 
     def run(self) -> None:
-        if (job := self._receive_job()) is None:
-            return
         try:
+            if (job := self._receive_job()) is None:
+                return
             address = _enter(job)
             program = Program(tuple(job["argv"]), job["module"])
             check(job["size"], program)
@@ -55,6 +55,8 @@ class _Agent:
                     self._serve(host)
         except UsageError as error:
             self._tell({"refused": str(error)})
+        except ProtocolError as error:
+            self._give_up(error)
 
     def _serve(self, host: LocalHost) -> None:
         self._host = host
@@ -76,8 +78,15 @@ class _Agent:
         data = os.read(0, READ_BYTES)
         if not data:
             self._end()
-        for order in self._frames.feed(data):
-            self._host.tell(order)
+        try:
+            for order in self._frames.feed(data):
+                self._host.tell(order)
+        except ProtocolError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: ProtocolError) -> None:
+        self._tell({"ended": f"what comes to it is not of a launcher: {error}"})
+        self._end()
 
     def _tell(self, news: News) -> None:
         try:

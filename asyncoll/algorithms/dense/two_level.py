@@ -188,7 +188,8 @@ class TwoLevelCall:
         if in_place:
             rooms = [shares[place] for shares in windows]
         else:
-            rooms = [np.empty_like(shares[place]) for shares in windows[: EXCHANGES + 1]]
+            room = max(shares[place].size for shares in windows)  # a short window has fewer and larger shares
+            rooms = [np.empty(room, x.dtype) for _ in windows[: EXCHANGES + 1]]
         return [
             _Window(turn, shares, rooms[turn % len(rooms)][: shares[place].size], sum(share.nbytes for share in shares))
             for turn, shares in enumerate(windows)

@@ -1,7 +1,7 @@
 """The agents of a host: the ranks that take part for it in the rounds between hosts.
 
 All agents of a host are told the same, and the first that runs acts; the memory of the host says what is done already.
-So a round goes on if the process of an agent is stopped. A round takes these signals:
+So an agent whose process is stopped between two rounds delays nobody. A round takes these signals:
 
 1. Every rank tells the agents of the round's host that it has arrived, or makes no more calls. That is the host of a
    rank that is drawn for the round. Its agents count ranks, not hosts.
@@ -10,10 +10,11 @@ So a round goes on if the process of an agent is stopped. A round takes these si
    that, together with the callers that wait on its host.
 4. The opener tells those agents of each other (TEAM), and they reduce between hosts. A short contribution comes with
    the claim: the opener reduces, and sends them the result (RESULT).
-5. They publish the result on their hosts. Each tells the other agents of its host (DONE), which then look for the next
-   round.
+5. They publish the result on their hosts. The other agents of a host wait for that in its memory, and then look for the
+   next round.
 
-An agent that is stopped between its claim and its publication delays the round until it goes on.
+A process that stops in the middle of a round delays it until it goes on: the opener before it has answered all claims,
+an agent between its claim and its publication, and any rank while it reduces a chunk or holds the lock of the memory.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ ALL_SHORT_BYTES = 1 << 18
 AGENTS_MAX = 2  # of a host: its first ranks. Each event of a round wakes all agents of one host
 
 # Steps of signals beside the events of `engine`.
-OPEN, CLAIM, TEAM, RESULT, DONE = 252, 250, 249, 248, 247
-END = 246  # from a rank to the agents of its host: it makes no more calls
+OPEN, CLAIM, TEAM, RESULT = 252, 250, 249, 248
+END = 247  # from a rank to the agents of its host: it makes no more calls
 
 # The agents of a host tell which of its ranks make no more calls: their signals GONE and JOINED carry these ranks.
 _ENDS = {host_record.GONE: GONE, host_record.JOINED: JOINED}
@@ -58,21 +59,39 @@ _RANKS = np.dtype("<i4")
 
 
 class Part(Protocol):
-    """The part of a host in a round."""
+    """The part of a host in a round. On the runtime's loop.
+
+    All but `arrays` take the lock of the host's memory. They raise the failure of the world if a rank of the host has
+    died with that lock. `claim` and `neutral` raise UsageError if the host has no memory left for a block.
+    """
 
     def claim(self, number: int) -> Taken | None:
-        """Take what is staged for round `number`. None if another agent of this host has done that."""
+        """Take what is staged for round `number`. Never waits.
+
+        None if another agent of this host has done that, or the round is over. After any other answer this agent has to
+        call `reduce` and `conclude`: no other agent of this host does.
+        """
 
     def reduce(self) -> Coroutine[Any, Any, None]:
-        """Reduce that into the blocks of its shares, together with the callers that wait."""
+        """Reduce what was claimed into the blocks of its shares, together with the callers that wait.
+
+        Raises the failure of the communicator. If it is cancelled, this agent still reduces the chunks that are left.
+        """
+
+    def until_over(self, number: int) -> Coroutine[Any, Any, None]:
+        """Wait until round `number`, which another agent of this host has claimed, is over here.
+
+        Raises the failure of the communicator. Cancelling it changes nothing.
+        """
 
     def neutral(self) -> int:
-        """A new block, whose reduction with others changes nothing."""
+        """A new block, whose reduction with others changes nothing. The caller keeps it, or gives it to `conclude`."""
 
-    def arrays(self, block: int) -> Parts: ...
+    def arrays(self, block: int) -> Parts:
+        """The parts of a contribution in `block`, not copied: one flat array for each of the operation's layout."""
 
     def conclude(self, outcome: Outcome) -> None:
-        """The round is over: publish its result on this host."""
+        """The claimed round is over: publish its result on this host, and wake the callers that wait. Never waits."""
 
 
 class Agent:
@@ -87,6 +106,7 @@ class Agent:
         part: Part,
         describe: Callable[[], str],
     ) -> None:
+        """`describe` gives the operation and its first call, for errors and for the report of a deadlock."""
         self._port = port
         self._operation = operation
         self._hosts = hosts
@@ -118,7 +138,7 @@ class Agent:
 
         Its fields are untrusted; raises ProtocolError.
         """
-        if step not in (END, DONE):
+        if step != END:
             self._check(rank, number, step, payload)
             if number > self._record.latest:
                 self._early.setdefault(number, []).append((rank, step, payload))
@@ -225,22 +245,28 @@ class Agent:
 
     def _leading_host(self, number: int) -> int:
         """The host whose agents open round `number`."""
-        return self._hosts.host(self._operation.drawn(number, self._size)[0])
+        return self._hosts.host(self._operation.first_drawn(number, self._size))
 
     # -- a round ----------------------------------------------------------------------------------
 
     async def _take_part(self, number: int, opener: int) -> None:
-        """Round `number` is open: take part in it for this host, unless another agent does."""
+        """Round `number` is open: take part in it for this host, or wait until another agent has done so.
+
+        Raises the failure of the communicator. A claimed round is cancelled only with the world: the host would be in
+        it for ever.
+        """
         port = self._port
         taken = self._part.claim(number)
         if taken is None:
+            await self._part.until_over(number)
+            self.look()
             return
         participation = self._sign(taken)
         way = self._through_opener if self._is_short else self._among_agents
         with port.watch(f"{self._text(number)}: the agents of the other hosts") as self._answer:
             shares = await way(number, opener, taken, participation, self._answer)
+        self._answer = None
         self._part.conclude(self._outcome(shares, participation))
-        self._send([agent for agent in self._agents[self._hosts.mine] if agent != port.group.rank], DONE)
         self.look()
 
     async def _through_opener(
@@ -283,12 +309,18 @@ class Agent:
 
     def _empty_arrays(self) -> list[Array]:
         """Arrays for a participation list and a contribution."""
-        participation = tally.blank(self._size, weighted=self._operation.weighted).reshape(-1)
-        return [participation, *(np.empty(count, storage(dtype)) for dtype, count in self._operation.layout)]
+        return [
+            self._blank_list().reshape(-1),
+            *(np.empty(count, storage(dtype)) for dtype, count in self._operation.layout),
+        ]
+
+    def _blank_list(self) -> Array:
+        # Totals, because in groups a host is not told of every round of the ranks of other hosts.
+        return tally.blank(self._size, weighted=self._operation.weighted, totals=True)
 
     def _sign(self, taken: Taken) -> Array:
         """The participation list of this host: the columns of its ranks are filled."""
-        participation = tally.blank(self._size, weighted=self._operation.weighted)
+        participation = self._blank_list()
         here = list(self._hosts.here)
         for share in taken.shares:
             participation[tally.PRESENT, list(share.contributors)] = 1

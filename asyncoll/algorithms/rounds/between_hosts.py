@@ -1,8 +1,9 @@
 """Rounds of ranks on several hosts: one-sided on each host, and by message between one rank of each, its agent.
 
 A rank stages its contribution in the memory of its host, tells the agents of one host that it has arrived (`agent`),
-and waits in memory. An agent takes what is staged on its host, without asking. So a rank that computes, or whose
-process is stopped, delays nobody, and what it has staged is used.
+and waits in memory. An agent takes what is staged on its host, without asking. So a rank that computes delays nobody,
+and what it has staged is used. A process that is stopped between two rounds delays nobody either, as long as one agent
+of its host runs. In the middle of a round it may be the one that carries the round out (`agent`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ class HostRounds(OneSidedRounds):
     _rounds: HostRecord
 
     def __init__(self, setting: Setting, operation: Operation, port: Port, hosts: Hosts, drive: Drive[Any]) -> None:
-        """`drive` drives a coroutine in memory on the runtime's loop."""
+        """Raises UsageError if the communicator has too many operations, or the host has no memory left for another.
+
+        `drive` drives a coroutine in memory on the runtime's loop. What it returns raises what the coroutine raises. It
+        throws a cancellation, and the failure of the communicator, into the coroutine where that waits.
+        """
         self._port = port
         self._hosts = hosts
         self._drive = drive
@@ -83,7 +88,7 @@ class HostRounds(OneSidedRounds):
 
     def _tell(self, number: int, event: int) -> None:
         """Tell the agents that open round `number` of this event."""
-        host = self._hosts.host(self.operation.drawn(number, self._port.group.size)[0])
+        host = self._hosts.host(self.operation.first_drawn(number, self._port.group.size))
         for agent in self._hosts.first_ranks(host, AGENTS_MAX):
             self._port.send(agent, number, event)
 
@@ -97,7 +102,7 @@ class HostRounds(OneSidedRounds):
             raise ProtocolError(f"signal {step} of {self.operation} is for agents, and this rank is none")
         self._agent.received(rank, number, step, payload)
 
-    # -- the part of the host, for its agent ------------------------------------------------------
+    # -- the part of the host, for its agent: as of `agent.Part` -----------------------------------
 
     def claim(self, number: int) -> Taken | None:
         rounds = self._rounds
@@ -118,6 +123,12 @@ class HostRounds(OneSidedRounds):
             running, work = rounds.running, rounds.work() if rounds.is_help_wanted() else []
         await self._help(running, work)
         await until(self._control_block, rounds.is_reduced)
+
+    def until_over(self, number: int) -> Coroutine[Any, Any, None]:
+        return self._drive(self._until_over(number))
+
+    async def _until_over(self, number: int) -> None:
+        await until(self._control_block, lambda: self._rounds.running != number)
 
     def neutral(self) -> int:
         block, _ = self._new_block()

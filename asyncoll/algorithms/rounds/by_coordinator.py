@@ -151,7 +151,7 @@ class CoordinatedRounds(WaitAvoiding):
         self._end_round(Result(self._number, parts, ranks, self._all_ranks, taken, synchronous, weight), gone)
 
     def _coordinator_of(self, number: int) -> int:
-        return (self._round.drawn if number == self._number else self.operation.drawn(number, self._group.size))[0]
+        return self.operation.first_drawn(number, self._group.size)
 
     # -- payloads: a participation list, then the parts -------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import NamedTuple
@@ -75,11 +75,18 @@ class Operation:
         The draw is a hash of (seed, round), so it needs neither state nor messages. Section 4.2 of the paper draws one
         rank for each round in the same way.
         """
-        chosen: list[int] = []
+        return tuple(self._draws(number, size))
+
+    def first_drawn(self, number: int, size: int) -> int:
+        """The first rank of `drawn`, without the work for the others: each signal of a round asks for it."""
+        return next(self._draws(number, size))
+
+    def _draws(self, number: int, size: int) -> Iterator[int]:
+        chosen: set[int] = set()
         for last in range(size - self.candidates, size):
             rank = digest("initiator", self.seed, number, last) % (last + 1)
-            chosen.append(last if rank in chosen else rank)
-        return tuple(chosen)
+            chosen.add(rank := last if rank in chosen else rank)
+            yield rank
 
     def members(self, number: int, size: int, rank: int) -> tuple[int, ...]:
         """The ranks that reduce together with `rank`, which is one of them, in round `number`."""
