@@ -1747,9 +1747,9 @@ class Communicator:
     def empty(self, shape: SupportsIndex | Sequence[SupportsIndex], dtype: Any, *, device: object | None = None) -> Any:
         """A tensor of undefined content in memory that the ranks of this host share (*registered* memory).
 
-        Allreduces, broadcasts, gathers and rounds use long registered tensors where they are, without copies. If the
-        ranks share no memory, the result is an ordinary tensor. Views of it are registered, too. The memory is freed by
-        this rank's next call after the last view is gone.
+        Allreduces, broadcasts, gathers and rounds use long registered tensors where they are, without copies. If not
+        all ranks of the communicator share memory, the result is an ordinary tensor. Views of it are registered, too.
+        The memory is freed by this rank's next call after the last view is gone.
 
         Local: the other ranks need not call it, and no event loop is needed. A forked child of this process has a copy
         of the content at the time of the fork, which takes as much memory, and 1 to 2 s per GB.

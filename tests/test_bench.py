@@ -164,7 +164,7 @@ def test_text_is_aligned_under_a_headline() -> None:
 
 
 def test_a_wrong_result_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def lazy(lane: object, x: object, combine: object) -> None:
+    async def lazy(lane: object, x: object, combine: object, whole: int) -> None:
         pass
 
     monkeypatch.setattr(algorithms, "allreduce", lazy)

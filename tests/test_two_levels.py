@@ -67,6 +67,39 @@ def test_real_memory_and_sockets(transport):
     assert len(set(run_ranks(5, every_call, transport, hosts="01101"))) == 1
 
 
+async def calls_of_functions(comm):
+    """Every rank calls every rank, with an array and a stream."""
+
+    async def shifted(x, by):
+        return x + by
+
+    async def counting(count):
+        for number in range(count):
+            yield np.full(1000, number)
+
+    comm.rpc.register(shifted)
+    comm.rpc.register(counting)
+    await comm.barrier()
+    for dest in range(comm.size):
+        for count in (0, 10, 100_000):
+            x = np.arange(count) + comm.rank
+            assert (await comm.rpc.call(dest, "shifted", x, dest) == x + dest).all()
+        assert [int(item[0]) async for item in comm.rpc.stream(dest, "counting", 3)] == [0, 1, 2]
+    await comm.barrier()
+
+
+@pytest.mark.parametrize("hosts", ["0011", "01101"])
+def test_rpc_of_a_host_passes_through_its_memory(hosts):
+    trace = simulate(len(hosts), calls_of_functions, JITTERY, shared_memory=True, hosts=hosts).trace
+    sizes = [payload for _, source, dest, payload in trace if hosts[source] == hosts[dest]]
+    assert max(sizes, default=0) < 1000
+    assert any(payload > 100_000 for *_, payload in trace)
+
+
+def test_rpc_between_hosts_of_real_memory():
+    run_ranks(5, calls_of_functions, "shm", hosts="01101")
+
+
 def test_local_ranks_count_on_each_host():
     async def main(comm):
         part = await comm.split(0 if comm.rank else None, key=-comm.rank)  # ranks 4, 3, 2, 1

@@ -1,6 +1,6 @@
 """The backend of ranks on several hosts, some of which share a host: dense calls and rounds on two levels.
 
-Point to point and RPC go by message, among the ranks of a host, too.
+RPC passes through memory between the ranks of a host. Point to point goes by message, among the ranks of a host, too.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from asyncoll.algorithms.host_operations import HostMemory, HostOperations
 from asyncoll.algorithms.in_memory import MemoryBackend, MemoryCall
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
 from asyncoll.arguments import digest
+from asyncoll.errors import ProtocolError
+from asyncoll.rpc.between_hosts import HostsCarrier
+from asyncoll.rpc.carrier import Carrier
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
@@ -56,6 +59,12 @@ class HostsBackend(MessageBackend):
             within = _CallOnLoop(self._memory, call)
         between = [MessageCall(self._team, call, context) for context in self._between] if self._team else []
         return TwoLevelCall(self._hosts, super().collectives(call), within, between)
+
+    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
+        far = super().carrier(broken)
+        if self._memory is None:
+            return far
+        return HostsCarrier(self._memory.carrier(broken), self._host.group.ranks, far)
 
     # -- the end, as of `runtime.lifetime.Part` ---------------------------------------------------
 
