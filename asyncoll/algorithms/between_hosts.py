@@ -54,8 +54,13 @@ class HostsBackend(MessageBackend):
             within = MessageCall(self._host, call, self._within)
         else:
             within = _CallOnLoop(self._memory, call)
-        between = [MessageCall(self._team, call, context) for context in self._between] if self._team else []
-        return TwoLevelCall(self._hosts, super().collectives(call), within, between)
+        return TwoLevelCall(self._hosts, super().collectives(call), within, self._between_hosts(call))
+
+    def _between_hosts(self, call: Signature) -> list[MessageCall]:
+        """The lanes of the agents of this rank's place; none if this rank is no agent."""
+        if self._team is None:
+            return []
+        return [MessageCall(self._team, call, context, is_one_of_several=True) for context in self._between]
 
     # -- the end, as of `runtime.lifetime.Part` ---------------------------------------------------
 

@@ -23,10 +23,11 @@ class MessageCall:
     Cancelling one stops the wait only. The context then ends the communicator, because peers still expect messages.
     """
 
-    def __init__(self, member: Member, call: Signature, context: int) -> None:
-        """`call` is execution `call.number` of `context`."""
+    def __init__(self, member: Member, call: Signature, context: int, *, is_one_of_several: bool = False) -> None:
+        """`call` is execution `call.number` of `context`. `is_one_of_several` is that of `on_lane.allreduce`."""
         self._member = member
         self._call = call
+        self._is_one_of_several = is_one_of_several
         self._lane = member.lane(call, context)
         self.rank = self._lane.rank
         self.size = self._lane.size
@@ -48,7 +49,7 @@ class MessageCall:
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
         total, combine = self._accumulator(x, op, dtype)
-        await on_lane.allreduce(self._lane, total, combine)
+        await on_lane.allreduce(self._lane, total, combine, is_one_of_several=self._is_one_of_several)
         self._finish(x, total, op, dtype)
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
