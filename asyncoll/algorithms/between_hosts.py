@@ -57,8 +57,13 @@ class HostsBackend(MessageBackend):
             within = MessageCall(self._host, call, self._within)
         else:
             within = _CallOnLoop(self._memory, call)
-        between = [MessageCall(self._team, call, context) for context in self._between] if self._team else []
-        return TwoLevelCall(self._hosts, super().collectives(call), within, between)
+        return TwoLevelCall(self._hosts, super().collectives(call), within, self._between_hosts(call))
+
+    def _between_hosts(self, call: Signature) -> list[MessageCall]:
+        """The lanes of the agents of this rank's place; none if this rank is no agent."""
+        if self._team is None:
+            return []
+        return [MessageCall(self._team, call, context) for context in self._between]
 
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
         far = super().carrier(broken)

@@ -324,7 +324,7 @@ class SharedCall:
         `shard` may be this rank's own chunk itself, which is then the first operand.
         """
         what = self._reduction(shard, op, dtype)
-        first = self.rank if shard is chunks[self.rank] else 0
+        first = self.rank if np.may_share_memory(shard, chunks[self.rank]) else 0
         parts: list[Array] = []
 
         def take(source: int, start: int, piece: Array) -> None:

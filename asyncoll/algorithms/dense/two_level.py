@@ -186,12 +186,13 @@ class TwoLevelCall:
         windows = [self._shares(x[start : start + size]) for start in range(0, max(1, x.size), size)]
         place = self._hosts.place
         if in_place:
-            rooms = [shares[place] for shares in windows]
+            mine = [shares[place] for shares in windows]
         else:
             room = max(shares[place].size for shares in windows)  # a short window has fewer and larger shares
             rooms = [np.empty(room, x.dtype) for _ in windows[: EXCHANGES + 1]]
+            mine = [rooms[turn % len(rooms)][: shares[place].size] for turn, shares in enumerate(windows)]
         return [
-            _Window(turn, shares, rooms[turn % len(rooms)][: shares[place].size], sum(share.nbytes for share in shares))
+            _Window(turn, shares, mine[turn], sum(share.nbytes for share in shares))
             for turn, shares in enumerate(windows)
         ]
 
