@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import ForkedRank
+from conftest import ForkedRank, case
 
 from asyncoll.transport.keys import write_key
 
@@ -126,22 +126,34 @@ def test_clocks_of_hosts_may_be_hours_apart(start):
     assert [end.get("result") for end in ends(start("ab", {"b": {"LATE_S": "7200"}}))] == [2.0, 2.0]
 
 
-@pytest.mark.parametrize(
-    ("of_host", "complaint"),
-    [
-        ({"b": {"VERSION": "0.0.7"}}, r"different versions of asyncoll: .*0\.0\.7 \(rank 1, host b\)"),
-        ({"b": {"ASYNCOLL_INTERFACE": "ib7"}}, r"ASYNCOLL_INTERFACE=ib7: this host \(b\) has no such interface"),
-        ({"b": {"ASYNCOLL_ADDRESS": "192.0.2.1"}}, r"192\.0\.2\.1 is no address of this host \(b has .*NAT"),
-        (
-            {"a": {"MASTER_ADDR": "a", "names": "127.0.1.1 a\n"}, "b": {"MASTER_ADDR": "a", "names": NAMED}},
-            r"not in the store at 127\.0\.1\.1:|MASTER_ADDR must be an address of rank 0's host",
-        ),
-        ({"b": {"MASTER_ADDR": "nowhere"}}, r"not in the store|MASTER_ADDR must be an address of rank 0's host"),
-    ],
-)
-def test_hosts_that_do_not_meet_say_what_to_set(start, of_host, complaint):
-    for end in ends(start("ab", of_host, ASYNCOLL_DEADLINE_S="2")):
-        assert re.search(complaint, end.get("text", "")), end
+UNLIKE = [
+    ({"b": {"VERSION": "0.0.7"}}, r"different versions of asyncoll: .*0\.0\.7 \(rank 1, host b\)"),
+    ({"b": {"ASYNCOLL_INTERFACE": "ib7"}}, r"ASYNCOLL_INTERFACE=ib7: this host \(b\) has no such interface"),
+    ({"b": {"ASYNCOLL_ADDRESS": "192.0.2.1"}}, r"192\.0\.2\.1 is no address of this host \(b has .*NAT"),
+]
+APART = [
+    (
+        {"a": {"MASTER_ADDR": "a", "names": "127.0.1.1 a\n"}, "b": {"MASTER_ADDR": "a", "names": NAMED}},
+        r"not in the store at 127\.0\.1\.1:|MASTER_ADDR must be an address of rank 0's host",
+    ),
+    ({"b": {"MASTER_ADDR": "nowhere"}}, r"not in the store|MASTER_ADDR must be an address of rank 0's host"),
+]
+UNREACHABLE = {"a": {"ASYNCOLL_ADDRESS": "192.0.2.1", "ASYNCOLL_INTERFACE": "eth1"}}
+
+
+def test_hosts_that_do_not_meet_say_what_to_set(start):
+    """The worlds form, and wait for their deadlines, at the same time."""
+    unlike = [(start("ab", of_host), complaint) for of_host, complaint in UNLIKE]
+    apart = [(start("ab", of_host, ASYNCOLL_DEADLINE_S="4"), complaint) for of_host, complaint in APART]
+    unreachable = start("ab", UNREACHABLE, ASYNCOLL_DEADLINE_S="4")
+    for ranks, complaint in [*unlike, *apart]:
+        with case(complaint=complaint):
+            for end in ends(ranks):
+                assert re.search(complaint, end.get("text", "")), end
+    heard, said = ends(unreachable)
+    assert heard["error"] in ("DeadlineError", "PeerLostError"), heard  # it may see only that rank 1 has given up
+    assert "(b) gets no answer from tcp://192.0.2.1:" in said["text"], said
+    assert "of rank 0; set ASYNCOLL_INTERFACE" in said["text"], said
 
 
 def test_hosts_with_different_keys_name_each_other(start, tmp_path):
@@ -150,12 +162,3 @@ def test_hosts_with_different_keys_name_each_other(start, tmp_path):
         assert (
             f"the nonce of rank {1 - rank} (host '{'ba'[rank]}') is not sealed with the key of this job" in end["text"]
         )
-
-
-def test_a_rank_that_gets_no_answer_says_from_where_and_what_to_set(start):
-    """Rank 0 may see only that rank 1 has given up."""
-    unreachable = {"a": {"ASYNCOLL_ADDRESS": "192.0.2.1", "ASYNCOLL_INTERFACE": "eth1"}}
-    heard, said = ends(start("ab", unreachable, ASYNCOLL_DEADLINE_S="2"))
-    assert heard["error"] in ("DeadlineError", "PeerLostError"), heard
-    assert "(b) gets no answer from tcp://192.0.2.1:" in said["text"], said
-    assert "of rank 0; set ASYNCOLL_INTERFACE" in said["text"], said
