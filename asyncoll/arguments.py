@@ -7,9 +7,7 @@ A numpy string, a member of a StrEnum or a numpy integer equals its built-in val
 from __future__ import annotations
 
 import hashlib
-import math
 import operator
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -63,18 +61,6 @@ def real(value: object, what: str) -> float:
         return float(value)
     except OverflowError:
         raise UsageError(f"{what} must be a number that a float can hold, got {value!r:.50}") from None
-
-
-def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    """The seconds in the environment variable `name`, or `default`. Raises UsageError if it has something else."""
-    text = environ.get(name)
-    try:
-        number = float(text) if text else default
-    except ValueError:
-        number = math.nan
-    if not 0 <= number < math.inf:
-        raise UsageError(f"{name}={text!r} in the environment: give a number of seconds, or 0 for no limit")
-    return number
 
 
 def digest(*parts: int | str) -> int:

@@ -88,7 +88,7 @@ PACKAGES: dict[str, set[str]] = {
         "tensors",
         "world",
     },
-    "launch": {"", "_core", "arguments", "errors", "transport"},
+    "launch": {"", "_core", "errors", "transport"},
     "ray": {"errors", "launch", "runtime", "transport", "world"},
     "training": {""},
     "torch.hooks": {"algorithms", "blocking", "errors", "runtime", "tensors", "torch", "training"},

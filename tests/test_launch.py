@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE_S, children
+from conftest import PATIENCE_S, case, children
 
 from asyncoll.errors import UsageError
 from asyncoll.launch import launch as launch_here
@@ -178,7 +178,8 @@ def test_forked_ranks_draw_different_random_numbers() -> None:
 def test_a_template_with_threads_or_a_failed_import_is_not_forked(preload: str, how: str) -> None:
     env = {"ASYNCOLL_PRELOAD": preload, "PYTHONPATH": str(SCRIPTS), "OPENBLAS_NUM_THREADS": "2"}
     run = launch("-n", 2, SCRIPTS / "where.py", env=env)
-    assert sorted(run.stdout.splitlines()) == [f"{rank}: {how} __main__ {rank}" for rank in range(2)]
+    has_numpy = preload == "numpy"  # the launcher itself, and its template, start without
+    assert sorted(run.stdout.splitlines()) == [f"{rank}: {how} __main__ {has_numpy} {rank}" for rank in range(2)]
     assert ("there_is_no_such_module" in run.stderr) == (preload == "there_is_no_such_module")
 
 
@@ -283,20 +284,36 @@ def test_lines_too_long_to_hold() -> None:
 # How a job fails.
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "said"),
-    [
-        ("raise", 1, ["rank 1 failed (exit code 1)", "Traceback", "ValueError: rank one is unwell"]),
-        ("lingering", 1, ["rank 1 failed (exit code 1)", "ValueError: rank one is unwell"]),
-        ("status", 7, ["rank 1 failed (exit code 7)"]),
-        ("message", 1, ["rank 1 failed (exit code 1)", "rank one gives up"]),
-        ("abrupt", 9, ["rank 1 failed (exit code 9)"]),
-        ("kill", 137, ["rank 1 was killed by SIGKILL"]),
-        ("crash", 139, ["rank 1 was killed by SIGSEGV", "Segmentation fault", "endings.py"]),
-    ],
-)
-def test_a_failure_is_reported_once_and_stops_the_others(how: str, code: int, said: list[str], tmp_path: Path) -> None:
-    run = launch("-n", 3, "--log-dir", tmp_path, SCRIPTS / "endings.py", how)
+ENDINGS = [
+    ("raise", 1, ["rank 1 failed (exit code 1)", "Traceback", "ValueError: rank one is unwell"]),
+    ("lingering", 1, ["rank 1 failed (exit code 1)", "ValueError: rank one is unwell"]),
+    ("status", 7, ["rank 1 failed (exit code 7)"]),
+    ("message", 1, ["rank 1 failed (exit code 1)", "rank one gives up"]),
+    ("abrupt", 9, ["rank 1 failed (exit code 9)"]),
+    ("kill", 137, ["rank 1 was killed by SIGKILL"]),
+    ("crash", 139, ["rank 1 was killed by SIGSEGV", "Segmentation fault", "endings.py"]),
+]
+
+
+def at_once(act: Callable[..., None], cases: Sequence[tuple[object, ...]]) -> None:
+    """Call `act` with each of the cases, in threads: for jobs that wait. The report of a failure names the case."""
+
+    def run(values: tuple[object, ...]) -> None:
+        with case(values=values):
+            act(*values)
+
+    with ThreadPoolExecutor(len(cases)) as pool:
+        for ended in [pool.submit(run, values) for values in cases]:
+            ended.result()
+
+
+def test_a_failure_is_reported_once_and_stops_the_others(tmp_path: Path) -> None:
+    """A lingering rank is killed after a while."""
+    at_once(_is_reported, [(tmp_path / how, how, code, said) for how, code, said in ENDINGS])
+
+
+def _is_reported(folder: Path, how: str, code: int, said: list[str]) -> None:
+    run = launch("-n", 3, "--log-dir", folder, SCRIPTS / "endings.py", how)
     assert run.returncode == code
     place = 0
     for words in said:
@@ -304,7 +321,7 @@ def test_a_failure_is_reported_once_and_stops_the_others(how: str, code: int, sa
     assert run.stderr.endswith("\nranks 0, 2 were stopped because rank 1 failed\n")
     assert run.stderr.count("Traceback") == (how in ("raise", "lingering"))
     assert "asyncoll/launch" not in run.stderr or how == "crash"
-    assert ("ValueError" in (tmp_path / "rank-1.err").read_text()) == (how in ("raise", "lingering"))
+    assert ("ValueError" in (folder / "rank-1.err").read_text()) == (how in ("raise", "lingering"))
 
 
 def test_the_root_cause_is_reported_first_although_it_came_last() -> None:
@@ -422,14 +439,17 @@ def test_interrupt_while_the_template_loads() -> None:
 # What becomes of a rank that is stopped when every other rank has ended.
 
 
-def test_a_stopped_rank_is_ended_when_every_other_rank_has_returned_normally() -> None:
-    """It is lost; or late, without a limit of freezing, or with a long one. The worlds wait at the same time."""
-    with ThreadPoolExecutor(3) as pool:
-        for world in [pool.submit(_ends_a_stopped_rank, *case) for case in [("2", []), ("0", [1]), ("3600", [1])]]:
-            world.result()
+def test_a_rank_that_stays_stopped_when_every_other_rank_has_returned_normally_is_ended(tmp_path: Path) -> None:
+    """It is lost; or late, without a limit of freezing, or with a long one. One that continues in time is not ended."""
+    stays = [(_ends_a_stopped_rank, "2"), (_ends_a_stopped_rank, "0", 1), (_ends_a_stopped_rank, "3600", 1)]
+    continues = [
+        (_spares_a_rank_that_continues, tmp_path / "long", f"{PATIENCE_S}", "the launcher ends it"),
+        (_spares_a_rank_that_continues, tmp_path / "for ever", "0", "the launcher waits"),
+    ]
+    at_once(lambda act, *values: act(*values), [*stays, *continues])
 
 
-def _ends_a_stopped_rank(freeze_s: str, deadline_s: list[int]) -> None:
+def _ends_a_stopped_rank(freeze_s: str, *deadline_s: int) -> None:
     env = {**LIGHT, "ASYNCOLL_FREEZE_S": freeze_s, "ASYNCOLL_STOPPED_S": "1"}
     run = launch("-n", 3, SCRIPTS / "forgiving.py", *deadline_s, env=env)
     pid = next(line.removeprefix("1: stops as ") for line in run.stdout.splitlines() if line.startswith("1: "))
@@ -446,13 +466,12 @@ def _ends_a_stopped_rank(freeze_s: str, deadline_s: list[int]) -> None:
     assert not runs(int(pid))
 
 
-@pytest.mark.parametrize(("stopped_s", "end"), [(f"{PATIENCE_S}", "the launcher ends it"), ("0", "the launcher waits")])
-def test_a_stopped_rank_that_continues_in_time_is_not_ended(stopped_s: str, end: str, tmp_path: Path) -> None:
+def _spares_a_rank_that_continues(path: Path, stopped_s: str, end: str) -> None:
     env = {**LIGHT, "ASYNCOLL_STOPPED_S": stopped_s}
-    with start("-n", 3, SCRIPTS / "left_stopped.py", tmp_path / "pid", env=env) as process:
+    with start("-n", 3, SCRIPTS / "left_stopped.py", path, env=env) as process:
         assert process.stderr is not None
         said = process.stderr.readline()
-        pid = int((tmp_path / "pid").read_text())
+        pid = int(path.read_text())
         os.kill(pid, signal.SIGCONT)
         out, err = process.communicate(timeout=PATIENCE_S)
     assert said.startswith(f"rank 1 (pid {pid}) is stopped and every other rank has ended: {end}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
 import dataclasses
 import inspect
 import io
@@ -72,6 +73,7 @@ def test_the_example_of_the_docstring():
 def test_a_cell_has_a_running_loop_an_output_for_text_and_pools_of_threads(monkeypatch, capfd):
     """A fork of the thread that has a pool of OpenMP would wait for its threads for ever."""
     monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(builtins, "input", lambda prompt: pytest.fail("the kernel is asked"))
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     x = torch.ones(400, 400)
@@ -81,6 +83,8 @@ def test_a_cell_has_a_running_loop_an_output_for_text_and_pools_of_threads(monke
         torch.set_num_threads(2)
         print("sum", (x @ x).sum().item())
         print("to stderr", file=sys.stderr)
+        with pytest.raises(EOFError, match="ask in the notebook"):
+            input("n? ")  # noqa: ASYNC250
         return threads
 
     async def cell():

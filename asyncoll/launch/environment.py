@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from asyncoll.arguments import seconds
 from asyncoll.errors import UsageError
 from asyncoll.launch.placement import Placement
 from asyncoll.launch.supervisor import STOPPED_GRACE_S
 from asyncoll.transport.keys import write_key
+from asyncoll.transport.settings import seconds
 
 FOLDER_BYTES_MAX = 60  # the whole path of a unix socket has at most 107 bytes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")

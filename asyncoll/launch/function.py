@@ -8,7 +8,9 @@ template stays single-threaded, so that its ranks are as sound as it is.
 
 from __future__ import annotations
 
+import builtins
 import gc
+import getpass
 import os
 import selectors
 import signal
@@ -122,6 +124,7 @@ def _serve(size: int, act: Callable[[], None], channel: socket.socket, folder: P
 def _be_rank(act: Callable[[], None], channel: socket.socket) -> None:
     """Run `act`. The process ends without the interpreter's end, which would run what the notebook has registered."""
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115 (until the process ends)
+    builtins.input = getpass.getpass = _refuse_input  # a kernel's own would wait for an answer to the kernel
     if "torch" in sys.modules and (count := os.environ.get(THREADS[0])):  # torch has read it before
         sys.modules["torch"].set_num_threads(int(count))
     code = 0
@@ -134,6 +137,10 @@ def _be_rank(act: Callable[[], None], channel: socket.socket) -> None:
             with suppress(OSError):
                 stream.flush()
         os._exit(code)
+
+
+def _refuse_input(*_: object, **__: object) -> str:
+    raise EOFError("a rank has no standard input: ask in the notebook, and pass the answer to main")
 
 
 class _Act:

@@ -7,16 +7,19 @@ any implementation.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from asyncoll._core import Core
 from asyncoll.errors import AsyncollError, UsageError
-from asyncoll.tensors.reductions import Array
 from asyncoll.transport.control_block import ControlBlock, Turn, Wait
 from asyncoll.transport.wire import MAX_FRAME_BYTES, Buffer
+
+if TYPE_CHECKING:  # the launcher loads this package, and neither asyncio nor numpy
+    import asyncio
+
+    from asyncoll.tensors.reductions import Array
 
 __all__ = [
     "MAX_FRAME_BYTES",

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from asyncoll.arguments import seconds
 from asyncoll.errors import UsageError
 from asyncoll.transport.keys import find_key
 from asyncoll.transport.messages.peers import FREEZE_S
+from asyncoll.transport.settings import seconds
 from asyncoll.world.launchers import RUN, check_agrees, check_is_no_worker, read_launcher
 
 TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the rest; or messages alone
