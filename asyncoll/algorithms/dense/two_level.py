@@ -249,10 +249,8 @@ class TwoLevelCall:
     async def scatter(self, blocks: Sequence[Array], mine: Array, root: int) -> None:
         await self._whole.scatter(blocks, mine, root)
 
-    async def alltoall(
-        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
-    ) -> None:
-        await self._whole.alltoall(outgoing, incoming, taken)
+    async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        await self._whole.alltoall(outgoing, incoming)
 
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
         await self._whole.pass_on(mine, dest, into, source)
