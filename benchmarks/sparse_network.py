@@ -2,12 +2,13 @@
 
 The algorithms are those of Li and Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP 2022.
 
-    sudo python benchmarks/sparse_network.py [--ranks 4,8] [--rate 1gbit] [--elements 25000000] [--rounds 16]
+    sudo python benchmarks/sparse_network.py [--shapes 4x1,4x2] [--rate 1gbit] [--elements 25000000] [--rounds 16]
 
-One rank a host. A host is a Linux network namespace with one interface, a veth pair to a bridge in a namespace of its
-own; `tc tbf` limits it in both directions. What a link really carries is measured first, by one plain TCP connection.
-The ranks are real processes in real time, with one thread each; they share this machine's cores, which 8 hosts would
-not: `busy` is the share of the cores' time that was used, by whatever.
+Shape 4x2 is four hosts of two ranks each, consecutive ones, which share memory. A host is a Linux network namespace
+with one interface, a veth pair to a bridge in a namespace of its own; `tc tbf` limits it in both directions. What a
+link really carries is measured first, by one plain TCP connection. The ranks are real processes in real time, with one
+thread each; they share this machine's cores, which 8 hosts would not: `busy` is the share of the cores' time that was
+used, by whatever.
 
 All systems in turn, `rounds` times, in the same processes: fresh accumulators (normal, each rank's own, by seed), a
 barrier, the timed call. Ok-Topk's thresholds are exact in the first of the rounds and reused in the others, so these
@@ -38,7 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import RANK, Record, numbers, parser, program
+from common import RANK, Record, parser, program
 
 import asyncoll
 from asyncoll.algorithms.sparse.operations import ALGORITHMS
@@ -63,25 +64,37 @@ Row = dict[str, Any]
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--ranks", type=numbers, default=[4, 8])
+    options.add_argument("--shapes", default="4x1,4x2", help="hosts x ranks of each")
+    options.add_argument("--systems", default="", help="some, separated by semicolons, Gloo and oktopk among them")
     options.add_argument("--rate", default="1gbit", help="of every link, each way, as tc writes it")
     options.add_argument("--elements", type=int, default=25_000_000)
     options.add_argument("--density", type=float, default=0.01)
     options.add_argument("--rounds", type=int, default=16, help="of each system, and Ok-Topk's tau'")
+    options.add_argument(
+        "--overlap", type=float, default=0.0, help="share of the variance that all ranks have in common"
+    )
     record = Record(options, "sparse_network")
     refuse_without_means()
     chosen = record.arguments
-    question = {"elements": chosen.elements, "density": chosen.density, "rounds": chosen.rounds}
+    systems = chosen.systems.split(";") if chosen.systems else list(SYSTEMS)
+    question = {
+        "elements": chosen.elements,
+        "density": chosen.density,
+        "rounds": chosen.rounds,
+        "overlap": chosen.overlap,
+        "systems": systems,
+    }
     found = {}
-    for ranks in chosen.ranks:
+    for shape in chosen.shapes.split(","):
+        count, local = map(int, shape.split("x"))
         load = os.getloadavg()[0]
-        with hosts(ranks, chosen.rate) as names:
-            answer = ask_hosts(names, question)
+        with hosts(count, chosen.rate) as names:
+            answer = ask_hosts(names, {**question, "local": local}, local=local)
         rows = [summary(name, rounds, answer) for name, rounds in answer["systems"].items()]
-        found[ranks] = {**answer, "load average before": load, "summary": rows}
-        record.table(title(ranks, chosen, answer["link_gbit_per_s"], load), table(rows))
+        found[shape] = {**answer, "load average before": load, "summary": rows}
+        record.table(title(shape, chosen, answer["link_gbit_per_s"], load), table(rows))
         print(verdict(rows))
-    plot(record, {ranks: of_ranks["summary"] for ranks, of_ranks in found.items()})
+    plot(record, {shape: of_shape["summary"] for shape, of_shape in found.items()})
     record.write(found)
 
 
@@ -135,31 +148,30 @@ def address(place: int) -> str:
     return f"10.77.0.{place + 1}"
 
 
-def ask_hosts(names: list[str], question: Row, script: str = __file__) -> Any:
-    """One rank of `script` in each namespace; rank 0's answer."""
+def ask_hosts(names: list[str], question: Row, script: str = __file__, local: int = 1) -> Any:
+    """`local` ranks of `script` in each namespace; rank 0's answer."""
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
         answer = Path(folder) / "answer"
         write_key(Path(folder) / "key")
         with contextlib.ExitStack() as running:
             processes = []
-            for place, name in enumerate(names):
+            for rank in range(len(names) * local):
+                host = rank // local
                 command = [sys.executable, script, RANK, json.dumps(question), str(answer)]
-                environ = os.environ | rank_environment(place, len(names), Path(folder))
-                processes.append(subprocess.Popen(["ip", "netns", "exec", name, *command], env=environ))
+                environ = os.environ | rank_environment(rank, len(names) * local, local, Path(folder) / f"host{host}")
+                processes.append(subprocess.Popen(["ip", "netns", "exec", names[host], *command], env=environ))
                 running.callback(end, processes[-1])
             await_all(processes)
         return json.loads(answer.read_text())
 
 
-def rank_environment(place: int, size: int, folder: Path) -> dict[str, str]:
-    """A folder for temporary files of its own makes a rank's host another machine to asyncoll, as containers do."""
-    own = folder / f"host{place}"
-    own.mkdir()
+def rank_environment(rank: int, size: int, local: int, folder: Path) -> dict[str, str]:
+    """With a folder for temporary files of its own a host is another machine to asyncoll, as containers are."""
+    folder.mkdir(exist_ok=True)
     meeting = {"MASTER_ADDR": address(0), "MASTER_PORT": str(PORT), "GLOO_SOCKET_IFNAME": INTERFACE}
-    place_of = {"RANK": str(place), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    threads = dict.fromkeys(THREADS, "1")
-    chosen = {"ASYNCOLL_TRANSPORT": "zmq", "ASYNCOLL_KEY_FILE": str(folder / "key")}
-    return {**meeting, **place_of, **threads, **chosen, "TMPDIR": str(own)}
+    places = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    own = {"ASYNCOLL_KEY_FILE": str(folder.parent / "key"), "TMPDIR": str(folder)}
+    return {**meeting, **{name: str(value) for name, value in places.items()}, **dict.fromkeys(THREADS, "1"), **own}
 
 
 def await_all(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -216,12 +228,17 @@ async def measure(comm: asyncoll.Communicator, question: Row) -> Row:
     speed = await link_speed(comm)
     draw = np.random.default_rng([comm.rank, SEED])
     accumulators = [draw.standard_normal(question["elements"], np.float32) for _ in range(2)]
+    if question["overlap"]:
+        common = np.random.default_rng(SEED).standard_normal(question["elements"], np.float32)
+        for each in accumulators:
+            each *= (1 - question["overlap"]) ** 0.5
+            each += np.float32(question["overlap"] ** 0.5) * common
     x = np.empty_like(accumulators[0])
-    for system in SYSTEMS:  # opens the connections and touches the memory before anything is timed
+    for system in question["systems"]:  # opens the connections and touches the memory before anything is timed
         x[...] = accumulators[0]
         await check(comm, system, caller(comm, system, question, "check"), x)
-    calls = {system: caller(comm, system, question, "timed") for system in SYSTEMS}
-    costs: dict[str, list[Cost]] = {system: [] for system in SYSTEMS}
+    calls = {system: caller(comm, system, question, "timed") for system in question["systems"]}
+    costs: dict[str, list[Cost]] = {system: [] for system in question["systems"]}
     for turn in range(question["rounds"]):
         for system, call in calls.items():
             x[...] = accumulators[turn % 2]
@@ -344,9 +361,9 @@ def summary(system: str, everyones: list[list[list[float]]], answer: Row) -> Row
     }
 
 
-def title(ranks: int, chosen: Any, speed: float, load: float) -> str:
+def title(shape: str, chosen: Any, speed: float, load: float) -> str:
     return (
-        f"{ranks} hosts, links of {chosen.rate} ({speed:.3f} Gbit/s by one TCP connection), {chosen.elements} float32, "
+        f"{shape}, links of {chosen.rate} ({speed:.3f} Gbit/s by one TCP connection), {chosen.elements} float32, "
         f"density {chosen.density:g}, {chosen.rounds} rounds (tau' = {chosen.rounds}), load before {load:.2f}; "
         "times in ms, bytes and words received by a rank in a round"
     )
@@ -377,7 +394,7 @@ def verdict(rows: list[Row]) -> str:
     by_name = {row["system"]: row for row in rows}
     ours = by_name["oktopk"]
     over_gloo = {kind: by_name[GLOO][f"{kind}_s"] / ours[f"{kind}_s"] for kind in ("round", "mean")}
-    slower = [rival for rival in RIVALS if by_name[rival]["mean_s"] <= ours["mean_s"]]
+    slower = [rival for rival in RIVALS if rival in by_name and by_name[rival]["mean_s"] <= ours["mean_s"]]
     reached = "reached" if over_gloo["mean"] >= TARGET else "missed"
     return (
         f"Ok-Topk is {over_gloo['round']:.1f} times faster than Gloo's allreduce by medians, {over_gloo['mean']:.1f} "
@@ -385,17 +402,17 @@ def verdict(rows: list[Row]) -> str:
     )
 
 
-def plot(record: Record, found: dict[int, list[Row]]) -> None:
+def plot(record: Record, found: dict[str, list[Row]]) -> None:
     """Mean rounds, selection below and exchange above, and the link's bound."""
     with record.figure(len(found)) as panels:
-        for axes, (ranks, rows) in zip(panels, found.items(), strict=True):
+        for axes, (shape, rows) in zip(panels, found.items(), strict=True):
             names = [row["system"] for row in rows]
             selection = [row["selection_s"] for row in rows]
             axes.bar(names, selection, label="selection")
             axes.bar(names, [row["mean_s"] - row["selection_s"] for row in rows], bottom=selection, label="exchange")
             for bound, marker in (("wire", "k_"), ("processors", "r_")):
                 axes.plot(names, [row[f"{bound}_s"] for row in rows], marker, markersize=20, label=f"bound: {bound}")
-            axes.set(title=f"{ranks} hosts", ylabel="seconds a round")
+            axes.set(title=f"{shape} ranks", ylabel="seconds a round")
             axes.tick_params(axis="x", rotation=30)
             axes.legend()
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from asyncoll.algorithms.sparse import selection
 from asyncoll.algorithms.sparse.selection import (
     Feedback,
     KthSearch,
@@ -116,6 +117,16 @@ def test_views_that_are_not_contiguous_are_selected_from(dtype):
     x = np.random.default_rng(6).standard_normal(3000).astype(dtype)
     check_all(x[::3], 17)
     check_all(x[::-1], 17)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_compiled_core_selects_what_python_selects(dtype):
+    x = long_arrays(dtype)["normal"]
+    x[[0, 1, 15, 16, -1]] = [np.nan, np.inf, -np.inf, -0.0, np.nan]
+    for cut in (x, x[:15], x[:16], x[1:18]):
+        for threshold in (0.0, 1.0, 2.5, np.inf):
+            found = selection._select_in_python(cut, selection.least_magnitude(threshold, cut.dtype))
+            np.testing.assert_array_equal(select(cut, threshold), found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

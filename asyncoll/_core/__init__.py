@@ -77,6 +77,22 @@ class Core(Protocol):
         /,
     ) -> None: ...
 
+    def select(self, x: np.ndarray[Any, Any], least: int, found: np.ndarray[Any, Any], /) -> int: ...
+
+    def sum_parts(
+        self,
+        sizes: np.ndarray[Any, Any],
+        indices: np.ndarray[Any, Any],
+        values: np.ndarray[Any, Any],
+        first: int,
+        end: int,
+        found_indices: np.ndarray[Any, Any],
+        found_values: np.ndarray[Any, Any],
+        /,
+    ) -> int: ...
+
+    def common(self, one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], found: np.ndarray[Any, Any], /) -> int: ...
+
     @property
     def points(self) -> tuple[str, ...]: ...
 

@@ -28,6 +28,9 @@ static PyMethodDef functions[] = {
     {"reduce_to_all", reduce_to_all_in_python, METH_VARARGS, NULL},
     {"read_memory", read_memory, METH_VARARGS, NULL},
     {"reduce_from_peers", reduce_from_peers, METH_VARARGS, NULL},
+    {"select", select_in_python, METH_VARARGS, NULL},
+    {"sum_parts", sum_parts_in_python, METH_VARARGS, NULL},
+    {"common", common_in_python, METH_VARARGS, NULL},
     {"watch", watch_in_python, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -8,6 +8,7 @@
  *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c, long_rounds.c and whole_calls.c have
  *   answers.c         the awaitable of a call that is over
  *   reductions.c      elementwise reductions of several arrays
+ *   sparse.c          passes of the sparse allreduces over long vectors
  *   points.c          named moments inside all of them, for fault tests
  *   native.c          the module
  *
@@ -269,6 +270,13 @@ int reduce_peers(const PeerJob *job);
 int copy_from_peer(Place from, char *into, size_t bytes);
 
 PyObject *reduce_from_peers(PyObject *module, PyObject *arguments);
+
+/* -- sparse.c --------------------------------------------------------------------------------- */
+
+/* `native.select`, `native.sum_parts` and `native.common`. */
+PyObject *select_in_python(PyObject *module, PyObject *arguments);
+PyObject *sum_parts_in_python(PyObject *module, PyObject *arguments);
+PyObject *common_in_python(PyObject *module, PyObject *arguments);
 
 /* -- pieces.c --------------------------------------------------------------------------------- */
 

@@ -195,6 +195,39 @@ def reduce(kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[
 def reduce_to_all(kernel: int, arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
     """Reduce `arrays`, in their order, into all of them. Otherwise as `reduce`."""
 
+def select(x: np.ndarray[Any, Any], least: int, found: np.ndarray[Any, Any], /) -> int:
+    """Write into `found` the indices, ascending, of the elements of `x` whose magnitudes are at least `least`.
+
+    `x` is an integer view of its elements, of 4 or 8 bytes, and `found`, of int32 or int64, is at least as long.
+    Returns the number of indices. Releases the GIL for long arrays. Raises ValueError for arrays of other widths, or
+    without room for all.
+    """
+
+def sum_parts(
+    sizes: np.ndarray[Any, Any],
+    indices: np.ndarray[Any, Any],
+    values: np.ndarray[Any, Any],
+    first: int,
+    end: int,
+    found_indices: np.ndarray[Any, Any],
+    found_values: np.ndarray[Any, Any],
+    /,
+) -> int:
+    """Add up parts of a vector, in their order; `sizes`, of int64, has those of the parts, which follow each other.
+
+    Indices are int32 or int64 from `first` to below `end`, ascending in each part; values are float32 or float64. The
+    sums that are not 0 are written into `found_indices` and `found_values`, which are at least as long as `indices`.
+    Returns their number. Releases the GIL for long parts. Raises ValueError for indices that are out of order or in
+    another region, and for arrays that do not belong together.
+    """
+
+def common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], found: np.ndarray[Any, Any], /) -> int:
+    """Write into `found`, at least as long as `one`, the indices that `one` and `other` have. Returns their number.
+
+    All are of int32, or of int64; `one` and `other` are ascending. Releases the GIL for long arrays. Raises ValueError
+    for arrays of other widths or lengths.
+    """
+
 points: tuple[str, ...]
 """The names of the injection points of the compiled core: the steps of its primitives."""
 

@@ -78,13 +78,8 @@ class Collectives(Protocol):
     async def allgather(self, blocks: Sequence[Array]) -> None:
         """Fill `blocks`, one for each rank and of any sizes, given this rank's own."""
 
-    async def alltoall(
-        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = ...
-    ) -> None:
-        """Copy `outgoing[dest]` into `incoming[rank]` of each `dest`.
-
-        `taken(source)` is called once for each source, when its block is complete, in the same order at every call.
-        """
+    async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        """Copy `outgoing[dest]` into `incoming[rank]` of each `dest`."""
 
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
         """Send `mine` to `dest`, unless it is None, and receive `into` from `source`, unless it is None."""

@@ -43,9 +43,14 @@ class Hosts:
         return self.place < self.agents
 
     @cached_property
+    def teams(self) -> tuple[tuple[int, ...], ...]:
+        """The agents of each place, by host."""
+        return tuple(tuple(ranks[place] for ranks in self.ranks) for place in range(self.agents))
+
+    @cached_property
     def team(self) -> tuple[int, ...]:
         """The agents of this rank's place, by host. Only for an agent."""
-        return tuple(ranks[self.place] for ranks in self.ranks)
+        return self.teams[self.place]
 
     def host(self, rank: int) -> int:
         """The host of `rank`."""

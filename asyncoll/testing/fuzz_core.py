@@ -424,7 +424,33 @@ def _reductions(draw: _Random, shared: bool) -> _Target:
     return _Target(image, [bytes(8)], [functions], methods)
 
 
-_FAMILIES = (_control_blocks, _meetings, _meetings, _rounds, _rounds, _pieces, _reductions)
+def _sparse(draw: _Random, shared: bool) -> _Target:
+    image = _Image(1, 1, shared=shared)
+    assert _core.native is not None
+    names = ("select", "sum_parts", "common")
+    functions = SimpleNamespace(**{name: getattr(_core.native, name) for name in names})
+    number = _Argument(lambda draw: draw.number(100))
+    width = draw.choice((4, 8))
+
+    def numbers(draw: _Random) -> np.ndarray[Any, Any]:
+        size = draw.choice((width, width, width, 12 - width, 1))
+        found = [draw.choice((each, each, each, draw.number(100))) for each in range(draw.choice((3, 3, 3, 0, 40)))]
+        signs = [draw.choice((1, 1, 1, 1, 1, -1)) for _ in found]
+        return np.array(
+            [sign * (each % (1 << 8 * size - 1)) for sign, each in zip(signs, found, strict=True)], f"i{size}"
+        )
+
+    array = _Argument(numbers)
+    sizes = _Argument(lambda draw: np.array([draw.choice((1, 2, 3, draw.number(9)))] * draw.randrange(3), "i8"))
+    methods = {
+        "select": [array, number, array],
+        "sum_parts": [sizes, array, array, number, number, array, array],
+        "common": [array, array, array],
+    }
+    return _Target(image, [bytes(8)], [functions], methods)
+
+
+_FAMILIES = (_control_blocks, _meetings, _meetings, _rounds, _rounds, _pieces, _reductions, _sparse)
 
 
 def fuzz(seed: int, inputs: int, *, writers: bool = False) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 from asyncoll.statistics import Traffic
@@ -49,11 +49,8 @@ class Alone:
     async def allgather(self, blocks: Sequence[Array]) -> None:
         """The only block is this rank's own."""
 
-    async def alltoall(
-        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
-    ) -> None:
+    async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
         incoming[0][...] = outgoing[0]
-        taken(0)
 
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
         if into is not None and mine is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 
 from asyncoll.algorithms.dense import on_lane
@@ -79,10 +79,8 @@ class MessageCall:
     async def allgather(self, blocks: Sequence[Array]) -> None:
         await on_lane.allgather(self._lane, blocks)
 
-    async def alltoall(
-        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
-    ) -> None:
-        await on_lane.alltoall(self._lane, outgoing, incoming, taken)
+    async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        await on_lane.alltoall(self._lane, outgoing, incoming)
 
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
         """Send `mine` to `dest`, unless it is None, and receive `into` from `source`, unless it is None."""

@@ -372,18 +372,11 @@ class SharedCall:
         raws = _bytes(blocks)
         await self._show(raws[self.rank], _into(raws), _sizes(raws, but=self.rank))
 
-    async def alltoall(
-        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
-    ) -> None:
-        """Copy `outgoing[dest]` into `incoming[rank]` of each `dest`. Calls `taken` in the order of `on_lane.alltoall`.
-
-        So a caller that sums the blocks in `taken` gets the same bits by message and in memory.
-        """
+    async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        """Copy `outgoing[dest]` into `incoming[rank]` of each `dest`."""
         incoming[self.rank][...] = outgoing[self.rank]
         raws = _bytes(incoming)
         await self._deal(_bytes(outgoing), _into(raws), _sizes(raws, but=self.rank))
-        for step in range(self.size):
-            taken((self.rank - step) % self.size)
 
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
         """Send `mine` to `dest`, unless it is None, and receive `into` from `source`, unless it is None."""

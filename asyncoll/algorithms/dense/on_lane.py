@@ -12,7 +12,7 @@ communication operations in MPICH", IJHPCA 2005.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -373,20 +373,16 @@ async def allgather_ring(lane: Lane, blocks: Sequence[Array]) -> None:
         await lane.wait(receive)
 
 
-async def alltoall(
-    lane: Lane, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
-) -> None:
+async def alltoall(lane: Lane, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
     """Copy `outgoing[dest]` into `incoming[rank]` of each `dest`: pairwise, P-1 messages a rank.
 
     In step s rank r sends to rank r + s, so that the ranks do not all send to the same one at once: the destination
-    rotation of Ok-Topk, section 3.1.1. `taken(source)` is called for each source, this rank first, when its block is
-    complete. The messages of the next few sources are on their way meanwhile.
+    rotation of Ok-Topk, section 3.1.1. The messages of a few sources are on their way at once.
     """
     size, rank = lane.size, lane.rank
     incoming[rank][...] = outgoing[rank]
     sources = [(rank - step) % size for step in range(size)]
     receives: list[Receive] = []
-    taken(rank)
     for step in range(1, size + ALLTOALL_AHEAD):
         if step < size:
             dest = (rank + step) % size
@@ -394,4 +390,3 @@ async def alltoall(
             await lane.send(dest, step, outgoing[dest])
         if 0 < (due := step - ALLTOALL_AHEAD + 1) < size:
             await lane.wait(receives[due - 1])
-            taken(sources[due])

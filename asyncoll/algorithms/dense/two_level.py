@@ -82,10 +82,10 @@ class TwoLevelCall:
 
         `between` has EXCHANGES lanes of the agents of this rank's place, and none if this rank is no agent.
         """
-        self._hosts = hosts
+        self.hosts = hosts
         self._whole = whole
-        self._within = within
-        self._between = between
+        self.within = within
+        self.between = between
         self.rank = whole.rank
         self.size = whole.size
         self._levels = [within, *between, whole]
@@ -106,10 +106,10 @@ class TwoLevelCall:
         await self._open.__aexit__(kind, error, trace)
 
     async def barrier(self) -> None:
-        await self._within.barrier()
-        if self._between and self._hosts.place == 0:
-            await self._between[0].barrier()
-        await self._within.barrier()
+        await self.within.barrier()
+        if self.between and self.hosts.place == 0:
+            await self.between[0].barrier()
+        await self.within.barrier()
 
     # -- of one array -----------------------------------------------------------------------------
 
@@ -117,7 +117,7 @@ class TwoLevelCall:
         total, carried, summed = _accumulator(x, op, dtype)
 
         async def reduce_here(window: _Window) -> None:
-            await self._within.reduce_scatter(window.shares, window.mine, summed, carried)
+            await self.within.reduce_scatter(window.shares, window.mine, summed, carried)
 
         async def exchange(window: _Window) -> None:
             await self._agents(window).allreduce(window.mine, summed, carried, window.whole)
@@ -126,29 +126,29 @@ class TwoLevelCall:
         self._finish(x, total, op, dtype)
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
-        hosts = self._hosts
+        hosts = self.hosts
         total, carried, summed = _accumulator(x, op, dtype)
 
         async def reduce_here(window: _Window) -> None:
-            await self._within.reduce_scatter(window.shares, window.mine, summed, carried)
+            await self.within.reduce_scatter(window.shares, window.mine, summed, carried)
 
         async def exchange(window: _Window) -> None:
             await self._agents(window).reduce(window.mine, summed, carried, hosts.host(root), window.whole)
 
         async def collect(window: _Window) -> None:
             if root in hosts.here:
-                await self._within.gather(window.mine, window.shares, hosts.here.index(root))
+                await self.within.gather(window.mine, window.shares, hosts.here.index(root))
 
         await self._in_windows(total, reduce_here, exchange, collect, in_place=False)
         if root == self.rank:
             self._finish(x, total, op, dtype)
 
     async def broadcast(self, x: Array, root: int) -> None:
-        hosts = self._hosts
+        hosts = self.hosts
 
         async def share_out(window: _Window) -> None:
             if root in hosts.here:
-                await self._within.scatter(window.shares, window.mine, hosts.here.index(root))
+                await self.within.scatter(window.shares, window.mine, hosts.here.index(root))
 
         async def exchange(window: _Window) -> None:
             await self._agents(window).broadcast(window.mine, hosts.host(root), window.whole)
@@ -157,7 +157,7 @@ class TwoLevelCall:
 
     async def _hand_out(self, window: _Window) -> None:
         """Give each rank of this host the shares of all."""
-        await self._within.allgather(window.shares)
+        await self.within.allgather(window.shares)
 
     async def _in_windows(
         self, x: Array, before: _Step, between: _Step, after: _Step, *, in_place: bool = True
@@ -184,7 +184,7 @@ class TwoLevelCall:
     def _windows(self, x: Array, *, in_place: bool) -> list[_Window]:
         size = max(1, _WINDOW_BYTES // x.itemsize)
         windows = [self._shares(x[start : start + size]) for start in range(0, max(1, x.size), size)]
-        place = self._hosts.place
+        place = self.hosts.place
         if in_place:
             mine = [shares[place] for shares in windows]
         else:
@@ -198,14 +198,14 @@ class TwoLevelCall:
 
     def _shares(self, x: Array) -> list[Array]:
         """The share of each rank of this host in `x`. A short array is not worth all agents."""
-        agents = min(self._hosts.agents, max(1, x.nbytes // _SHARE_BYTES))
+        agents = min(self.hosts.agents, max(1, x.nbytes // _SHARE_BYTES))
         shares = [x[start:end] for start, end in bounds(x.size, agents)]
-        return shares + [x[:0]] * (len(self._hosts.here) - agents)
+        return shares + [x[:0]] * (len(self.hosts.here) - agents)
 
     # -- of a block for each rank -----------------------------------------------------------------
 
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
-        hosts, carried = self._hosts, reductions.accumulator(op, dtype)
+        hosts, carried = self.hosts, reductions.accumulator(op, dtype)
         summed = ReduceOp.SUM if op is ReduceOp.AVG else op
         wide = [chunk if carried == dtype else reductions.widened(chunk, dtype) for chunk in chunks]
         sizes = [chunk.size for chunk in chunks]
@@ -213,29 +213,29 @@ class TwoLevelCall:
         outgoing = [np.concatenate([wide[rank] for rank in plan]) for plan in plans]
         outgoing += [wide[0][:0]] * (len(hosts.here) - hosts.agents)
         mine = np.empty_like(outgoing[hosts.place])
-        await self._within.reduce_scatter(outgoing, mine, summed, carried)
+        await self.within.reduce_scatter(outgoing, mine, summed, carried)
         handed = mine[:0]
-        if self._between:
+        if self.between:
             sections = _parts(mine, [sum(sizes[rank] for rank in ranks) for ranks in hosts.carried(hosts.place)])
             handed = np.empty_like(sections[hosts.mine])
-            await self._between[0].reduce_scatter(sections, handed, summed, carried)
+            await self.between[0].reduce_scatter(sections, handed, summed, carried)
         total = np.empty(shard.size, mine.dtype) if carried != dtype else shard
         await self._deal(handed, sizes, total)
         self._finish(shard, total, op, dtype)
 
     async def _deal(self, handed: Array, sizes: Sequence[int], into: Array) -> None:
         """Each agent has the blocks of those ranks of its host that it carries, and gives each of them its block."""
-        hosts = self._hosts
+        hosts = self.hosts
         outgoing, incoming = [into[:0]] * len(hosts.here), [into[:0]] * len(hosts.here)
-        if self._between:
+        if self.between:
             carried = hosts.carried(hosts.place)[hosts.mine]
             for rank, part in zip(carried, _parts(handed, [sizes[rank] for rank in carried]), strict=True):
                 outgoing[hosts.here.index(rank)] = part
         incoming[hosts.place % hosts.agents] = into
-        await self._within.alltoall(outgoing, incoming)
+        await self.within.alltoall(outgoing, incoming)
 
     async def allgather(self, blocks: Sequence[Array]) -> None:
-        hosts, sizes = self._hosts, [block.size for block in blocks]
+        hosts, sizes = self.hosts, [block.size for block in blocks]
         nothing = blocks[0][:0]
         plans = [hosts.carried(agent) for agent in range(hosts.agents)]
         rooms = [np.empty(sum(sizes[rank] for rank in _flat(plan)), nothing.dtype) for plan in plans]
@@ -243,16 +243,16 @@ class TwoLevelCall:
         outgoing, incoming = [nothing] * len(hosts.here), [nothing] * len(hosts.here)
         outgoing[hosts.place % hosts.agents] = blocks[self.rank]
         sections: list[Array] = []
-        if self._between:
+        if self.between:
             plan = plans[hosts.place]
             sections = _parts(rooms[hosts.place], [sum(sizes[rank] for rank in ranks) for ranks in plan])
             carried = plan[hosts.mine]
             for rank, part in zip(carried, _parts(sections[hosts.mine], [sizes[r] for r in carried]), strict=True):
                 incoming[hosts.here.index(rank)] = part
-        await self._within.alltoall(outgoing, incoming)
-        if self._between:
-            await self._between[0].allgather(sections)
-        await self._within.allgather(rooms)
+        await self.within.alltoall(outgoing, incoming)
+        if self.between:
+            await self.between[0].allgather(sections)
+        await self.within.allgather(rooms)
         for plan, room in zip(plans, rooms, strict=False):
             order = _flat(plan)
             for rank, part in zip(order, _parts(room, [sizes[rank] for rank in order]), strict=True):
@@ -266,10 +266,8 @@ class TwoLevelCall:
     async def scatter(self, blocks: Sequence[Array], mine: Array, root: int) -> None:
         await self._whole.scatter(blocks, mine, root)
 
-    async def alltoall(
-        self, outgoing: Sequence[Array], incoming: Sequence[Array], taken: Callable[[int], None] = lambda source: None
-    ) -> None:
-        await self._whole.alltoall(outgoing, incoming, taken)
+    async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
+        await self._whole.alltoall(outgoing, incoming)
 
     async def pass_on(self, mine: Array | None, dest: int, into: Array | None, source: int) -> None:
         await self._whole.pass_on(mine, dest, into, source)
@@ -281,7 +279,7 @@ class TwoLevelCall:
 
     def _agents(self, window: _Window) -> MessageCall:
         """The lane in which `window` is exchanged. The window before in the same lane has been exchanged."""
-        return self._between[window.turn % EXCHANGES]
+        return self.between[window.turn % EXCHANGES]
 
     def _finish(self, x: Array, total: Array, op: ReduceOp, dtype: str) -> None:
         """Write the result into `x`, divided by the number of ranks for AVG."""

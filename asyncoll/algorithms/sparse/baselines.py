@@ -6,27 +6,35 @@ those that a rank receives, for k elements of n and P ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import numpy as np
 
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.sparse import selection
+from asyncoll.algorithms.sparse.exchange import (
+    branches,
+    check_refusals,
+    deal_parts,
+    gather_parts,
+    owners,
+    refusal,
+    sum_on_host,
+    tell_sizes,
+)
 from asyncoll.algorithms.sparse.parts import (
     Chosen,
     Outcome,
     Packing,
     Part,
     Stateless,
-    Sum,
     Wanted,
-    check_refusals,
     common,
-    deal_parts,
-    gather_parts,
     join,
     nothing,
-    refusal,
-    tell_sizes,
+    sum_parts,
 )
 from asyncoll.tensors.reductions import Array, ReduceOp
 
@@ -76,13 +84,10 @@ class Gaussiank(Stateless):
 
 
 async def _gather_and_add(collectives: Collectives, chosen: Chosen, count: int) -> Outcome:
-    mine = chosen.part
+    mine = await sum_on_host(collectives, chosen.finite, count)
     sizes = await tell_sizes(collectives, mine.size if chosen.is_finite else refusal(collectives.rank))
-    total = Sum(mine, 0, count, int(sizes.sum()))
-    for part in await gather_parts(collectives, mine, sizes):
-        total.add(part)
-    sums = total.part()
-    return Outcome(sums, common(mine.indices, sums.indices), 0.0, nothing(mine))
+    total = sum_parts(await gather_parts(collectives, mine, sizes), 0, count)
+    return Outcome(total, common(chosen.part.indices, total.indices), 0.0, nothing(mine))
 
 
 class TopkDSA(_ByTopk):
@@ -93,9 +98,10 @@ class TopkDSA(_ByTopk):
     """
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
-        edges = np.array([start for start, _ in bounds(self._count, collectives.size)] + [self._count], np.int64)
-        sums = await deal_parts(collectives, chosen, edges)
-        sizes = await tell_sizes(collectives, sums.size)
+        regions = bounds(self._count, len(owners(collectives)))
+        edges = np.array([start for start, _ in regions] + [self._count], np.int64)
+        sums = await deal_parts(collectives, chosen.finite, edges)
+        sizes = await tell_sizes(collectives, sums.size if chosen.is_finite else refusal(collectives.rank))
         if sizes.sum() * Packing(sums).element_bytes < self._count * sums.values.itemsize:
             total = join(await gather_parts(collectives, sums, sizes))
         else:
@@ -105,7 +111,10 @@ class TopkDSA(_ByTopk):
     async def _gather_densely(self, collectives: Collectives, sums: Part, edges: Array) -> Part:
         whole = np.zeros(self._count, sums.values.dtype)
         whole[sums.indices] = sums.values
-        await collectives.allgather(np.split(whole, edges[1:-1]))
+        blocks = [whole[:0]] * collectives.size
+        for owner, (start, stop) in zip(owners(collectives), pairwise(edges.tolist()), strict=True):
+            blocks[owner] = whole[start:stop]
+        await collectives.allgather(blocks)
         indices = selection.select(whole, 0.0)
         return Part(indices.astype(sums.indices.dtype), whole[indices])
 
@@ -121,16 +130,14 @@ class GTopk(_ByTopk):
         packing, mine = Packing(chosen.part), chosen.part
         size = mine.size if chosen.is_finite else refusal(collectives.rank)
         dropped = [nothing(mine)]
-        distance = 1
-        while distance < collectives.size:
-            theirs = await _climb(collectives, packing, mine, size, distance)
+        for ranks, distance in branches(collectives):
+            theirs = await _climb(collectives, packing, mine, size, ranks, distance)
             if isinstance(theirs, int):
                 size = min(size, theirs)
             elif theirs is not None and size >= 0:
                 mine, rest = self._largest(self._sum([mine, theirs]))
                 dropped.append(rest)
                 size = mine.size
-            distance *= 2
         total = await _descend(collectives, packing, mine, size)
         gone = self._sum(dropped)
         missing = common(gone.indices, total.indices)
@@ -138,10 +145,7 @@ class GTopk(_ByTopk):
         return Outcome(total, common(chosen.part.indices, total.indices), 0.0, lost)
 
     def _sum(self, parts: list[Part]) -> Part:
-        total = Sum(parts[0], 0, self._count, sum(part.size for part in parts))
-        for part in parts:
-            total.add(part)
-        return total.part()
+        return sum_parts(parts, 0, self._count)
 
     def _largest(self, union: Part) -> tuple[Part, Part]:
         """The k largest elements of `union`, and the rest."""
@@ -154,11 +158,18 @@ class GTopk(_ByTopk):
         )
 
 
-async def _climb(collectives: Collectives, packing: Packing, mine: Part, size: int, distance: int) -> Part | int | None:
-    """One level of the tree. Returns what this rank receives: a part or a refusal; None if it receives nothing."""
-    turn = collectives.rank % (2 * distance)
-    parent, child = collectives.rank - distance, collectives.rank + distance
-    gives, takes = turn == distance, turn == 0 and child < collectives.size
+async def _climb(
+    collectives: Collectives, packing: Packing, mine: Part, size: int, ranks: Sequence[int], distance: int
+) -> Part | int | None:
+    """One level of the tree of `ranks`. Returns what this rank gets there: a part or a refusal; or None."""
+    gives = takes = False
+    parent = child = collectives.rank
+    if collectives.rank in ranks:
+        place = ranks.index(collectives.rank)
+        turn = place % (2 * distance)
+        gives, takes = turn == distance, turn == 0 and place + distance < len(ranks)
+        parent = ranks[place - distance] if gives else parent
+        child = ranks[place + distance] if takes else child
     head = np.array([size], np.int64)
     coming = np.empty(1, np.int64)
     await collectives.pass_on(head if gives else None, parent, coming if takes else None, child)

@@ -14,19 +14,8 @@ import numpy as np
 
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.sparse import selection
-from asyncoll.algorithms.sparse.parts import (
-    Chosen,
-    Outcome,
-    Packing,
-    Part,
-    Wanted,
-    common,
-    deal_parts,
-    gather_parts,
-    join,
-    nothing,
-    tell_sizes,
-)
+from asyncoll.algorithms.sparse.exchange import deal_parts, gather_parts, owners, refusal, tell_sizes
+from asyncoll.algorithms.sparse.parts import Chosen, Outcome, Packing, Part, Wanted, common, join, nothing
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 # Words of the histogram search for float32 sums: 4 rounds of 256 counts, each sent twice by an allreduce. For float64
@@ -74,15 +63,16 @@ class OkTopk:
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
         """Algorithm 1, lines 5 to 14."""
-        edges = self._edges
-        if self._round % self._rules.regions_every == 0:
-            edges = await self._cut_regions(collectives, chosen.part.indices)
-        sums = await deal_parts(collectives, chosen, edges)
+        given, edges = chosen.finite, self._edges
+        # A restored state may be that of ranks on other hosts.
+        if self._round % self._rules.regions_every == 0 or edges.size != len(owners(collectives)) + 1:
+            edges = await self._cut_regions(collectives, given.indices)
+        sums = await deal_parts(collectives, given, edges)
         threshold = self._global
         if self._thresholds_are_due or not threshold:
             threshold = await self._exact_threshold(collectives, sums.values)
         found = selection.select(sums.values, threshold)
-        total = await _balance_and_allgather(collectives, Part(sums.indices[found], sums.values[found]))
+        total = await _balance_and_allgather(collectives, chosen, Part(sums.indices[found], sums.values[found]))
         self._round += 1
         self._edges = edges
         self._local = self._next_threshold(chosen.threshold, chosen.part.size)
@@ -98,7 +88,7 @@ class OkTopk:
 
     async def _cut_regions(self, collectives: Collectives, indices: Array) -> Array:
         """The edges of the regions, on which all ranks agree (section 3.1.1; algorithm 1, line 6)."""
-        boundaries = selection.local_boundaries(indices, collectives.size, self._count)
+        boundaries = selection.local_boundaries(indices, len(owners(collectives)), self._count)
         await collectives.allreduce(boundaries, ReduceOp.SUM, "int64")
         return selection.consensus(boundaries, collectives.size, self._count)
 
@@ -129,25 +119,28 @@ class OkTopk:
         return selection.kth_largest(np.concatenate(gathered), self._k)
 
 
-async def _balance_and_allgather(collectives: Collectives, mine: Part) -> Part:
-    """All ranks' sums, at every rank (section 3.1.2).
+async def _balance_and_allgather(collectives: Collectives, chosen: Chosen, mine: Part) -> Part:
+    """All owners' sums, at every rank (section 3.1.2). Raises NonFiniteError if any rank's choice is not finite.
 
-    If one rank has far more than the others, the sums are spread evenly first (section 5.3).
+    If one owner has far more than the others, the sums are spread evenly first (section 5.3).
     """
-    sizes = await tell_sizes(collectives, mine.size)
-    if selection.is_unbalanced(sizes):
-        mine = await _balance(collectives, mine, sizes)
-        sizes = selection.balanced_sizes(sizes)
+    sizes = await tell_sizes(collectives, mine.size if chosen.is_finite else refusal(collectives.rank))
+    have = list(owners(collectives))
+    if selection.is_unbalanced(sizes[have]):
+        mine = await _balance(collectives, mine, sizes[have])
+        sizes[have] = selection.balanced_sizes(sizes[have])
     return join(await gather_parts(collectives, mine, sizes))
 
 
 async def _balance(collectives: Collectives, mine: Part, sizes: Array) -> Part:
-    """This rank's share of all sums when each rank has equally many, in the same order."""
-    packing = Packing(mine)
+    """This rank's share of the owners' sums, of these `sizes`, when each owner has equally many, in the same order."""
+    packing, have = Packing(mine), owners(collectives)
     outgoing, incoming = [packing.room(0)] * collectives.size, [packing.room(0)] * collectives.size
-    for rank, start, stop in selection.outgoing_pieces(sizes, collectives.rank):
-        outgoing[rank] = packing.pack(mine.slice(start, stop))
-    for rank, start, stop in selection.incoming_pieces(sizes, collectives.rank):
-        incoming[rank] = packing.room(stop - start)
+    if collectives.rank in have:
+        place = have.index(collectives.rank)
+        for owner, start, stop in selection.outgoing_pieces(sizes, place):
+            outgoing[have[owner]] = packing.pack(mine.slice(start, stop))
+        for owner, start, stop in selection.incoming_pieces(sizes, place):
+            incoming[have[owner]] = packing.room(stop - start)
     await collectives.alltoall(outgoing, incoming)
     return join([packing.unpack(raw) for raw in incoming])

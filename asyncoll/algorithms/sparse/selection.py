@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncoll import _core
 from asyncoll.arguments import real
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
@@ -76,7 +77,15 @@ def select(x: Array, threshold: float) -> Array:
     `threshold`, at least 0, is rounded to the dtype of `x`. The k-th largest absolute value as the threshold selects k
     elements, or more if others equal it. The authors' code compares with > there, and so selects one too few.
     """
-    bits, least = _bits(x), least_magnitude(threshold, x.dtype)
+    least = least_magnitude(threshold, x.dtype)
+    if _core.native is None:
+        return _select_in_python(x, least)
+    found = np.empty(x.size, index_dtype(x.size))  # its pages take no memory before an index is written there
+    return found[: _core.native.select(np.ascontiguousarray(_bits(x)), least, found)].copy()
+
+
+def _select_in_python(x: Array, least: int) -> Array:
+    bits = _bits(x)
     magnitudes, hits = np.empty(min(x.size, _BLOCK), bits.dtype), np.empty(min(x.size, _BLOCK), np.bool_)
     mask = np.iinfo(bits.dtype).max
     found = [np.empty(0, np.int64)]
