@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import ctypes
 import io
+import ipaddress
 import logging
 import os
 import select
@@ -174,14 +175,17 @@ def _replace(descriptors: Iterable[int]) -> None:
 
 
 def give_up_connections(addresses: Iterable[str]) -> None:
-    """Give up the sockets that listen at one of `addresses`, as ZeroMQ writes them, or are connected from or to one."""
-    known = set(addresses)
+    """Give up the sockets that listen at one of `addresses`, or are connected from or to one.
+
+    These are `ipc://path` or `tcp://ip:port`, in any spelling.
+    """
+    known = set(map(canonical, addresses))
     for descriptors in _open.values():
         give_up(descriptor for descriptor in descriptors if known.intersection(ends_of(descriptor)))
 
 
 def ends_of(descriptor: int) -> Iterator[str]:
-    """Both addresses of a stream socket, as far as it has them; nothing for any other descriptor."""
+    """Both `canonical` addresses of a stream socket, as far as it has them; nothing for any other descriptor."""
     try:
         if not os.readlink(f"/proc/self/fd/{descriptor}").startswith("socket:"):
             return
@@ -196,8 +200,25 @@ def ends_of(descriptor: int) -> Iterator[str]:
                         yield f"ipc://{path}"
                     case host, port:
                         yield f"tcp://{host}:{port}"
-                    case host, port, _, _:
-                        yield f"tcp://[{host}]:{port}"
+                    case host, port, _, zone:
+                        yield canonical(f"tcp://[{host}%{zone}]:{port}")
+
+
+def canonical(address: str) -> str:
+    """`address` in the one spelling that can be compared: an IPv6 address has many, also for its zone."""
+    if not address.startswith("tcp://["):
+        return address.replace("tcp://localhost:", "tcp://127.0.0.1:")
+    host, _, port = address.removeprefix("tcp://[").rpartition("]")
+    host, _, zone = host.partition("%")
+    try:
+        known = ipaddress.IPv6Address(host)
+        if not known.is_link_local:  # it means the same in every zone
+            zone = "0"
+        elif not zone.isdigit():
+            zone = str(socket.if_nametoindex(zone))
+    except (ValueError, OSError):  # no socket of this host has this address
+        return address
+    return f"tcp://[{known.compressed}%{zone}]{port}"
 
 
 # -- memory ---------------------------------------------------------------------------------------

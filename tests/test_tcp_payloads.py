@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
+import resource
+import select
 import socket
 import struct
 from types import SimpleNamespace
@@ -13,15 +16,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import uvloop
+from conftest import PATIENCE_S
 
 from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Loss
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages import payload_handshake
+from asyncoll.transport.messages import payload_handshake, tcp_payloads
 from asyncoll.transport.messages.payload_stream import PayloadMemory, PayloadReader
 from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
+from asyncoll.world import network
 
 JOB = b"the secret of a run"
 LENGTH = struct.Struct("<I")
@@ -30,9 +35,9 @@ LENGTH = struct.Struct("<I")
 class Rank:
     """One rank, what it has received, and which ranks it has lost."""
 
-    def __init__(self, rank, size):
+    def __init__(self, rank, size, address="tcp://127.0.0.1", ports=()):
         self.payloads = TcpPayloads(rank, size, JOB)
-        self.address = self.payloads.bind("tcp://127.0.0.1:0")
+        self.address = self.payloads.bind(address if ports else f"{address}:0", ports)
         self.received = []
         self.lost = []
         self.changed = asyncio.Event()
@@ -59,10 +64,10 @@ def descriptors():
 
 
 @contextlib.asynccontextmanager
-async def world(size, *, begun=True):
+async def world(size, *place, begun=True):
     """The ranks of a world, connected if they have `begun`; at the end no descriptor is left."""
     before = descriptors()
-    ranks = [Rank(rank, size) for rank in range(size)]
+    ranks = [Rank(rank, size, *place) for rank in range(size)]
     for each in ranks:
         each.payloads.peers = [other.address for other in ranks]
     if begun:
@@ -107,6 +112,12 @@ async def until(condition):
         await asyncio.sleep(0)
 
 
+def narrow(ranks):
+    """Let the kernel take little of what rank 0 sends to rank 1, and nothing if rank 1 does not read."""
+    ranks[0].payloads._peers[1].writer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    ranks[1].payloads._peers[0].reader.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
+
+
 # -- who may connect ------------------------------------------------------------------------------
 
 
@@ -128,8 +139,11 @@ def test_a_peer_without_the_key_is_rejected_and_the_world_forms(caplog):
     assert "rejected a connection from 127.0.0.1: it does not have this job's key" in caplog.text
 
 
-@pytest.mark.parametrize("rank", [0, 2, 5])
-def test_a_peer_with_the_key_must_be_another_rank_that_has_not_connected(caplog, rank):
+@pytest.mark.parametrize(
+    ("rank", "reason"),
+    [(0, "sends no payloads to this one"), (2, "has connected before"), (5, "sends no payloads to this one")],
+)
+def test_a_peer_with_the_key_must_be_another_rank_that_has_not_connected(caplog, rank, reason):
     caplog.set_level(logging.WARNING, "asyncoll")
 
     async def main():
@@ -140,7 +154,7 @@ def test_a_peer_with_the_key_must_be_another_rank_that_has_not_connected(caplog,
                 for end in ends:
                     closing.enter_context(end)
                     await payload_handshake.introduce(end, Key(JOB), rank, 0)
-                await until(lambda: f"rank {rank} has connected before" in caplog.text)
+                await until(lambda: f"rank {rank} {reason}" in caplog.text)
 
     run(main)
 
@@ -186,6 +200,61 @@ def test_a_crowd_of_silent_connections_does_not_keep_a_rank_out():
     run(main)
 
 
+def test_a_crowd_that_comes_at_once_is_bounded():
+    """Each further connection closes one, before the loop runs any other code."""
+
+    async def main():
+        async with world(2, begun=False) as ranks:
+            ranks[0].begin()
+            listener, most = ranks[0].payloads._listener, tcp_payloads._STRANGERS_MAX + 2 * 2
+            before = descriptors()
+            with contextlib.ExitStack() as crowd:
+                for number in range(1, most + 20):
+                    crowd.enter_context(socket.create_connection(where(ranks[0])))
+                    assert select.select([listener], [], [], PATIENCE_S)[0]
+                    ranks[0].payloads._accept(listener)
+                    assert descriptors() - before == number + min(number, most)
+            ranks[1].begin()
+            await asyncio.gather(*(each.payloads.connected() for each in ranks))
+
+    run(main)
+
+
+def test_a_world_may_have_the_ports_of_one_that_has_just_ended():
+    """Its connections still have them. Two worlds at the same time do not share them."""
+    address = f"tcp://127.{1 + os.getpid() // 65536 % 250}.{os.getpid() // 256 % 256}.{1 + os.getpid() % 250}"
+
+    async def main():
+        async with world(2, address) as ranks:  # no other process uses this address
+            port = where(ranks[0])[1]
+        again = Rank(0, 2, address, [port])
+        with pytest.raises(UsageError, match=f"all ports of ASYNCOLL_PORTS={port}-{port} are in use"):
+            Rank(1, 2, address, [port])
+        await again.payloads.close()
+
+    run(main)
+
+
+def test_a_moment_without_free_descriptors_delays_joining():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def main():
+        async with world(2, begun=False) as ranks:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            try:
+                with pytest.raises(UsageError, match="Too many open files"):
+                    ranks[0].payloads.bind("tcp://127.0.0.1:0")
+                for each in ranks:
+                    each.begin()
+                for _ in range(10):
+                    await asyncio.sleep(0)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            await asyncio.gather(*(each.payloads.connected() for each in ranks))
+
+    run(main)
+
+
 @pytest.mark.parametrize("address", ["tcp://192.0.2.1:0", "tcp://somewhere:0", "tcp://127.0.0.1", "tcp://[::1:x"])
 def test_an_address_that_cannot_be_listened_on_is_an_error(address):
     payloads = TcpPayloads(0, 2, JOB)
@@ -194,13 +263,21 @@ def test_an_address_that_cannot_be_listened_on_is_an_error(address):
     payloads.discard()
 
 
+def test_the_zone_of_an_address_of_one_link_stays():
+    """uvloop reads it in the text, and `bind` the number."""
+    number = socket.if_nametoindex("lo")
+    resolved = tcp_payloads._resolved("tcp://[fe80::1%lo]:5")
+    assert resolved == (socket.AF_INET6, ("fe80::1%lo", 5, 0, number))
+
+
 # -- what arrives ---------------------------------------------------------------------------------
 
 
 def test_payloads_that_the_kernel_has_no_room_for_arrive_in_order_and_unchanged():
     async def main():
         async with world(2) as ranks:
-            payload, count = np.empty(MAX_FRAME_BYTES, np.uint8), 40
+            narrow(ranks)
+            payload, count = np.empty(MAX_FRAME_BYTES, np.uint8), 10
             for number in range(count):
                 payload[:] = number
                 ranks[0].payloads.send(1, payload)
@@ -284,8 +361,10 @@ def test_a_rank_that_closes_while_payloads_wait_for_it_frees_its_sender():
     async def main():
         async with world(2) as ranks:
             ranks[1].payloads._loop.remove_reader(ranks[1].payloads._peers[0].reader.connection)  # it computes
-            for _ in range(40):
+            narrow(ranks)
+            for _ in range(10):
                 ranks[0].payloads.send(1, bytes(MAX_FRAME_BYTES))
+            assert not ranks[0].payloads._peers[1].drained.is_set()
             drained = asyncio.create_task(ranks[0].payloads.drain(1))
             await ranks[1].payloads.close()
             await drained
@@ -317,7 +396,37 @@ def test_a_rank_that_falls_silent_while_payloads_wait_for_it_frees_its_sender():
     run(main)
 
 
-def test_what_was_sent_before_a_flushing_end_arrives():
+@pytest.mark.parametrize("waits", [False, True], ids=["at once", "of what waits"])
+def test_a_write_that_fails_is_a_loss_at_both_ranks_and_no_gap(waits):
+    def fail(parts):
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+    async def main():
+        async with world(2) as ranks:
+            narrow(ranks)
+            payloads = ranks[0].payloads
+            payloads.send(1, b"first")
+            if waits:
+                payloads.send(1, bytes(MAX_FRAME_BYTES))
+                assert not payloads._peers[1].drained.is_set()
+            writer = payloads._peers[1].writer
+            write, writer._write = writer._write, fail
+            payloads.send(1, b"second")
+            await payloads.drain(1)
+            writer._write = write
+            payloads.send(1, b"third")
+            for each in ranks:
+                await each.until(lambda each=each: each.lost)
+            assert ranks[1].received == [(0, b"first")]
+            cause = f"a payload could not be sent to it: [Errno {errno.ENOBUFS}] {os.strerror(errno.ENOBUFS)}"
+            assert [each.lost for each in ranks] == [[(1, cause, 0)], [(0, "its connection closed", 1)]]
+
+    run(main)
+
+
+def test_what_was_sent_before_a_flushing_end_arrives(monkeypatch):
+    monkeypatch.setattr(tcp_payloads, "_FLUSH_S", PATIENCE_S)
+
     async def main():
         async with world(2) as ranks:
             for number in range(10):
@@ -330,14 +439,41 @@ def test_what_was_sent_before_a_flushing_end_arrives():
 
 
 def test_a_forked_child_can_tell_all_connections_of_its_parent():
-    """`forks.give_up_connections` finds them by the addresses of the world."""
+    """`forks.give_up_connections` finds them by the addresses of the world, however these are written."""
 
     async def main():
-        async with world(3) as ranks:
-            addresses = {each.address for each in ranks}
-            for each in ranks:
-                connections = [end for peer in each.payloads._peers.values() for end in peer.connections()]
-                assert len(connections) == 4
-                assert all(addresses.intersection(forks.ends_of(end.fileno())) for end in connections)
+        for address in ["tcp://127.0.0.1", *["tcp://[0:0::0001]"] * network.is_own("::1")]:
+            async with world(3, address) as ranks:
+                known = {forks.canonical(each.address) for each in ranks}
+                for each in ranks:
+                    connections = [end for peer in each.payloads._peers.values() for end in peer.connections()]
+                    assert len(connections) == 4
+                    assert all(known.intersection(forks.ends_of(end.fileno())) for end in connections)
 
     run(main)
+
+
+@pytest.mark.parametrize(
+    ("address", "same"),
+    [
+        ("tcp://[fe80::1%lo]:5", "tcp://[FE80:0::0001%NUMBER]:5"),
+        ("tcp://[::1]:5", "tcp://[0::1%NUMBER]:5"),
+        ("tcp://[::ffff:10.0.0.1]:5", "tcp://[::ffff:a00:1]:5"),
+        ("tcp://localhost:5", "tcp://127.0.0.1:5"),
+    ],
+)
+def test_spellings_of_one_address_are_equal(address, same):
+    same = same.replace("NUMBER", str(socket.if_nametoindex("lo")))
+    assert forks.canonical(address) == forks.canonical(same)
+
+
+def test_other_addresses_differ():
+    others = [
+        "tcp://[fe80::1%1]:5",
+        "tcp://[fe80::1%2]:5",
+        "tcp://[fe80::1%1]:6",
+        "tcp://[fe80::2%1]:5",
+        "ipc://[::1]:5",
+    ]
+    others += ["tcp://[fe80::1%none]:5", "tcp://[x]:5", "tcp://10.0.0.1:5", "tcp://[::a00:1]:5", ""]
+    assert len(set(map(forks.canonical, others))) == len(others)

@@ -200,7 +200,8 @@ class Disconnect:
 
     def strike(self, place: Place) -> None:
         transport: Any = place.comm._core.member.endpoint.transport
-        addresses = set(getattr(transport, "_inner", transport).peers)  # a SlottedTransport wraps the one with peers
+        peers = getattr(transport, "_inner", transport).peers  # a SlottedTransport wraps the one with peers
+        addresses = set(map(forks.canonical, peers))
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             ends = list(forks.ends_of(descriptor))
             if len(ends) == 2 and addresses.intersection(ends):  # a socket that listens has one end

@@ -107,7 +107,8 @@ def resolved(address: str) -> tuple[int, Any]:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except (OSError, ValueError) as error:
         raise UsageError(f"{address} is not tcp://ip:port: {error}") from None
-    return found[0][0], found[0][4]
+    # The text of the host stays, because uvloop takes the zone of an IPv6 address from nowhere else.
+    return found[0][0], (host.strip("[]"), *found[0][4][1:])
 
 
 def refused(address: str) -> str:

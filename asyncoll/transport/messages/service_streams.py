@@ -27,7 +27,7 @@ from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport.addresses import prepare, process_of, removal, user_of
 from asyncoll.transport.messages import service_protocol
-from asyncoll.transport.messages.peers import UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peers import FailedAccepts, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, UnreadError
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
@@ -71,6 +71,7 @@ class StreamServer:
         self._strangers_max = min(_UNGREETED_MAX, max(1, _descriptors() // _UNGREETED_SHARE))
         self._dropped: dict[SegmentStream, asyncio.TimerHandle] = {}  # clients until then; until their connections end
         self._unauthenticated = UnauthenticatedPeers(f"the service at {url}")
+        self._failed_accepts = FailedAccepts(f"the service at {url}")
         self._resume: asyncio.TimerHandle | None = None  # while no connections are accepted
         self._is_closed = False
         with contextlib.ExitStack() as undo, prepare(url, has_key=False) as self._uid:
@@ -166,7 +167,7 @@ class StreamServer:
             if not self._is_awaited():
                 return
             if not self._make_room():
-                self._unauthenticated.log(f"could not accept a connection: {cause}")
+                self._failed_accepts.log(f"could not accept a connection: {cause}")
                 self._wait()
                 return
 

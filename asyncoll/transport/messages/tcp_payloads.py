@@ -26,7 +26,7 @@ from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.payload_handshake import introduce, welcome
 from asyncoll.transport.messages.payload_stream import PayloadMemory, PayloadReader, PayloadWriter
-from asyncoll.transport.messages.peers import UnauthenticatedPeers
+from asyncoll.transport.messages.peers import FailedAccepts, UnauthenticatedPeers
 from asyncoll.transport.messages.reach import reach_rank, resolved, why_unconnected
 
 _HANDSHAKE_S = 5.0  # from the connection of a peer to the end of its handshake
@@ -49,6 +49,7 @@ class _Peer:
         self.made: asyncio.Future[None]  # done once the connection for sending is open
         self.accepted: asyncio.Future[None] = loop.create_future()  # done once the one for receiving is
         self.is_lost = False
+        self.cause = _CLOSED  # of its loss, if one of the connections ends
 
     def connections(self) -> list[socket.socket]:
         """Those that are open."""
@@ -72,6 +73,7 @@ class TcpPayloads:
         self._key = Key(job)
         self._joining = joining
         self._unauthenticated = UnauthenticatedPeers(f"rank {rank}")
+        self._failed_accepts = FailedAccepts(f"rank {rank}")
         self._memory = PayloadMemory()
         self._listener: socket.socket | None = None
         self._address = ""
@@ -88,21 +90,14 @@ class TcpPayloads:
         free is taken.
         """
         for each in [f"{address}:{port}" for port in ports] or [address]:
-            family, where = resolved(each)
-            listener = socket.socket(family)
-            if ports:  # the connections of a world that has ended keep its ports for a minute
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                listener.bind(where)
-                listener.listen(_STRANGERS_MAX + 2 * self.size)
+                listener = _listening(each, _STRANGERS_MAX + 2 * self.size)
                 break
             except OSError as error:
-                listener.close()
                 if error.errno != errno.EADDRINUSE or not ports:
                     raise UsageError(f"cannot listen on {each}: {error}") from error
         else:
             raise all_in_use(address, ports)
-        listener.setblocking(False)
         self._listener = listener
         self._address = f"{each.rpartition(':')[0]}:{listener.getsockname()[1]}"
         return self._address
@@ -146,8 +141,8 @@ class TcpPayloads:
             return
         try:
             peer.writer.send(payload)
-        except OSError:
-            self._cannot_write(peer)
+        except OSError as error:
+            self._cannot_write(peer, error)
             return
         if peer.writer.waits and peer.drained.is_set():
             peer.drained.clear()
@@ -202,13 +197,12 @@ class TcpPayloads:
         """Make the connection to `rank`. Raises PeerLostError if it refuses, and UsageError if it gives no answer."""
         while peer.writer.connection is None:
             with contextlib.ExitStack() as undo:
-                connection = undo.enter_context(await reach_rank(rank, address))
                 try:
+                    connection = undo.enter_context(await reach_rank(rank, address))
                     await introduce(connection, self._key, self.rank, rank)
-                except (OSError, ProtocolError):
+                except (OSError, ProtocolError):  # too many open files, for instance
                     await asyncio.sleep(_AGAIN_S)
                     continue
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 peer.writer.connection = connection
                 undo.pop_all()
         loop = asyncio.get_running_loop()
@@ -236,13 +230,13 @@ class TcpPayloads:
         except BlockingIOError:
             return
         except OSError as error:  # too many open files: the connection waits in the kernel's queue
-            self._unauthenticated.log(f"could not accept a connection for payloads: {error}")
+            self._failed_accepts.log(f"could not accept a connection for payloads: {error}")
             self._loop.remove_reader(listener)
             self._loop.call_later(_AGAIN_S, self._listen)
             return
         connection.setblocking(False)
         if len(self._strangers) >= _STRANGERS_MAX + 2 * self.size:
-            next(iter(self._strangers.values())).cancel()
+            self._end_oldest_handshake()
         self._strangers[connection] = task = self._loop.create_task(self._welcome(connection, address[0]))
         task.add_done_callback(partial(self._welcomed, connection))
 
@@ -259,7 +253,8 @@ class TcpPayloads:
             return False
         peer = self._peers.get(rank)
         if peer is None or peer.accepted.done():
-            self._unauthenticated.log(f"rejected a connection from {host}: rank {rank} has connected before")
+            why = "sends no payloads to this one" if peer is None else "has connected before"
+            self._unauthenticated.log(f"rejected a connection from {host}: rank {rank} {why}")
             return False
         peer.reader = PayloadReader(connection, self._memory)
         peer.accepted.set_result(None)
@@ -268,9 +263,16 @@ class TcpPayloads:
 
     def _welcomed(self, connection: socket.socket, task: asyncio.Task[bool]) -> None:
         """Handle the end of a handshake; a task that was cancelled may never have begun."""
-        del self._strangers[connection]
+        self._strangers.pop(connection, None)
         if task.cancelled() or not task.result():
             connection.close()
+
+    def _end_oldest_handshake(self) -> None:
+        """Close the connection at once: a cancelled task ends only after some turns, in which more connections come."""
+        connection, task = next(iter(self._strangers.items()))
+        del self._strangers[connection]
+        if task.cancel():  # otherwise the handshake is over already
+            self._close_connection(connection)
 
     def _unanswered(self) -> list[int]:
         return [rank for rank, peer in self._peers.items() if not peer.made.done()]
@@ -293,14 +295,25 @@ class TcpPayloads:
         assert peer.writer.connection is not None
         try:
             peer.writer.flush()
-        except OSError:
-            self._cannot_write(peer)
+        except OSError as error:
+            self._cannot_write(peer, error)
         if not peer.writer.waits:
             self._loop.remove_writer(peer.writer.connection)
             peer.drained.set()
 
-    def _cannot_write(self, peer: _Peer) -> None:
-        """Drop what waits. The loss is reported where this rank reads, after the last payloads of the peer."""
+    def _cannot_write(self, peer: _Peer, error: OSError) -> None:
+        """Drop what waits, and end the connection: the peer would take a later payload for the one that is missing.
+
+        The loss is reported where this rank reads, after the last payloads of the peer.
+        """
+        assert peer.writer.connection is not None
+        if not isinstance(error, ConnectionError):  # the connection has not ended yet
+            peer.cause = f"a payload could not be sent to it: {error}"
+        with contextlib.suppress(OSError):  # it has ended
+            peer.writer.connection.shutdown(socket.SHUT_RDWR)
+        self._drop_unsent(peer)
+
+    def _drop_unsent(self, peer: _Peer) -> None:
         peer.writer.drop()
         peer.drained.set()
 
@@ -314,7 +327,7 @@ class TcpPayloads:
             return
         except OSError:
             pass
-        self._lose(rank, _CLOSED)
+        self._lose(rank, self._peers[rank].cause)
 
     # -- receiving --------------------------------------------------------------------------------
 
@@ -328,7 +341,7 @@ class TcpPayloads:
         except BlockingIOError:
             return False
         except OSError:
-            self._lose(rank, _CLOSED)
+            self._lose(rank, self._peers[rank].cause)
             return False
         except ProtocolError as error:
             self._lose(rank, f"it has broken the protocol: {error}")
@@ -354,15 +367,18 @@ class TcpPayloads:
             self._lost(Loss(rank, cause))
 
     def _drop(self, peer: _Peer) -> None:
-        assert self._loop is not None
         peer.made.cancel()
         peer.accepted.cancel()
         for connection in peer.connections():
-            self._loop.remove_reader(connection)
-            self._loop.remove_writer(connection)
-            connection.close()
+            self._close_connection(connection)
         peer.reader = peer.writer.connection = None
-        self._cannot_write(peer)
+        self._drop_unsent(peer)
+
+    def _close_connection(self, connection: socket.socket) -> None:
+        assert self._loop is not None
+        self._loop.remove_reader(connection)
+        self._loop.remove_writer(connection)
+        connection.close()
 
 
 async def _all_done(ends: Sequence[asyncio.Future[None]]) -> None:
@@ -371,3 +387,17 @@ async def _all_done(ends: Sequence[asyncio.Future[None]]) -> None:
     for end in ends:
         if end.done() and not end.cancelled():
             end.result()
+
+
+def _listening(address: str, backlog: int) -> socket.socket:
+    """A socket that listens at `address`. Raises OSError if that fails, and UsageError for no address."""
+    family, where = resolved(address)
+    with contextlib.ExitStack() as undo:
+        listener = undo.enter_context(socket.socket(family))
+        # The connections of a world that has ended keep its ports for a minute. Two listeners still exclude each other.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(backlog)
+        listener.setblocking(False)
+        undo.pop_all()
+        return listener
