@@ -22,7 +22,7 @@ from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Loss
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages import payload_handshake, tcp_payloads
+from asyncoll.transport.messages import payload_handshake, reach, tcp_payloads
 from asyncoll.transport.messages.payload_stream import PayloadMemory, PayloadReader
 from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
@@ -266,7 +266,7 @@ def test_an_address_that_cannot_be_listened_on_is_an_error(address):
 def test_the_zone_of_an_address_of_one_link_stays():
     """uvloop reads it in the text, and `bind` the number."""
     number = socket.if_nametoindex("lo")
-    resolved = tcp_payloads._resolved("tcp://[fe80::1%lo]:5")
+    resolved = reach.resolved("tcp://[fe80::1%lo]:5")
     assert resolved == (socket.AF_INET6, ("fe80::1%lo", 5, 0, number))
 
 
