@@ -98,7 +98,7 @@ class TwoLevels:
         The others are reduced between the hosts.
         """
         others = self.hosts - 1
-        riding = PARTICIPATION_BYTES * self.ranks
+        riding = 2 * PARTICIPATION_BYTES * self.ranks  # between hosts it is a list of float64
         if self.is_short(size):
             return self._between(0) + 2 * self.links.latency_s + (others + answered) * self._occupied(size + riding)
         told = self._between(0) + (agent.AGENTS_MAX * others - 2) * self._occupied(

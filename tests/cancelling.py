@@ -25,12 +25,19 @@ async def cancelled_in_turn(call, turns: int) -> bool:
     return task.cancelled()
 
 
-async def nothing_is_pending(comm: Communicator) -> None:
+async def pending(comm: Communicator) -> list[str]:
+    """The waits of this rank."""
+
     async def look() -> list[str]:
         return comm._core.member.endpoint.waiting() + list(map(str, comm._calls._pending._pending))
 
     # On the runtime's loop: its state changes while another thread reads it.
-    assert await comm._core.member.runner.start(look()) == []
+    return await comm._core.member.runner.start(look())
+
+
+async def nothing_is_pending(comm: Communicator) -> None:
+    found = await pending(comm)
+    assert found == [], found
 
 
 async def interrupt(comm: Communicator, seed: int, times: int, cancel) -> int:

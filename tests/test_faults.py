@@ -545,6 +545,7 @@ def of_host(operation, what, injection_point):
     async def main(comm: Communicator) -> None:
         comm.rpc.register(echo)
         try:
+            await comm.barrier()  # all have joined
             await OPERATIONS[operation](comm, 10)
             with fault(comm, what, rank=2, injection_point=injection_point):
                 await OPERATIONS[operation](comm, 10)

@@ -10,7 +10,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from cancelling import nothing_is_pending
+from cancelling import nothing_is_pending, pending
 
 from asyncoll import AbortedError
 from asyncoll.testing import FakeDevice, fake_device, run_ranks
@@ -260,6 +260,8 @@ def test_a_call_of_a_round_is_cancelled(name, transport):
                 reduction = await call(comm, zeros())
                 total += sum(float(each[0]) for each in reduction.results())
             assert total == number or name == "group"
+            while name == "group" and await pending(comm):  # a rank that was late has opened one more round
+                await asyncio.sleep(0)
             await nothing_is_pending(comm)
             del reduction
             await comm.barrier()

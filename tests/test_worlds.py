@@ -109,7 +109,7 @@ def test_words_and_messages_are_counted():
 def test_faults_must_name_ranks_of_the_world():
     with pytest.raises(UsageError, match="outside a world of 2"):
         simulate(2, total, Network(faults=[Pause(2, at_s=0, duration_s=1)]))
-    with pytest.raises(UsageError, match="latency"):
+    with pytest.raises(UsageError, match="latencies"):
         Network(latency_s=-1)
 
 
