@@ -91,13 +91,14 @@ def start(networks, template, tmp_path):
     write_key(tmp_path / "key")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
     with contextlib.ExitStack() as stack:
+        short = Path(stack.enter_context(tempfile.TemporaryDirectory()))  # the path of a socket has 108 bytes at most
 
         def started(hosts, of_host=None, *, first=0, size=0, **more):
             ranks = []
             more = {"MASTER_ADDR": address(hosts[0]), "MASTER_PORT": str(next(PORTS)), **more}
             for rank, host in enumerate(hosts, first):
                 folder = Path(tempfile.mkdtemp(dir=tmp_path))
-                temporary = tmp_path / f"{more['MASTER_PORT']} {host}"
+                temporary = short / f"{more['MASTER_PORT']} {host}"
                 temporary.mkdir(exist_ok=True)
                 chosen = {**more, **(of_host or {}).get(host, {})}
                 (folder / "hosts").write_text(chosen.pop("names", ""))
@@ -238,7 +239,8 @@ def test_a_second_job_at_one_port_is_refused_and_the_first_goes_on(start):
     assert "rank 0 cannot listen on MASTER_ADDR=10.78.0.1, MASTER_PORT=29499" in here["text"], here
     assert re.search(r"rank 1 of the world .* is process \d+ on host b already", there["text"]), there
     late = start("b", first=2, size=3, MASTER_ADDR=address("a"), MASTER_PORT="29499")
-    assert [end.get("result") for end in ends(first + late)] == [3.0] * 3
+    joined = ends(first + late)
+    assert [end.get("result") for end in joined] == [3.0] * 3, joined
 
 
 def test_hosts_with_different_keys_name_each_other(start, tmp_path):
