@@ -52,6 +52,17 @@ async def every_call(comm, counts=COUNTS):
     return (await comm.allreduce(np.random.default_rng(rank).standard_normal(9973))).tobytes()
 
 
+@pytest.mark.parametrize("hosts", [*LAYOUTS, "00001111", "0123012301"])
+def test_an_array_with_a_share_for_each_agent_is_reduced_where_it_lies(hosts):
+    """By each agent, its own part first: it must not be read once more where the sum is."""
+
+    async def main(comm):
+        return sorted({float(each) for each in await comm.allreduce(np.ones(16_384, np.float32))})
+
+    world = simulate(len(hosts), main, JITTERY, shared_memory=True, hosts=hosts)
+    assert world.results == [[len(hosts)]] * len(hosts)
+
+
 @pytest.mark.parametrize("hosts", LAYOUTS)
 def test_every_call_on_every_layout(hosts):
     results = simulate(len(hosts), every_call, JITTERY, seed=len(hosts), shared_memory=True, hosts=hosts).results
