@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from conftest import looped
 
 from asyncoll import AVG, MAX, MismatchError, PeerLostError
-from asyncoll.algorithms.rounds.agent import AGENTS_MAX, CLAIM, OPEN, RESULT, TEAM
+from asyncoll.algorithms.rounds.agent_signals import AGAIN, AGENTS, ASK, CLAIM, HERE, OPEN, RESULT, TEAM, step_of
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE
 from asyncoll.errors import ProtocolError
 from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate
@@ -84,8 +85,8 @@ def test_weights_averages_and_other_reductions_of_several_arrays():
 
 @pytest.mark.parametrize("count", [3, 3000], ids=["through the opener", "among agents"])
 @looped("paused", range(7))
-def test_no_process_delays_the_others_as_long_as_an_agent_of_its_host_runs(paused, count):
-    """Not even an agent: the other one of its host takes part, and opens rounds. Rank 6 is alone on its host."""
+def test_no_process_delays_those_of_other_hosts_unless_it_is_alone_on_its_own(paused, count):
+    """Rank 6 is alone on its host."""
     hosts = (0, 1, 0, 1, 0, 1, 2)
 
     async def main(comm):
@@ -109,32 +110,63 @@ def test_no_process_delays_the_others_as_long_as_an_agent_of_its_host_runs(pause
     assert all((when > 80) == waits for rank, when in enumerate(ended) if rank != paused), ended
 
 
-@looped("count", [1, 3000])
-def test_an_agent_that_stops_between_two_rounds_delays_nobody(count):
-    """At any moment: one that stops in the middle of a round delays that round, and no other is delayed."""
-    hosts, stopped = (0, 0, 0, 1, 1, 1), 0
+STOPS = [
+    ((0, 0, 0, 1, 1, 1), (0,)),
+    ((0, 1, 0, 2, 1, 2), (1,)),
+    ((0, 0, 0, 1, 1, 1), (0, 1)),  # both agents of a host
+    ((0, 0, 0, 1, 1, 1, 0), (0, 1, 3, 4)),  # those of both hosts
+]
 
-    async def main(comm, moment):
-        now, newest, amid = asyncio.get_running_loop().time, 0, False
+
+@pytest.mark.parametrize("count", [3, 3000], ids=["through the opener", "among agents"])
+def test_processes_that_stop_delay_nobody_as_long_as_one_of_their_host_runs(count):
+    """At any moment, also in the middle of a round that they carry out."""
+
+    async def main(comm, stopped, moment):
+        now, newest, amid, sums = asyncio.get_running_loop().time, 0, False, {}
         await comm.solo_allreduce(np.ones(count))
-        if comm.rank == stopped:
+        if comm.rank in stopped:
             await asyncio.sleep(moment - now())
             agent = comm._core.backend.operations.known["solo"]._agent
-            amid = agent._is_opener or agent._answer is not None  # the opener, or it has claimed the round
+            amid = bool(agent._claims or agent._attempts)  # the opener, or it takes part for its host
             await asyncio.sleep(20 - now())
         while newest < 20:
             await asyncio.sleep(0.005)
-            newest = (await comm.solo_allreduce(np.ones(count))).round
-        return now(), amid
+            x = np.ones(count)
+            newest = (await comm.solo_allreduce(x)).round
+            sums[newest] = x[-1]
+        return now(), amid, sums
 
-    moments = [0.04 + 0.0017 * nth for nth in range(20)]
     amid = []
-    for seed, moment in enumerate(moments):
-        network = Network(jitter_s=1e-3, faults=[Pause(stopped, moment, 15.0)])
-        results = on_hosts(hosts, lambda comm, moment=moment: main(comm, moment), network, seed).results
-        amid.append(results[stopped][1])
-        assert amid[-1] or max(when for when, _ in results[1:]) < 10, (moment, results)
-    assert {True, False} == set(amid)
+    for seed in range(40):
+        hosts, stopped = STOPS[seed % len(STOPS)]
+        moment = 0.04 + 0.001 * seed
+        network = Network(jitter_s=1e-3, faults=[Pause(rank, moment, 15.0) for rank in stopped])
+        told = functools.partial(main, stopped=stopped, moment=moment)
+        for rank, (ended, was_amid, sums) in enumerate(results := on_hosts(hosts, told, network, seed).results):
+            amid.append(was_amid)
+            assert rank in stopped or ended < 10, (seed, rank)
+            assert all(results[other][2].get(number, x) == x for other in range(rank) for number, x in sums.items())
+    assert amid.count(True) > 3
+
+
+def test_models_of_groups_while_agents_are_stopped():
+    hosts, stopped = (0, 0, 0, 1, 1, 1, 0), (0, 3)
+
+    async def main(comm):
+        newest = 0
+        while newest < 30:
+            await asyncio.sleep(0.005)
+            x = np.array([2.0**comm.rank] * 3000)
+            reduction = await comm.group_allreduce(x, group_size=3, name="models")
+            newest = reduction.round
+            assert x[-1] == sum(2.0**rank for rank in reduction.ranks)
+            assert set(reduction.ranks) <= set(reduction.group)
+        return asyncio.get_running_loop().time()
+
+    faults = [Pause(rank, 0.05 + 0.003 * rank, 15.0) for rank in stopped]
+    ended = on_hosts(hosts, main, Network(jitter_s=1e-3, faults=faults)).results
+    assert all(when < 10 for rank, when in enumerate(ended) if rank not in stopped), ended
 
 
 @looped("count, cut", [(1, ()), (3000, (1,))])
@@ -251,22 +283,29 @@ def test_times_between_hosts_are_exact_after_days():
 def test_a_signal_that_no_agent_sends_is_refused(count):
     async def main(comm):
         await comm.solo_allreduce(np.ones(count), sync_every=1)
-        await comm.barrier()
         agent = comm._core.backend.operations.known["solo"]._agent
-        assert (agent is None) == (comm.rank == 4)
+        next_two = [2, 3]
+        while len({agent._leading_host(number) for number in next_two}) == 1:
+            await comm.solo_allreduce(np.ones(count), sync_every=1)
+            next_two = [number + 1 for number in next_two]
+        await comm.barrier()
         if comm.rank == 0:
             one, two = np.array([3], "<i4").tobytes(), np.array([0, 4], "<i4").tobytes()
-            strange = [(1, number, ARRIVED, b"") for number in range(9, 20)]
-            strange += [(4, 2, OPEN, b""), (4, 2, CLAIM, b""), (1, 2, 77, b"")]
-            strange += [(1, 2, LATE, one), (1, 2, GONE, b"abc"), (1, 2, GONE, b""), (1, 2, GONE, one)]
-            strange += [(rank, 2, TEAM, ranks) for rank in range(5) for ranks in (b"", one, two)]
-            strange += [(rank, 2, RESULT, b"1234") for rank in range(5)]
+            led, other = sorted(next_two, key=agent._leading_host)  # the first is opened on this host
+            strange = [(1, number, ARRIVED, b"") for number in range(other + 3, other + 9)]
+            strange += [(4, led, step_of(OPEN, 1), b""), (1, other, step_of(OPEN, 1), b""), (1, led, 77, b"")]
+            strange += [(4, other, step_of(kind, 1), b"") for kind in (CLAIM, AGAIN)] + [(4, other, ARRIVED, b"")]
+            strange += [(1, led, step_of(kind, attempt), b"") for kind in (OPEN, AGAIN) for attempt in (0, 1 << 10)]
+            strange += [(1, led, step_of(ASK, 1), b""), (1, led, HERE, one)]
+            strange += [(1, led, LATE, one), (1, led, GONE, b"abc"), (1, led, GONE, b""), (1, led, GONE, one)]
+            strange += [(rank, led, step_of(TEAM, 1), ranks) for rank in range(5) for ranks in (b"", one, two[:4])]
+            strange += [(rank, led, step_of(RESULT, 1), b"1234") for rank in range(5)]
             for signal in strange:
                 with pytest.raises(ProtocolError):
                     agent.received(*signal)
         await comm.barrier()
 
-    assert AGENTS_MAX == 2
+    assert AGENTS == 2
     on_hosts((0, 0, 1, 1, 1), main)
 
 

@@ -15,6 +15,7 @@ from asyncoll.algorithms.rounds.in_memory import LENT_MIN_BYTES, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.prompt_rounds import rounds_in_memory
+from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
@@ -38,7 +39,9 @@ class Rank:
         size = len(arena.ranks)
         group = Group(tuple(range(size)), arena.local_rank, 7)
         self.registry = OperationRegistry(arena, size, arena.local_rank, 7)
-        self.rounds = rounds_in_memory(Setting(arena, self.registry, group, str, lambda: False), operation, 1 << 22)
+        self.rounds = rounds_in_memory(
+            Setting(Memory(arena, self.registry, group), str, lambda: False), operation, 1 << 22
+        )
         self.operation = operation
         self.arena = arena
         self.memory = {}  # registered, by size: for long contributions

@@ -17,7 +17,7 @@
 #include <string.h>
 #include <time.h>
 
-/* round_record.py: Head, Row and Kept, in this order, and the constants. */
+/* round_cells.py: Head, Row and Kept, in this order, and the constants. */
 enum { LATEST, RUNNING, CLAIMED, DONE, CHUNKS, HEAD_CELLS };
 enum {
     STAGED,

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 from asyncoll.algorithms.rounds.activation import edges
-from asyncoll.algorithms.rounds.agent import AGENTS_MAX
+from asyncoll.algorithms.rounds.agent_signals import AGENTS
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
 from asyncoll.algorithms.rounds.between_hosts import HostRounds
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.in_memory import Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.hosts import Hosts
@@ -48,7 +49,8 @@ class HostMemory:
         failure of the world if a rank of this host has died with the lock of its memory.
         """
         arena, endpoint = cast(Arena, self._lease), self._host.endpoint
-        setting = Setting(arena, self._registry, self._host.group, describe, lambda: bool(endpoint.membership.lost))
+        memory = Memory(arena, self._registry, self._host.group)
+        setting = Setting(memory, describe, lambda: bool(endpoint.membership.lost))
         check = partial(endpoint.failures.check, self._host.communicator)
 
         def drive(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
@@ -85,9 +87,9 @@ class HostOperations(AnnouncedOperations):
         del operation
         hosts = self._hosts
         told = [hosts.mine]
-        if hosts.place < AGENTS_MAX:
+        if hosts.place < AGENTS:
             told += [(hosts.mine + (1 << edge)) % len(hosts.ranks) for edge in edges(len(hosts.ranks))]
-        agents = [agent for host in told for agent in hosts.first_ranks(host, AGENTS_MAX)]
+        agents = [agent for host in told for agent in hosts.first_ranks(host, AGENTS)]
         return [agent for agent in agents if agent != self._member.group.rank]
 
     def _make(self, port: Port, operation: Operation, describe: Callable[[], str]) -> Rounds:

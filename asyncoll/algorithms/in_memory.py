@@ -30,6 +30,7 @@ from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.prompt_rounds import rounds_in_memory
+from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, NonFiniteError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
@@ -273,9 +274,8 @@ class MemoryBackend:
         endpoint.executions.on_dispute(context, lambda _: (group.members, text))
         member.at_end(lambda: endpoint.executions.off_dispute(context))
         try:
-            setting = Setting(
-                cast(Arena, self._lease), self._registry, group, lambda: text, lambda: bool(endpoint.membership.lost)
-            )
+            memory = Memory(cast(Arena, self._lease), self._registry, group)
+            setting = Setting(memory, lambda: text, lambda: bool(endpoint.membership.lost))
             rounds = rounds_in_memory(setting, operation, self._staging.sizes.long)
         except DisagreementError as disagreement:
             _dispute(member, context, 1, text, disagreement.rank)

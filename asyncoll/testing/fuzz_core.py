@@ -36,7 +36,8 @@ from asyncoll.algorithms.rounds.compiled import compiled_rounds
 from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_record import BlockLayout
+from asyncoll.algorithms.rounds.round_cells import BlockLayout
+from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
@@ -347,7 +348,7 @@ class _planned:  # noqa: N801 (stands in for an object of the core)
 def _one_sided(arena: HostArena, operation: Operation) -> OneSidedRounds:
     group = Group(arena.ranks, arena.local_rank, 7)
     registry = OperationRegistry(arena, len(arena.ranks), arena.local_rank, 7)
-    return OneSidedRounds(Setting(arena, registry, group, str, lambda: False), operation)
+    return OneSidedRounds(Setting(Memory(arena, registry, group), str, lambda: False), operation)
 
 
 def _call(rounds: OneSidedRounds, operation: Operation) -> None:

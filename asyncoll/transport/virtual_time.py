@@ -29,6 +29,7 @@ class _JumpingSelector(selectors.BaseSelector):
         self.now = 0.0
         self.on_deadlock: Callable[[], Exception] = lambda: DeadlockError("nothing is ready and no timer is set")
         self.ready: Sized = ()  # the loop's queue of callbacks that can run now
+        self.timers: Sized = ()  # those of the loop
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
@@ -41,13 +42,13 @@ class _JumpingSelector(selectors.BaseSelector):
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events, ready = self.events, self.ready
+        events, ready, timers = self.events, self.ready, len(self.timers)
         until = math.inf if timeout is None else self.now + timeout
         while events and events[0][0] <= until:
             when, _, callback, args = heapq.heappop(events)
             self.now = max(when, self.now)
             callback(*args)
-            if ready:
+            if ready or len(self.timers) > timers:  # a new timer may come before `until`
                 return []
         if timeout is None:
             raise self.on_deadlock()
@@ -69,6 +70,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
         self.set_debug(False)  # debug mode measures real time, and makes a simulation several times slower
         self._jumping.ready = self._ready  # type: ignore[attr-defined]
+        self._jumping.timers = self._scheduled  # type: ignore[attr-defined]
         self._events = self._jumping.events
         self._count = itertools.count()  # events of equal time run in the order of their creation
 

@@ -2,31 +2,27 @@
 
 A rank stages its contribution in the memory of its host, tells the agents of one host that it has arrived (`agent`),
 and waits in memory. An agent takes what is staged on its host, without asking. So a rank that computes delays nobody,
-and what it has staged is used. A process that is stopped between two rounds delays nobody either, as long as one agent
-of its host runs. In the middle of a round it may be the one that carries the round out (`agent`).
+and what it has staged is used. If a process is stopped, another agent of its host does its part (`agent`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.rounds.agent import AGENTS_MAX, END, Agent
-from asyncoll.algorithms.rounds.engine import ARRIVED, LATE
+from asyncoll.algorithms.rounds.agent import Agent
+from asyncoll.algorithms.rounds.agent_signals import AGENTS, END
+from asyncoll.algorithms.rounds.block_table import NONE
+from asyncoll.algorithms.rounds.engine import LATE
 from asyncoll.algorithms.rounds.host_record import HostRecord, Outcome, Taken
 from asyncoll.algorithms.rounds.in_memory import Call, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
-from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts
-from asyncoll.errors import ProtocolError
-from asyncoll.runtime.group import Group
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import fill_neutral
-from asyncoll.transport import Arena
 from asyncoll.transport.control_block import until
-from asyncoll.transport.wire import Buffer
 
 T = TypeVar("T")
 Drive = Callable[[Coroutine[Any, Any, T]], Coroutine[Any, Any, T]]
@@ -50,16 +46,13 @@ class HostRounds(OneSidedRounds):
         super().__init__(setting, operation)
         self._rank, self._size = port.group.rank, port.group.size
         self._all_ranks = tuple(range(port.group.size))
-        is_agent = hosts.place < AGENTS_MAX
-        self._agent = Agent(port, operation, hosts, self._rounds, self, self.describe) if is_agent else None
-        port.open(self._received, self._ended)
-        if self._agent is not None:
+        self._agent = Agent(port, operation, hosts, self._rounds, self, self.describe)
+        port.open(self._agent.received, self._ended)
+        if hosts.place < AGENTS:
             self._agent.look()  # ranks of this host may have left before
 
-    def _record(self, arena: Arena, registry: OperationRegistry, group: Group) -> RoundRecord:
-        here, ranks = self._hosts.here, self._port.group.size
-        parts = self.operation, self._layout, self._reduce_blocks
-        return HostRecord(arena, registry, group, *parts, here=here, ranks=ranks)
+    def _record(self) -> RoundRecord:
+        return HostRecord(self._memory, self.operation, self._layout, self._reduce_blocks, self._hosts)
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -78,51 +71,40 @@ class HostRounds(OneSidedRounds):
     def _come(self, call: Call) -> int:
         missing, number = super()._come(call), call.number
         if not number and self.operation.opening is Opening.MAJORITY:
-            self._port.post(lambda: self._tell(self._rounds.latest + 1, LATE))
+            self._port.post(lambda: self._agent.tell(self._rounds.latest + 1, LATE))
         elif number > self._told and call.kept is None:
             self._told = number
-            self._port.post(lambda: self._tell(number, ARRIVED))
+            self._port.post(lambda: self._agent.arrived(number))
         return missing
 
     # -- signals ----------------------------------------------------------------------------------
 
-    def _tell(self, number: int, event: int) -> None:
-        """Tell the agents that open round `number` of this event."""
-        host = self._hosts.host(self.operation.first_drawn(number, self._port.group.size))
-        for agent in self._hosts.first_ranks(host, AGENTS_MAX):
-            self._port.send(agent, number, event)
-
     def _ended(self) -> None:
         """This rank makes no more calls, and the memory of the host says so: make its agents look."""
-        for agent in self._hosts.first_ranks(self._hosts.mine, AGENTS_MAX):
+        for agent in self._hosts.first_ranks(self._hosts.mine, AGENTS):
             self._port.send(agent, 0, END)
 
-    def _received(self, rank: int, number: int, step: int, payload: Buffer) -> None:
-        if self._agent is None:
-            raise ProtocolError(f"signal {step} of {self.operation} is for agents, and this rank is none")
-        self._agent.received(rank, number, step, payload)
+    # -- the part of the host, for its agent: as of `attempt.Part` -----------------------------------
 
-    # -- the part of the host, for its agent: as of `agent.Part` -----------------------------------
-
-    def claim(self, number: int) -> Taken | None:
+    def claim(self, number: int, attempt: int) -> Taken | None:
         rounds = self._rounds
         while True:
             with self._control_block:
                 needed = rounds.blocks_needed(number)
-                taken = None if needed else rounds.take(number, self._now_ns())
+                taken = None if needed else rounds.take(number, attempt, self._now_ns())
             if not needed:
                 return taken
             rounds.blocks.provide(needed)
 
-    def reduce(self) -> Coroutine[Any, Any, None]:
-        return self._drive(self._reduce_taken())
+    def reduce(self, number: int) -> Coroutine[Any, Any, None]:
+        return self._drive(self._reduce_taken(number))
 
-    async def _reduce_taken(self) -> None:
+    async def _reduce_taken(self, number: int) -> None:
         rounds = self._rounds
         with self._control_block:
             running, work = rounds.running, rounds.work() if rounds.is_help_wanted() else []
         await self._help(running, work)
-        await until(self._control_block, rounds.is_reduced)
+        await until(self._control_block, lambda: rounds.is_reduced(number))
 
     def until_over(self, number: int) -> Coroutine[Any, Any, None]:
         return self._drive(self._until_over(number))
@@ -130,15 +112,23 @@ class HostRounds(OneSidedRounds):
     async def _until_over(self, number: int) -> None:
         await until(self._control_block, lambda: self._rounds.running != number)
 
-    def neutral(self) -> int:
-        block, _ = self._new_block()
-        for part, (dtype, _) in zip(self.arrays(block), self.operation.layout, strict=True):
-            fill_neutral(part, self.operation.op, dtype)
-        return block
+    def copied(self, block: int) -> int:
+        copy, _ = self._new_block()
+        if block == NONE:
+            for part, (dtype, _) in zip(self.arrays(copy), self.operation.layout, strict=True):
+                fill_neutral(part, self.operation.op, dtype)
+        else:
+            for part, its in zip(self.arrays(copy), self.arrays(block), strict=True):
+                part[:] = its
+            self.drop([block])
+        return copy
 
     def arrays(self, block: int) -> Parts:
         return self._parts(self._rounds.blocks.address(block))
 
-    def conclude(self, outcome: Outcome) -> None:
+    def drop(self, blocks: Sequence[int]) -> None:
+        self._drop(blocks)
+
+    def conclude(self, number: int, outcome: Outcome) -> None:
         with self._control_block:
-            self._rounds.conclude(outcome)
+            self._rounds.conclude(number, outcome)

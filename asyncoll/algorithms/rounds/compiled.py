@@ -15,7 +15,8 @@ from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.engine import Engine
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
-from asyncoll.algorithms.rounds.round_record import BlockLayout, RoundRecord
+from asyncoll.algorithms.rounds.round_cells import BlockLayout
+from asyncoll.algorithms.rounds.round_record import RoundRecord
 from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.transport import Arena

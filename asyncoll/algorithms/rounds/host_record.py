@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from asyncoll.algorithms.rounds.attempts import Attempts
 from asyncoll.algorithms.rounds.block_table import NONE
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_record import COLUMN, BlockLayout, Groups, RoundRecord
-from asyncoll.runtime.group import Group
+from asyncoll.algorithms.rounds.round_cells import COLUMN, BlockLayout, Groups
+from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
+from asyncoll.runtime.hosts import Hosts
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport import Arena
 
 GONE, JOINED = 1, 2  # in the cell of a rank that makes no more calls; JOINED: it waits until no rank does
 
@@ -57,7 +57,6 @@ class _More(NamedTuple):
     """The cells of a `HostRecord` beyond those of a `RoundRecord`."""
 
     reduced: int  # the newest round whose contributions are reduced here
-    opened: int  # the newest round that an agent of this host has opened for all hosts
     over: int  # 1 if the last round is over
     ends: int  # the first of [rank]: those of the last `Outcome`
 
@@ -70,23 +69,22 @@ class HostRecord(RoundRecord):
 
     def __init__(
         self,
-        arena: Arena,
-        registry: OperationRegistry,
-        group: Group,
+        memory: Memory,
         operation: Operation,
         layout: BlockLayout,
         reduce: Callable[[int, Sequence[int]], None],
-        *,
-        here: tuple[int, ...],
-        ranks: int,
+        hosts: Hosts,
     ) -> None:
-        """As of `RoundRecord`, of the ranks `group` of a host, which are `here` of so many `ranks` of all hosts."""
-        more = _MORE.ends + 3 * ranks
-        super().__init__(arena, registry, group, operation, layout, reduce, contributors=ranks, more=more)
+        """As of `RoundRecord`: `memory` is that of this rank's host."""
+        ranks, here = sum(map(len, hosts.ranks)), len(hosts.here)
+        attempts = _MORE.ends + 3 * ranks
+        more = attempts + Attempts.cells(here)
+        super().__init__(memory, operation, layout, reduce, contributors=ranks, more=more)
         self.reduces_at_once = False
-        self._here = here
+        self._here = hosts.here
         self._ranks = ranks
         self._at = _More(*[self.more + cell for cell in _MORE])
+        self.attempts = Attempts(self.cells, self.more + attempts, here, hosts.place)
         ends, times = self._at.ends, self._at.ends + ranks
         self._ends = np.frombuffer(self.cells[ends:times], np.int64)
         self._times = np.frombuffer(self.cells[times : times + 2 * ranks], np.float64).reshape(2, ranks)
@@ -130,29 +128,49 @@ class HostRecord(RoundRecord):
 
     def open_for_all(self, number: int) -> bool:
         """The rule of the operation lets round `number` begin. Returns whether this agent is the first to say so."""
-        if self.latest + 1 != number or self.cells[self._at.opened] >= number:
-            return False
-        self.cells[self._at.opened] = number
-        return True
+        return self.latest + 1 == number and self.attempts.open(number)
 
     def blocks_needed(self, number: int) -> int:
         """How many blocks have to be free for `take`, if there are fewer; otherwise 0."""
         needed = len(self._groups_of(number)) if self._is_next(number) else 0
         return needed if self.blocks.free_count() < needed else 0
 
-    def take(self, number: int, now_ns: int) -> Taken | None:
-        """Open round `number` here, and take all that is staged. None if another agent of this host has done that."""
-        if not self._is_next(number):
+    def take(self, number: int, attempt: int, now_ns: int) -> Taken | None:
+        """This agent takes part in `attempt` at round `number`. The first attempt opens the round on this host.
+
+        None if another agent of this host takes part, or this host has no part in the round any more. The caller keeps
+        the blocks of the shares.
+        """
+        if self._is_next(number):
+            self._open_here(number, now_ns)
+        given = self.attempts.given(number)
+        if given is None or not self.attempts.claim(number, attempt):
             return None
+        blocks, ends, times_s = given
+        shares = [self._share(members, blocks[places[0]]) for members, places in self._divided(number)]
+        return Taken(tuple(shares), ends, times_s)
+
+    def _open_here(self, number: int, now_ns: int) -> None:
+        """Open round `number` on this host, and take all that is staged."""
         self._open(now_ns)
-        shares = []
-        for members, places in self._divided(number):
-            block = self.cells[self._row[places[0]].block]
-            bitmap = self.blocks.contributors(block) if block else 0
-            contributors = tuple([self._here[place] for place in places if bitmap >> place & 1])
-            shares.append(Share(members, block, contributors, self.blocks.weight(block) if block else 0.0))
         times_s = self._table[:, COLUMN.waited_ns : COLUMN.late_ns + 1].T / 1e9
-        return Taken(tuple(shares), self.ends(), times_s)
+        blocks = [NONE] * self.size
+        for _, places in self._divided(number):
+            # Until the round is over, this block is the reduction of what the host gives, and not a result.
+            blocks[places[0]] = block = self.cells[self._row[places[0]].block]
+            if block:
+                bitmap = self.blocks.contributors(block)
+                here = [self._here[place] for place in places if bitmap >> place & 1]
+                self.blocks.sign(block, _bitmap(here), self.blocks.weight(block))
+        self.attempts.give(number, blocks, self.ends(), times_s)
+
+    def _share(self, members: tuple[int, ...], block: int) -> Share:
+        """What this host gives to a group, in `block`, which the caller keeps from now on."""
+        if not block:
+            return Share(members, NONE, (), 0.0)
+        self.blocks.keep(block)
+        bitmap = self.blocks.contributors(block)
+        return Share(members, block, tuple([rank for rank in members if bitmap >> rank & 1]), self.blocks.weight(block))
 
     def _is_next(self, number: int) -> bool:
         return not self.running and self.latest + 1 == number
@@ -171,12 +189,12 @@ class HostRecord(RoundRecord):
         return [(places, np.array(places)) for _, places in self._divided(number)]
 
     def _may_be_result(self, block: int) -> bool:
-        # A contribution that stays must not change, and the agents reduce between hosts in the block.
+        # A contribution that stays is in later rounds too, with other contributors.
         return super()._may_be_result(block) and not self._keeps
 
-    def is_reduced(self) -> bool:
-        """Whether the contributions that the running round has taken here are reduced."""
-        return self.cells[self._at.reduced] == self.running
+    def is_reduced(self, number: int) -> bool:
+        """Whether what this host gives to round `number` is reduced."""
+        return self.cells[self._at.reduced] >= number
 
     def _publish(self) -> None:
         """All chunks are reduced: the callers' memory is their own again."""
@@ -186,23 +204,29 @@ class HostRecord(RoundRecord):
         self.cells[self._at.reduced] = self.running
         self.control_block.wake()
 
-    def conclude(self, outcome: Outcome) -> None:
-        """The running round is over: keep its result, and wake the callers that wait for it.
+    def conclude(self, number: int, outcome: Outcome) -> None:
+        """An attempt at round `number` is over: keep its result, and wake the callers that wait for it.
 
-        The last round is none if no rank has contributed to it.
+        It is no result if another attempt was over before, and the last round is none if no rank has contributed to it.
         """
+        if self.running != number:
+            for share in outcome.shares:
+                self.blocks.drop(share.block)
+            return
+        for block in self.attempts.forget(number - 1):
+            self.blocks.drop(block)
         if not self._keeps:  # in groups, hosts are not told of all ranks
             self._ends[:] = outcome.ends
         np.maximum(self._times, outcome.times_s, out=self._times)
         is_last = outcome.is_last
         self.cells[self._at.over] = is_last
         absent = len(outcome.ends) - outcome.ends.count(0)
-        for share, (_, index) in zip(outcome.shares, self._groups_of(self.running), strict=True):
+        for share, (_, index) in zip(outcome.shares, self._groups_of(number), strict=True):
             active, block = len(share.contributors), share.block
             if not active:
                 self.blocks.drop(block)
                 block = NONE
-            self.blocks.sign(block, sum([1 << rank for rank in share.contributors]), share.weight)
+            self.blocks.sign(block, _bitmap(share.contributors), share.weight)
             self._table[index, COLUMN.block : COLUMN.taken] = block, active, absent
             is_last = is_last and not active
         if is_last:
@@ -210,3 +234,7 @@ class HostRecord(RoundRecord):
             self.control_block.wake()
         else:
             super()._publish()
+
+
+def _bitmap(ranks: Sequence[int]) -> int:
+    return sum([1 << rank for rank in ranks])

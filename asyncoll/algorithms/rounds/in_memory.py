@@ -27,14 +27,12 @@ from asyncoll.algorithms.rounds.call_order import CallOrder
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.engine import Engine, Told
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_record import BlockLayout, Chunk, Kept, RoundRecord, Staged
+from asyncoll.algorithms.rounds.round_cells import BlockLayout, Chunk, Kept, Staged
+from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
 from asyncoll.errors import AsyncollError
-from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import combiner, reducer, storage
-from asyncoll.transport import Arena
 from asyncoll.transport.control_block import checkpoint, until
 
 LENT_MIN_BYTES = 1 << 16  # copying less costs less than the check whether the memory is registered
@@ -54,9 +52,7 @@ class Call:
 class Setting(NamedTuple):
     """What an operation in memory needs of its rank."""
 
-    arena: Arena
-    registry: OperationRegistry
-    group: Group
+    memory: Memory
     describe: Callable[[], str]  # the operation, for errors
     has_lost: Callable[[], bool]  # whether a rank is lost: that rank may never finish a chunk that it has claimed
 
@@ -74,14 +70,15 @@ class OneSidedRounds:
 
     def __init__(self, setting: Setting, operation: Operation) -> None:
         """Raises DisagreementError if the ranks of the host know the operation as another."""
-        arena, registry, group, self.describe, self._has_lost = setting
+        self._memory, self.describe, self._has_lost = setting
+        arena, _, group = self._memory
         self.operation = operation
         self.arena = arena
         self._rank, self._size = group.rank, group.size
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
         self._layout = BlockLayout.of(operation)
         self._may_lend = not self._keeps and self._layout.nbytes >= LENT_MIN_BYTES
-        self._rounds = self._record(arena, registry, group)
+        self._rounds = self._record()
         self._control_block = self._rounds.control_block
         self._dtypes = [storage(dtype) for dtype, _ in operation.layout]
         self._reduces = [reducer(operation.op, dtype, arena.native) for dtype, _ in operation.layout]
@@ -92,8 +89,8 @@ class OneSidedRounds:
         self._engine: Engine[Kept] = Engine(operation)
         self._order = CallOrder()
 
-    def _record(self, arena: Arena, registry: OperationRegistry, group: Group) -> RoundRecord:
-        return RoundRecord(arena, registry, group, self.operation, self._layout, self._reduce_blocks)
+    def _record(self) -> RoundRecord:
+        return RoundRecord(self._memory, self.operation, self._layout, self._reduce_blocks)
 
     def is_idle(self) -> bool:
         """Whether no call is under way at this rank."""

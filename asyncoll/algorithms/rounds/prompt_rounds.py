@@ -17,7 +17,8 @@ from asyncoll.algorithms.rounds.block_table import NONE
 from asyncoll.algorithms.rounds.compiled import Begun, begun_of, compiled_rounds, whole_calls
 from asyncoll.algorithms.rounds.in_memory import Call, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
-from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, BlockLayout, Kept
+from asyncoll.algorithms.rounds.round_cells import BlockLayout, Kept
+from asyncoll.algorithms.rounds.round_record import SHORT_BYTES
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.transport.control_block import until
 
@@ -28,7 +29,7 @@ def rounds_in_memory(setting: Setting, operation: Operation, prompt_max: int) ->
     Raises what `OneSidedRounds` does.
     """
     nbytes = BlockLayout.of(operation).nbytes
-    if setting.arena.native is None and nbytes > SHORT_BYTES:
+    if setting.memory.arena.native is None and nbytes > SHORT_BYTES:
         return OneSidedRounds(setting, operation)
     rounds = PromptRounds(setting, operation)
     rounds.is_prompt = rounds.is_prompt and nbytes <= prompt_max
@@ -40,7 +41,7 @@ class PromptRounds(OneSidedRounds):
 
     def __init__(self, setting: Setting, operation: Operation) -> None:
         super().__init__(setting, operation)
-        arena, group = setting.arena, setting.group
+        arena, _, group = setting.memory
         self._is_short = self._layout.nbytes <= SHORT_BYTES
         # Blocks that a call may take: one for its contribution, and one for the result of each group.
         self._needed = 1 + (-(-group.size // operation.group_size) if self._keeps else 1)
