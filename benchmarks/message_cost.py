@@ -28,7 +28,7 @@ import asyncoll
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.progress import ProgressThread
 from asyncoll.transport.messages.zeromq import ZeroMQTransport
-from asyncoll.world.join import World
+from asyncoll.world.world import World
 
 ELEMENTS = 16  # float32
 WARMUP = 200

@@ -244,7 +244,7 @@ REPLACED = {
     },
     "test_staging.py": {
         "Mirror.defer": "what it was asked is noted",
-        "join._RETURN_S": "so that the test does not wait for it",
+        "world._RETURN_S": "so that the test does not wait for it",
         "mirrors._PATIENCE_S": "so that the test does not wait for it",
     },
     "test_tcp_payloads.py": {"tcp_payloads._FLUSH_S": "so that a slow machine has the time"},

@@ -20,7 +20,7 @@ from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing import run_ranks
 from asyncoll.transport.memory import inproc as memory
 from asyncoll.transport.messages import inproc
-from asyncoll.world.join import World
+from asyncoll.world.world import World
 
 BACKENDS = ["messages", "memory", "toy"]
 

@@ -123,7 +123,7 @@ import os, pathlib, sys, time
 folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 os.environ["ASYNCOLL_KEY_FILE"] = str(folder / ("key" if rank == "0" else "other"))
 import asyncoll
-from asyncoll.world.store import SealedStore
+from asyncoll.world.sealed_store import SealedStore
 
 def close_together(store, *failure):
     (folder / rank).touch()

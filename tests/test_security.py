@@ -40,8 +40,7 @@ from asyncoll.transport.messages.peers import UnauthenticatedPeers
 from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
-from asyncoll.world import rendezvous
-from asyncoll.world import store as store_module
+from asyncoll.world import rendezvous, sealed_entries, sealed_store
 from asyncoll.world.environment import Environment
 from asyncoll.world.rendezvous import meet
 
@@ -145,7 +144,7 @@ def stores(size, store=None, keys=(JOB, JOB, JOB), run="run"):
     }
     stored = type("Store", (), acts)()
     return [
-        store_module.SealedStore(
+        sealed_store.SealedStore(
             stored, f"asyncoll/{run}", rank, size, Key(keys[rank]), Joining(rank, size), serves=False
         )
         for rank in range(size)
@@ -172,7 +171,7 @@ def test_ranks_with_the_same_key_can_exchange_values():
 
 def test_ranks_with_another_number_of_ranks_are_refused():
     store = {}
-    stores(3, store)[1].post("nonce", store_module._version(), "host", "one", "", "", "3")
+    stores(3, store)[1].post("nonce", sealed_store._version(), "host", "one", "", "", "3")
     with pytest.raises(UsageError, match=r"settings of WORLD_SIZE: 2 \(rank 0\), 3 \(rank 1\); give all the same"):
         stores(2, store)[0].begin_session()
 
@@ -183,7 +182,7 @@ def test_the_session_depends_on_the_nonce_of_every_rank(monkeypatch):
     for mine in ("new", "newer"):
         store = {}
         fresh, old = stores(2, store)
-        old.post("nonce", store_module._version(), "host", "an old one, replayed", "", "", "2")
+        old.post("nonce", sealed_store._version(), "host", "an old one, replayed", "", "", "2")
         monkeypatch.setattr(secrets, "token_hex", lambda _, mine=mine: mine)
         sessions.append(fresh.begin_session().derive("x"))
     assert sessions[0] != sessions[1]
@@ -218,9 +217,7 @@ def test_forged_values_in_the_store_are_refused(forge):
 def test_a_failure_to_join_that_is_not_sealed_is_ignored():
     store = {}
     ranks = stores(2, store)
-    store["asyncoll/run/failed"] = Key(b"").seal(
-        store_module._pack(["lost", "it is gone", "1", ""]), "asyncoll/run/failed"
-    )
+    store["asyncoll/run/failed"] = sealed_entries.seal(["lost", "it is gone", "1", ""], "asyncoll/run/failed", Key(b""))
     ranks[0]._hear()
     ranks[1].close(PeerLostError, PeerLostError(0, "it is gone"), None)
     with pytest.raises(PeerLostError, match="rank 1 is gone"):
@@ -234,8 +231,7 @@ def test_random_values_in_the_store_are_refused(value):
         store = {"asyncoll/run/host/1": value}
         with pytest.raises(UsageError, match="not sealed"):
             stores(2, store, keys)[0].look("host", 1, 1)
-    store = {}
-    stores(2, store, (b"", b""))[1]._store.set("asyncoll/run/host/1", Key(b"").seal(value, "asyncoll/run/host/1"))
+    store = {"asyncoll/run/host/1": Key(b"").seal(value, "asyncoll/run/host/1")}
     with pytest.raises(UsageError, match="not sealed"):
         stores(2, store, (b"", b""))[0].look("host", 1, 7)
 

@@ -32,7 +32,7 @@ from asyncoll.testing import Hazard, fake_device, run_ranks, simulate
 from asyncoll.torch.memory import copyable, reducible, writable
 from asyncoll.transport.staging import mirrors
 from asyncoll.transport.staging.mirrors import DeviceStager, Mirror
-from asyncoll.world import join
+from asyncoll.world import world
 
 WINDOWS = "short=64,staged=1024"  # a tensor of 1,000 float32 has several
 SCRIPT = Path(__file__).parent / "scripts" / "staged.py"
@@ -762,7 +762,7 @@ def test_a_world_ends_after_the_copies_that_are_under_way():
 
 def test_memory_stays_pinned_when_its_copies_do_not_end(monkeypatch, caplog):
     monkeypatch.setattr(mirrors, "_PATIENCE_S", 0.0)
-    monkeypatch.setattr(join, "_RETURN_S", 0.0)
+    monkeypatch.setattr(world, "_RETURN_S", 0.0)
     with pytest.raises(Hazard, match="1 blocks were never unpinned"), fake_device(0, "program") as device:
         with pytest.raises(DeviceError, match="rank 0: fake:0 has not taken all results 0 s after the last call"):
             run_ranks(1, lambda comm: leaves_with_a_copy_under_way(comm, device), "shm")

@@ -19,7 +19,7 @@ from asyncoll.errors import AbortedError, DeadlineError, PeerLostError, UsageErr
 from asyncoll.launch.environment import reserve_port
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key, write_key
-from asyncoll.world.store import SealedStore
+from asyncoll.world.sealed_store import SealedStore
 
 PATIENCE = timedelta(seconds=60)
 SCRIPTS = Path(__file__).parent / "scripts"

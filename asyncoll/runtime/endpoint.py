@@ -32,7 +32,7 @@ class Endpoint:
     """The runtime of one rank.
 
     In: `received` and `lost`, called by the transport; `lost_in_memory`, called by a lock in shared memory;
-    `introduce`, `depart`, `part` and `close`, called by `world.join` as the rank joins and leaves. Out: the methods of
+    `introduce`, `depart`, `part` and `close`, called by `world.world` as the rank joins and leaves. Out: the methods of
     `executions`, `router`, `failures` and `membership`, and `recheck` and `peer_lost` of the arena.
 
     All of it runs on the loop that called `start`. Only `lost_in_memory`, `check_open` and `check_not_forked` may be

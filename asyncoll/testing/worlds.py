@@ -31,7 +31,7 @@ from asyncoll.transport.messages import inproc, zeromq
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
 from asyncoll.transport.messages.simulated import Crash, Network, SimulatedTransport, SimulatedWorld
 from asyncoll.transport.virtual_time import VirtualTimeLoop
-from asyncoll.world.join import World
+from asyncoll.world.world import World
 
 T = TypeVar("T")
 _HEARD_S = 0.05  # a failed rank stays this long, so that the others fail with its cause before they are cancelled

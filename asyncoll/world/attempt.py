@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 
 from asyncoll.transport.joining import Joining
-from asyncoll.world.store import error_of, words_of
+from asyncoll.world.told_failure import error_of, words_of
 
 
 class Attempt:

@@ -1,4 +1,4 @@
-"""Join the world that the environment describes: `run` and `connect`."""
+"""The ways into a world: `run` and `connect`, in the one that the environment describes."""
 
 from __future__ import annotations
 
@@ -7,42 +7,29 @@ import contextlib
 import inspect
 import math
 import os
-import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from types import TracebackType
 from typing import Any, TypeVar
 
 import uvloop
 
 from asyncoll import forks
-from asyncoll.algorithms.arrival import to_its_end
-from asyncoll.algorithms.choice import choose_backend
-from asyncoll.algorithms.core import ChooseBackend, Core
-from asyncoll.algorithms.dense import on_lane
-from asyncoll.arguments import digest
 from asyncoll.communicator import Communicator
-from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, PeerLostError, UsageError, describe, text_of
+from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.failures import WORLD
-from asyncoll.runtime.group import Group, Lane
-from asyncoll.runtime.member import Member
-from asyncoll.runtime.progress import TAKEOVER_S, ProgressThread, Runner, SharedLoop
-from asyncoll.runtime.signature import site_outside
-from asyncoll.transport import START_TIMEOUT_S, Loss, Transport
+from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop
+from asyncoll.transport import START_TIMEOUT_S, Transport
 from asyncoll.transport.joining import Joining, in_daemon_thread
 from asyncoll.transport.messages import inproc
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
-from asyncoll.transport.wire import Overdue
 from asyncoll.world import error_file
 from asyncoll.world.environment import Environment
 from asyncoll.world.rendezvous import PeerLinks, meet
+from asyncoll.world.world import World
 
 _member = threading.Lock()  # held while this process is in a world
 T = TypeVar("T")
-_SETTLE_S = 60.0  # for collectives that all ranks have made and that the program has not awaited
-_RETURN_S = 60.0  # for copies of results to devices, which may have seconds of work before them
 _CLAIM = "ASYNCOLL_RANK_OF"  # set in the environment of a rank: its process id, and which rank of which world it is
 
 
@@ -264,257 +251,3 @@ def _endpoint(links: PeerLinks, environment: Environment) -> Endpoint:
         shares_memory=environment.shares_memory,
         hosts=links.hosts,
     )
-
-
-class World:
-    """All ranks, from joining to leaving: an async context manager, whose value is the communicator of all ranks."""
-
-    def __init__(
-        self,
-        endpoint: Endpoint,
-        runner: Runner,
-        hosts: tuple[str, ...] | None = None,
-        joining: Joining | None = None,
-        choose: ChooseBackend = choose_backend,
-        *,
-        departs: bool = False,
-    ) -> None:
-        """`hosts` has the name of each rank's host; None if all ranks are in this process.
-
-        `joining` bounds how long the other ranks may take to join; None if they are in this process. `choose` makes the
-        backend of each communicator. With `departs`, leaving is not collective: this rank leaves once its calls are
-        over, or at once with an exception, and the communicators without it go on (see `runtime.departures`).
-        """
-        self._endpoint = endpoint
-        self._runner = runner
-        self._has_processes = hosts is not None
-        self._joining = joining
-        self._choose = choose
-        self._departs = departs
-        self._inside = contextlib.ExitStack()  # contexts of the task that is in the world
-        self._hosts = hosts or (socket.gethostname(),) * endpoint.size
-        self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
-
-    async def __aenter__(self) -> Communicator:
-        self._process = os.getpid()
-        self._loop = asyncio.get_running_loop()
-        forks.register(self)
-        comm = await self._runner.within(self._join())
-        self._inside.enter_context(self._core.memory.as_current())
-        return comm
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if os.getpid() != self._process:  # a forked child leaves the block; the rank stays in the world
-            return
-        forks.unregister(self)
-        self._inside.close()
-        # A rank that has never used RPC must still answer calls of others, with the error that it has no functions.
-        with contextlib.suppress(UsageError):  # shared memory has no room for it: then no rank can call this one
-            _ = self._departs or self._core.rpc
-        try:
-            if error is None:
-                await self._flush()
-        except BaseException as cancelled:
-            error = cancelled
-            raise
-        finally:
-            await self._end(error)
-
-    def abandon(self, parent: int) -> None:
-        """In a forked child, where the caller's loop goes on: make it independent of the parent's loop."""
-        forks.silence_signals()
-        forks.isolate(self._loop)
-
-    async def _flush(self) -> None:
-        """Wait for what the program may not have awaited. Raises DeviceError if a result has not reached its device."""
-        if self._runner.held or not self._is_settled():
-            await self._runner.within(self._settle())
-        if not self._departs:
-            with contextlib.suppress(AsyncollError):  # the world has failed, which `_leave` deals with
-                for rpc in self._core.rpcs:
-                    await rpc.flush()
-        if self._endpoint.returns.any:
-            await self._runner.within(self._return())
-
-    def _is_settled(self) -> bool:
-        """Whether no call is pending whose end the end of this rank would overtake. In any thread.
-
-        Calls of the other communicators are waited for in `_part`, where no rank makes another call. Before it a rank
-        would wait for those of ranks that are leaving, and that wait for this rank.
-        """
-        return self._endpoint.departures.is_settled() if self._departs else self._core.lifetime.is_settled()
-
-    async def _settle(self) -> None:
-        """On the runtime's loop: wait until then.
-
-        Raises the error of a call that fails meanwhile: perhaps no handle of it is left.
-        """
-        has_failed = self._failed()
-        await self._take_over()
-        while not self._is_settled():
-            await asyncio.sleep(TAKEOVER_S)
-        if not (has_failed or self._departs):
-            self._core.member.check()
-
-    async def _take_over(self) -> None:
-        """Wait until all calls that have begun count as pending: the runtime takes them over soon."""
-        while self._runner.held:
-            await asyncio.sleep(TAKEOVER_S)
-
-    async def _return(self) -> None:
-        """On the runtime's loop: wait for the copies of results to devices. A failure of the world ends the wait."""
-        failures, returns = self._endpoint.failures, self._endpoint.returns
-        over, is_late = returns.over(), False
-        with contextlib.suppress(AsyncollError):  # `_leave` deals with it
-            with failures.watch(self._group.communicator, "results to reach a device") as failed:
-                ends = [over, failed]
-                is_late = not (await asyncio.wait(ends, timeout=_RETURN_S, return_when=asyncio.FIRST_COMPLETED))[0]
-        if is_late:
-            names = self._core.memory.devices.names or "a device"
-            raise DeviceError(
-                f"rank {self._endpoint.rank}: {names} has not taken all results {_RETURN_S:g} s after the last call"
-            )
-        returns.check()
-
-    async def _end(self, error: BaseException | None) -> None:
-        try:
-            await self._runner.within(self._leave(error))
-        finally:
-            for rpc in self._core.rpcs:
-                await rpc.close()
-            try:
-                # Before their memory is unmapped, also if this rank is cancelled: a driver goes on with pinned pages.
-                await to_its_end(self._runner.within(self._close_devices()))
-            finally:
-                await self._runner.within(self._let_go())
-
-    async def _close_devices(self) -> None:
-        """First the memory that ranks share, and then the devices that copy it."""
-        try:
-            await self._endpoint.end()
-        finally:
-            await self._core.memory.devices.close()
-
-    async def _join(self) -> Communicator:
-        try:
-            await self._start()
-            if self._endpoint.arena is not None:
-                self._endpoint.arena.runtime_loop = asyncio.get_running_loop()
-            if self._has_processes:
-                self._endpoint.introduce(self._hosts[self._endpoint.rank], os.getpid())
-            await self._meet()  # after it all ranks are connected to each other
-        except BaseException as error:
-            try:
-                self._tell_of(error)
-                if self._joining is not None:
-                    await self._joining.fail(error)
-            finally:
-                await self._endpoint.close(flush=self._failed())
-                await self._let_go()
-            raise
-        self._core = Core(Member(self._endpoint, self._group, self._runner), self._choose)
-        return Communicator(self._core, self._hosts)
-
-    async def _meet(self) -> None:
-        barrier = self._barrier("joining")
-        if self._joining is None:
-            await barrier
-        else:
-            # A rank that cannot connect knows why, and tells the others.
-            await self._joining.over(barrier, self._unheard, "not connected to all others yet", is_told=True)
-
-    async def _start(self) -> None:
-        """Start the endpoint. Ends early if another rank reports that joining has failed, or is lost."""
-        if self._joining is None:
-            return await self._endpoint.start()
-        starting = asyncio.ensure_future(self._endpoint.start())
-        try:
-            with self._endpoint.failures.watch(WORLD, "all ranks to be connected") as failed:
-                await asyncio.wait([starting, failed], return_when=asyncio.FIRST_COMPLETED)
-                if not starting.done():
-                    await failed
-                try:
-                    await starting
-                except PeerLostError as error:  # perhaps its whole host is gone
-                    self._endpoint.lost(Loss(error.rank, error.cause, error.last_seen_s))
-                    await failed
-        finally:
-            starting.cancel()
-            await asyncio.wait([starting])
-
-    def _unheard(self) -> list[int]:
-        return [rank for rank in range(self._endpoint.size) if not self._endpoint.membership.knows(rank)]
-
-    def _tell_of(self, error: BaseException) -> None:
-        """Tell the other ranks why joining has failed, so that they do not report this rank, which leaves now."""
-        if isinstance(error, PeerLostError):
-            self._endpoint.report(Loss(error.rank, error.cause, error.last_seen_s))
-        elif isinstance(error, DeadlineError):
-            lists = (",".join(map(str, ranks)) for ranks in (error.arrived, error.missing))
-            self._endpoint.failures.give_up(Overdue(WORLD, str(error), *lists), WORLD, self._group.ranks)
-
-    async def _leave(self, error: BaseException | None) -> None:
-        try:
-            if self._departs:
-                await self._depart(error)
-            elif not self._failed():
-                await self._part(error)
-        finally:
-            await self._endpoint.close(flush=self._departs or self._failed())
-
-    async def _let_go(self) -> None:
-        """Release the memory that the ranks of the host share."""
-        if self._endpoint.arena is not None:
-            self._endpoint.arena.close()
-
-    def _failed(self) -> bool:
-        """Whether this rank has heard of a failure: then the ranks do not leave in good order."""
-        return self._endpoint.failures.has_failed(self._group.communicator)
-
-    async def _part(self, error: BaseException | None) -> None:
-        """Leave in good order, by two barriers; or tell the others of `error`.
-
-        After the first barrier no rank makes another call. It is numbered like a call, so a rank that makes calls while
-        others leave gets a MismatchError. After the second no message that matters is under way, so sockets may close
-        at once; a rank that ends during the second is not lost, only faster.
-        """
-        if error is not None:
-            self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
-            return
-        self._endpoint.depart()
-        await self._core.leave(site_outside(os.path.dirname(__file__)))
-        await self._settle_others()
-        if self._endpoint.returns.any:
-            await self._return()
-        self._endpoint.part()
-        with contextlib.suppress(PeerLostError):
-            await self._barrier("leaving")
-
-    async def _settle_others(self) -> None:
-        """Wait for the calls of communicators made by `split`. Those that all their ranks have made are over soon.
-
-        Unless a device has much to do before: a minute bounds that, too.
-        """
-        try:
-            async with asyncio.timeout(_SETTLE_S):
-                await self._endpoint.departures.settle()
-        except TimeoutError:
-            raise DeadlineError(
-                f"rank {self._endpoint.rank} has left a collective of a communicator made by `split` without an await, "
-                f"and {_SETTLE_S:g} s after the last call of all ranks it is not over: another rank has not made it, "
-                "or a device has not come to it"
-            ) from None
-
-    async def _depart(self, error: BaseException | None) -> None:
-        """Leave while the other ranks go on."""
-        await self._take_over()
-        if self._endpoint.failures.of(WORLD) is None:
-            self._endpoint.depart()
-            await self._endpoint.departures.leave_world("" if error is None else text_of(error))
-
-    async def _barrier(self, why: str) -> None:
-        context = digest(self._group.communicator, why)
-        with Lane(self._endpoint.executions, self._group, context, 1, 1, lambda: f"{why} the world") as lane:
-            await on_lane.barrier(lane)

@@ -1,8 +1,8 @@
 """How the ranks of a world find each other, and open their connections and shared memory.
 
 Under `asyncoll launch -n` all ranks are on one host, and their addresses follow from the job's folder. Otherwise they
-exchange addresses in a store (`world.store`). Ranks of one host communicate over ipc, ranks of different hosts over
-tcp.
+exchange addresses in a store (`world.sealed_store`). Ranks of one host communicate over ipc, ranks of different hosts
+over tcp.
 
 A process may join several worlds, one after another. Rank 0 counts the attempts to form one, in the job's folder as in
 the store. Each attempt has names of its own, and fails at all ranks if it fails at one, or is interrupted there.
@@ -34,7 +34,7 @@ from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
 from asyncoll.world.meeting_folder import meeting_folder
 from asyncoll.world.network import Place, is_loopback, on_own_link, place, url_host
-from asyncoll.world.store import enter_store
+from asyncoll.world.sealed_store import SealedStore, enter_store
 
 # Files that a rank opens: in any world, and more for each rank of it, without a key and with one.
 _FILES, _FILES_PER_RANK, _FILES_PER_RANK_WITH_KEY = 60, 11, 17
@@ -120,8 +120,30 @@ def _share_memory(
     return arena
 
 
+class _Hosts(NamedTuple):
+    """What the ranks have said of their hosts, by rank."""
+
+    names: tuple[str, ...]
+    machines: tuple[str, ...]
+    neighbours: tuple[int, ...]  # the ranks of this host
+
+
+class _Streams(NamedTuple):
+    """The sockets of this rank."""
+
+    messages: ZeroMQTransport
+    payloads: TcpPayloads | None  # long ones to other hosts, if they have a stream of their own
+
+
+class _Addresses(NamedTuple):
+    """Where the ranks listen for other hosts, by rank: empty where one does not."""
+
+    messages: list[str]
+    payloads: list[str]
+    all_have_arenas: bool
+
+
 def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
-    rank, size = environment.rank, environment.size
     key = read_key(Path(environment.key_file)) if environment.key_file else None
     with contextlib.ExitStack() as undo:
         store = enter_store(environment, joining, key or Key(b""))
@@ -131,54 +153,91 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         # This runs before the folder is removed, and the links: a rank that misses them finds the cause in the store.
         undo.push(store.warn)
         session = store.begin_session()
-        carrier = "shm" if environment.shares_memory else "zmq"
-        hosts = store.exchange("host", _machine(), socket.gethostname(), environment.encrypt, carrier)
-        _check_agreed("ASYNCOLL_ENCRYPT", [host[2] for host in hosts])
-        _check_agreed("ASYNCOLL_TRANSPORT", [host[3] for host in hosts])
-        neighbours = tuple(peer for peer in range(size) if hosts[peer][0] == hosts[rank][0])
-        own_place = _place(environment, store.host) if len(neighbours) < size else None
-        messages = ZeroMQTransport(
-            rank,
-            size,
-            session.derive("messages"),
-            encrypted=key is not None,
-            freeze_s=environment.freeze_s,
-            joining=joining,
-        )
-        links.callback(messages.discard)
-        beside = None  # for long payloads; these connections have no heartbeat of their own
-        if own_place and environment.key_file and environment.encrypt == "control":
-            beside = TcpPayloads(rank, size, session.derive("payloads"), joining=joining)
-            links.callback(beside.discard)
-        if rank == neighbours[0]:
-            store.post("folder", str(folders.enter_context(meeting_folder())))
-        folder = Path(*store.look("folder", neighbours[0], 1))
-        with _blames_owner(folder, neighbours[0], joining):
-            check_folder(folder)
-            messages.bind(ipc_address(folder, rank))
-        store.machines = machines = tuple(host[0] for host in hosts)
-        arena = _share_memory(environment, folder, neighbours, joining, all_alone=len(set(machines)) == size)
+        hosts = _exchange_hosts(environment, store)
+        own_place = _place(environment, store.host) if len(hosts.neighbours) < environment.size else None
+        streams = _open_streams(environment, session, own_place, joining, links)
+        folder = _enter_folder(store, hosts, streams.messages, joining, folders)
+        all_alone = len(set(hosts.machines)) == environment.size
+        arena = _share_memory(environment, folder, hosts.neighbours, joining, all_alone=all_alone)
         if arena is not None:
             links.callback(arena.close)
-        own = [_listen(stream, own_place, environment) if own_place and stream else "" for stream in (messages, beside)]
         # Last, because peers connect as soon as they know the address, and this rank must then answer soon.
-        told = store.exchange("address", *own, "arena" if arena is not None else "")
-        addresses = [[on_own_link(url, own_place.listens if own_place else "") for url in its[:-1]] for its in told]
-        names = tuple(host[1] for host in hosts)
-        _check_reachable([its[0] for its in addresses], names)
+        addresses = _exchange_addresses(environment, store, streams, own_place, has_arena=arena is not None)
+        _check_reachable(addresses.messages, hosts.names)
         links.pop_all()
         joining.fails_by(store.tell)
         joining.listen(None)  # from now on a connection tells of a failure, and the store would block the loop
-        messages.peers = [
-            ipc_address(folder, peer) if peer in neighbours else addresses[peer][0] for peer in range(size)
-        ]
-        messages.are_bound = True
-        transport: Transport = messages
-        if beside is not None:
-            beside.peers = ["" if peer in neighbours else addresses[peer][1] for peer in range(size)]
-            transport = SplitTransport(messages, beside, set(range(size)).difference(neighbours))
-        all_have_arenas = all(its[-1] for its in told)
-        return PeerLinks(transport, arena, names, machines, all_have_arenas, undo.pop_all())
+        transport = _transport(streams, addresses, hosts.neighbours, folder)
+        return PeerLinks(
+            transport, arena, hosts.names, hosts.machines, addresses.all_have_arenas, until_joined=undo.pop_all()
+        )
+
+
+def _exchange_hosts(environment: Environment, store: SealedStore) -> _Hosts:
+    """Raises UsageError if the ranks have different settings."""
+    carrier = "shm" if environment.shares_memory else "zmq"
+    said = store.exchange("host", _machine(), socket.gethostname(), environment.encrypt, carrier)
+    machines, names, ciphers, carriers = (tuple(each) for each in zip(*said, strict=True))
+    _check_agreed("ASYNCOLL_ENCRYPT", ciphers)
+    _check_agreed("ASYNCOLL_TRANSPORT", carriers)
+    store.know_machines(machines)
+    own = machines[environment.rank]
+    return _Hosts(names, machines, tuple(rank for rank, machine in enumerate(machines) if machine == own))
+
+
+def _open_streams(
+    environment: Environment, session: Key, own: Place | None, joining: Joining, links: contextlib.ExitStack
+) -> _Streams:
+    """The sockets of this rank, which do not listen yet; `links` closes them. `own` is None if there is one host."""
+    rank, size, has_key = environment.rank, environment.size, bool(environment.key_file)
+    messages = ZeroMQTransport(
+        rank, size, session.derive("messages"), encrypted=has_key, freeze_s=environment.freeze_s, joining=joining
+    )
+    links.callback(messages.discard)
+    if own is None or not has_key or environment.encrypt != "control":
+        return _Streams(messages, None)
+    payloads = TcpPayloads(rank, size, session.derive("payloads"), joining=joining)  # without heartbeats of their own
+    links.callback(payloads.discard)
+    return _Streams(messages, payloads)
+
+
+def _enter_folder(
+    store: SealedStore, hosts: _Hosts, messages: ZeroMQTransport, joining: Joining, folders: contextlib.ExitStack
+) -> Path:
+    """The folder of sockets of this host, in which this rank listens now. The first rank makes it."""
+    owner = hosts.neighbours[0]
+    if messages.rank == owner:
+        store.post("folder", str(folders.enter_context(meeting_folder())))
+    folder = Path(*store.look("folder", owner, 1))
+    with _blames_owner(folder, owner, joining):
+        check_folder(folder)
+        messages.bind(ipc_address(folder, messages.rank))
+    return folder
+
+
+def _exchange_addresses(
+    environment: Environment, store: SealedStore, streams: _Streams, own: Place | None, *, has_arena: bool
+) -> _Addresses:
+    """Listen for ranks of other hosts, if there are any, and learn where all others do."""
+    listens = [_listen(stream, own, environment) if own and stream else "" for stream in streams]
+    told = store.exchange("address", *listens, "arena" if has_arena else "")
+    messages, payloads, arenas = zip(*told, strict=True)
+    link = own.listens if own else ""
+    return _Addresses(
+        [on_own_link(url, link) for url in messages], [on_own_link(url, link) for url in payloads], all(arenas)
+    )
+
+
+def _transport(streams: _Streams, addresses: _Addresses, neighbours: tuple[int, ...], folder: Path) -> Transport:
+    """A transport that knows its peers: over ipc to the `neighbours`, and over tcp to the others."""
+    messages, payloads = streams
+    ranks = range(messages.size)
+    messages.peers = [ipc_address(folder, rank) if rank in neighbours else addresses.messages[rank] for rank in ranks]
+    messages.are_bound = True
+    if payloads is None:
+        return messages
+    payloads.peers = ["" if rank in neighbours else addresses.payloads[rank] for rank in ranks]
+    return SplitTransport(messages, payloads, set(ranks).difference(neighbours))
 
 
 def _check_agreed(variable: str, values: Sequence[str]) -> None:

@@ -26,12 +26,12 @@ from asyncoll.launch.environment import reserve_port
 from asyncoll.transport import joining
 from asyncoll.transport.memory import arena, fd_passing
 from asyncoll.transport.messages import shared_payloads, zeromq
-from asyncoll.world import join, rendezvous, store
+from asyncoll.world import rendezvous, sealed_store, store, world
 
 HERE = tempfile.gettempdir()
 LIMIT_S = 60  # for a case that hangs
 PHASES = {  # in their order: where a rank is when it enters this function
-    "nonce": (store.SealedStore, "begin_session"),
+    "nonce": (sealed_store.SealedStore, "begin_session"),
     "host": (rendezvous, "_machine"),
     "folder": (rendezvous, "check_folder"),
     "listen": (fd_passing, "_listen"),
@@ -41,7 +41,7 @@ PHASES = {  # in their order: where a rank is when it enters this function
     "slots": (shared_payloads.SlottedTransport, "start"),
     "start": (zeromq.ZeroMQTransport, "start"),
     "lock": (arena.HostArena, "_open_control_block"),
-    "barrier": (join.World, "_barrier"),
+    "barrier": (world.World, "_barrier"),
 }
 
 
@@ -149,7 +149,7 @@ def thrice():
 def hasty():
     """Rank 1 gives up the first world at once, and finds the store of it still open when it comes for the second."""
     came, rank = Path(tempfile.gettempdir(), "rank 1 has come again"), int(os.environ["RANK"])
-    close, reach = store.SealedStore.close, store._reach_store
+    close, reach = sealed_store.SealedStore.close, store._reach_store
 
     def slow(*arguments):
         while not came.exists():
@@ -167,10 +167,10 @@ def hasty():
         await comm.barrier()
 
     if rank == 0:
-        store.SealedStore.close = slow
+        sealed_store.SealedStore.close = slow
     with contextlib.suppress(ValueError, asyncoll.AbortedError):
         asyncoll.run(give_up)
-    store.SealedStore.close = close
+    sealed_store.SealedStore.close = close
     if rank == 1:
         store._reach_store = quick
     return asyncoll.run(main)
@@ -193,7 +193,7 @@ def be_rank(case, rank, folder):
     if "files" in case:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(case["files"]))
     if case.get("hosts"):  # each rank on one of its own, where it sees no other's processes
-        rendezvous._machine = store.process_space = lambda: f"host {rank}"
+        rendezvous._machine = sealed_store.process_space = lambda: f"host {rank}"
     if str(rank) in case.get("slow", {}):
         before(case["slow"][str(rank)], await_no_folder)
     for victim, fault in case.get("faults", {}).items():

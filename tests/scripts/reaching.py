@@ -9,14 +9,14 @@ import numpy as np
 import asyncoll
 from asyncoll.transport import joining
 from asyncoll.transport.messages import reach
-from asyncoll.world import store
+from asyncoll.world import sealed_store, store, told_failure
 
 joining._FIRST_WARNING_S = 0.2
-store._TELLING_S = store._FAREWELL_S = 60.0  # on a busy machine ranks may be slow to tell why they end
+told_failure._TELLING_S = told_failure._FAREWELL_S = 60.0  # on a busy machine ranks may be slow to tell why they end
 reach.ANSWER_S = float(os.environ.get("ANSWER_S", reach.ANSWER_S))
 store._NAME_S = 0.5
 if version := os.environ.get("VERSION"):
-    store._version = lambda: version
+    sealed_store._version = lambda: version
 if ahead_s := float(os.environ.get("AHEAD_S", "0")):  # the wall clock of this host, too, which has no namespace
     wall_clock = time.time
     time.time = lambda: wall_clock() + 2 * ahead_s
