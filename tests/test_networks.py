@@ -70,12 +70,14 @@ def networks():
 def block(networks):
     """A firewall: `block(host, ports, answer)` drops ("blackhole") or rejects ("prohibit") what comes to these ports.
 
+    It comes on `interface`, which is "lo" for what the host sends itself.
+
     A rule of routing does that; it needs no package.
     """
     with contextlib.ExitStack() as undo:
 
-        def blocked(host, ports, answer):
-            rule = ["iif", "eth0", "ipproto", "tcp", "dport", ports, answer]
+        def blocked(host, ports, answer, interface="eth0"):
+            rule = ["iif", interface, "ipproto", "tcp", "dport", ports, answer]
             ip("-n", networks[host], "rule", "add", "pref", "10", *rule)
             undo.callback(ip, "-n", networks[host], "rule", "del", *rule)
 
@@ -139,7 +141,8 @@ NAMED = "127.0.0.1 localhost\n10.78.0.1 a\nfd00::1 a\n"
         ({"MASTER_ADDR": "fd00::1"}, "[fd00::"),
         ({"MASTER_ADDR": "[fd00::1]", "ASYNCOLL_ENCRYPT": "all"}, "[fd00::"),
         ({"MASTER_ADDR": "a", "names": NAMED}, ("10.78.0.", "[fd00::")),
-        ({"MASTER_ADDR": "a", "names": "10.79.0.3 a\n10.78.0.1 a\n"}, "10.78.0."),  # the first refuses
+        # The first refuses, to the second there is no route, and the third does not answer.
+        ({"MASTER_ADDR": "a", "names": "10.79.0.3 a\n2001:db8::1 a\n10.79.0.9 a\n10.78.0.1 a\n"}, "10.78.0."),
         ({"ASYNCOLL_PORTS": "30000-30003"}, "10.78.0."),
     ],
 )
@@ -215,6 +218,9 @@ def test_a_firewall_is_an_error_at_all_ranks(start, block):
         worlds.append((closed, start("ab", {"b": {"ASYNCOLL_PORTS": ports}}, ANSWER_S="0.5", **more)))
     block("c", "29500-29999", "blackhole")
     outside = start("cb", ASYNCOLL_DEADLINE_S="2")
+    named = start("cb", MASTER_ADDR="c", names="10.78.0.3 c\n10.79.0.3 c\n", ASYNCOLL_DEADLINE_S="2")
+    block("a", "29498", "blackhole", "lo")
+    alone = start("a", size=2, MASTER_PORT="29498", ASYNCOLL_DEADLINE_S="2")
     for closed, ranks in worlds:
         missed, told = ends(ranks)
         said = (
@@ -228,6 +234,9 @@ def test_a_firewall_is_an_error_at_all_ranks(start, block):
         serves
     )
     assert re.search(r"store at 10\.78\.0\.3:\d+: .*; MASTER_ADDR must be .*MASTER_PORT open", waits["text"]), waits
+    answers = r"no answer \(10\.78\.0\.3\), Connection refused \(10\.79\.0\.3\)"
+    assert re.search(rf"at c:\d+: {answers}; .*as a number, if the name has several", ends(named)[1]["text"])
+    assert "does not reach its own store at 10.78.0.1:29498: a firewall of its host" in ends(alone)[0]["text"]
 
 
 def test_a_second_job_at_one_port_is_refused_and_the_first_goes_on(start):
@@ -249,6 +258,35 @@ def test_hosts_with_different_keys_name_each_other(start, tmp_path):
         assert (
             f"the nonce of rank {1 - rank} (host '{'ba'[rank]}') is not sealed with the key of this job" in end["text"]
         )
+
+
+def test_a_rank_without_a_key_is_named(start):
+    here, there = ends(start("ab", {"b": {"ASYNCOLL_KEY_FILE": "", "HOME": "/nowhere"}}))
+    assert "of rank 1 (host 'b') is not sealed with the key of this job (rank 1 has none): give all" in here["text"]
+    assert "of rank 0 (host 'a') is not sealed with the key of this job (rank 1, host b, has none)" in there["text"]
+
+
+def test_an_address_at_which_another_rank_listens_is_named(start):
+    here = {"ASYNCOLL_PORTS": "30006-30007"}
+    other = {"ASYNCOLL_ADDRESS": address("c"), "ASYNCOLL_INTERFACE": "eth0"}
+    ranks = ends(start("abc", {"b": here | other, "c": here}, ANSWER_S="0.5"))
+    said = r"tcp://10\.78\.0\.3:30007 answers this host \([ac]\), but not as rank 1 of this job: .*ASYNCOLL_ADDRESS"
+    assert [bool(re.search(said, end.get("text", ""))) for end in ranks] == [True] * 3, ranks
+
+
+def test_a_network_that_drops_long_packets_is_named(start, networks):
+    """A port of the switch carries less than the interfaces of the hosts, and switches say nothing about that."""
+    switch = networks["a"].removesuffix("-a")
+    for host in "ac":  # whose packets are to be no longer than the network's
+        ip("-n", networks[host], "link", "set", "eth0", "gso_max_segs", "1")
+    ip("-n", switch, "link", "set", "c0", "mtu", "1400")
+    try:
+        worlds = [start("ac", ANSWER_S="0.5", ASYNCOLL_ENCRYPT=encrypt) for encrypt in ("control", "all")]
+        for end in (end for ranks in worlds for end in ends(ranks)):
+            said = r"has connected to tcp://10\.78\.0\.\d:\d+ of rank \d, but long packets do not arrive .*set the MTU"
+            assert re.search(said, end.get("text", "")), end
+    finally:
+        ip("-n", switch, "link", "set", "c0", "mtu", "1500")
 
 
 def test_a_rank_that_gets_no_answer_says_from_where_and_what_to_set(start):

@@ -12,6 +12,8 @@ import os
 import socket
 import stat
 import struct
+import sys
+import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -126,6 +128,17 @@ def process_behind(descriptor: int, url: str) -> int | None:
             return os.pidfd_open(pid)
     except (OSError, AttributeError):
         return None
+
+
+def unacknowledged(descriptor: int, where: tuple[str, int]) -> int:
+    """The bytes sent on a connection to `where` that the kernel there has not acknowledged.
+
+    `descriptor` is that of a socket that ZeroMQ owns. 0 if the connection is gone.
+    """
+    with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
+        if connection.getpeername()[:2] == where[:2]:  # otherwise the number has been used again
+            return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    return 0
 
 
 def _credentials(connection: socket.socket) -> tuple[int, int, int]:

@@ -32,6 +32,11 @@ class Key:
         """`secret` has at most 64 bytes. With an empty one, seals prove nothing; it serves worlds without a key."""
         self._secret = secret
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether its secret is, so that it proves nothing."""
+        return not self._secret
+
     def derive(self, *purpose: str | int | bytes) -> bytes:
         """Derive a secret of 32 bytes for one purpose: keyed BLAKE2b over the parts, each with its length."""
         parts = (part if isinstance(part, bytes) else str(part).encode() for part in purpose)

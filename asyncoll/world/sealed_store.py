@@ -88,15 +88,7 @@ class SealedStore:
         self._await(topic, [rank])
         texts = self._entries.read(self._name(topic, rank), self._key)
         if texts is None or (count is not None and len(texts) != count):
-            where = ""
-            if topic == "nonce" and len(claimed := self._entries.read_unsealed(self._name(topic, rank))) > 1:
-                self._check_version(rank, *claimed[:2])
-                where = f" (host {claimed[1]!r:.100})"
-            raise UsageError(
-                f"in the store, the {topic} of rank {rank}{where} is not sealed with the key of this job: give all "
-                f"ranks the same key, in {KEY_FILE} or ~/.asyncoll.key, and each process a RANK of its own; otherwise "
-                "another program writes to this store"
-            )
+            raise self._unsealed(topic, rank)
         return texts
 
     def exchange(self, topic: str, *texts: str) -> list[list[str]]:
@@ -181,6 +173,22 @@ class SealedStore:
                 f"{socket.gethostname()}), {release:.100} (rank {peer}, host {host:.100}); install the same on "
                 "all hosts"
             )
+
+    def _unsealed(self, topic: str, rank: int) -> UsageError:
+        """The error for an entry of `rank` that the key of this run has not sealed."""
+        name, where, keyless = self._name(topic, rank), "", ""
+        if topic == "nonce" and len(claimed := self._entries.read_unsealed(name)) > 1:
+            self._check_version(rank, *claimed[:2])
+            where = f" (host {claimed[1]!r:.100})"
+        if self._key.is_empty:
+            keyless = f" (rank {self._rank}, host {socket.gethostname()}, has none)"
+        elif self._entries.read(name, Key(b"")) is not None:
+            keyless = f" (rank {rank} has none)"
+        return UsageError(
+            f"in the store, the {topic} of rank {rank}{where} is not sealed with the key of this job{keyless}: give "
+            f"all ranks the same key, in {KEY_FILE} or ~/.asyncoll.key, and each process a RANK of its own; otherwise "
+            "another program writes to this store"
+        )
 
     # -- waiting ----------------------------------------------------------------------------------
 

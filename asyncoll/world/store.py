@@ -44,42 +44,56 @@ def _serves_already(environment: Environment) -> bool:
 
 def _reach_store(environment: Environment, joining: Joining) -> Any:
     """A client of the store, as soon as the store is served. TCPStore itself would wait without logging anything."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    address, port, size = environment.master_addr, environment.master_port, environment.size
-    what = f"which serves the store at {address}:{port}"
+    name, port = environment.master_addr, environment.master_port
+    what = f"which serves the store at {name}:{port}"
     while True:
-        timeout = timedelta(seconds=joining.remaining_s)
         try:
-            with socket.create_connection((address, port), timeout=joining.pause_s + _PROBE_S) as probe:
-                answers = probe.getpeername()[0]  # of several that the name means
-            return joining.call(
-                lambda timeout=timeout, answers=answers: TCPStore(
-                    answers, port, size, False, timeout, wait_for_workers=False
-                ),  # type: ignore[misc]
-                lambda: [0],
-                what,
-            )
+            address = _answering(name, port, joining.pause_s + _PROBE_S)
+            return _tcp_store(environment, address, joining, what)
         except (OSError, RuntimeError) as error:  # it is not served yet, or no more
             said = f"{what}: {error}"[:_REASON_CHARACTERS]
             joining.check(
                 lambda: [0],
-                f"{said}; MASTER_ADDR must be an address of rank 0's host that this host reaches, and MASTER_PORT "
-                "open there",
+                f"{said}; MASTER_ADDR must be an address of rank 0's host that this host reaches (as a number, if the "
+                "name has several), and MASTER_PORT open there",
             )
             time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
 
 
+def _answering(name: str, port: int, limit_s: float) -> str:
+    """The first address of `name` that accepts a connection. Raises OSError, which has the answer of each address."""
+    answers: dict[str, str] = {}
+    for *_, where in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM):
+        address = str(where[0])
+        try:
+            socket.create_connection((address, port), limit_s).close()
+        except OSError as error:
+            answers[address] = error.strerror or "no answer"
+        else:
+            return address
+    raise OSError(", ".join(f"{answer} ({address})" for address, answer in answers.items()))
+
+
 def _serve_store(environment: Environment, joining: Joining) -> Any:
     """The store, served at one address alone. By itself, TCPStore listens on all addresses of the host."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     if not environment.interface:
         _await_name(environment.master_addr, joining)
     listener = listen(environment.master_addr, environment.master_port, environment.address, environment.interface)
     address, port = listener.getsockname()[:2]
-    return TCPStore(
-        address, port, environment.size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    what = f"which does not reach its own store at {address}:{port}: a firewall of its host is in the way"
+    try:
+        return _tcp_store(environment, address, joining, what, is_master=True, master_listen_fd=listener.detach())
+    except RuntimeError as error:
+        raise UsageError(f"this is rank 0, {what}: {error}"[: len(what) + _REASON_CHARACTERS]) from None
+
+
+def _tcp_store(environment: Environment, address: str, joining: Joining, what: str, **more: Any) -> Any:
+    """A TCPStore; if rank 0 does not answer meanwhile, `what` says of it what it does."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    port, size, limit = environment.master_port, environment.size, timedelta(seconds=joining.remaining_s)
+    return joining.call(
+        lambda: TCPStore(address, port, size, timeout=limit, wait_for_workers=False, **more), lambda: [0], what
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.transport.addresses import unacknowledged
 
 ANSWER_S = 30.0  # from the first attempt to connect; four packets may be lost in this time
 _AGAIN_S = 0.02  # until the next attempt
@@ -24,6 +25,11 @@ _REMEDY = (
     "set ASYNCOLL_INTERFACE to a network that connects the hosts; behind a firewall set ASYNCOLL_PORTS, and open these "
     "ports in both directions; behind a NAT set ASYNCOLL_ADDRESS, too"
 )
+
+
+# What is sent first on a connection is longer than any packet. So a network that drops long packets, and passes those
+# by which a connection is made, is noticed while ranks join.
+LONG = bytes(1 << 14)
 
 
 class NoAnswerError(Exception):
@@ -43,6 +49,24 @@ async def check_answer(rank: int, address: str, connected: asyncio.Future[None],
             (await reach(address, ANSWER_S / 2)).close()
         except NoAnswerError as error:
             raise unanswered(address, rank, error) from None
+
+
+async def check_long_packets(rank: int, address: str, connection: int) -> None:
+    """Wait until the host of `rank` has acknowledged `LONG`, sent on `connection`, a descriptor of another owner.
+
+    The kernel does that, also for a process that is stopped or busy. Raises UsageError if it does not for `ANSWER_S`.
+    """
+    loop = asyncio.get_running_loop()
+    began_s = loop.time()
+    while waits := unacknowledged(connection, resolved(address)[1]):
+        if loop.time() - began_s >= ANSWER_S:
+            raise UsageError(
+                f"this host ({socket.gethostname()}) has connected to {address} of rank {rank}, but long packets do "
+                f"not arrive there ({waits} bytes are not acknowledged after {ANSWER_S:g} s): set the MTU of the "
+                "interfaces of both hosts to what the whole way between them carries, as `ip link set dev eth0 mtu "
+                "1400` does, or ASYNCOLL_INTERFACE to another network"
+            )
+        await asyncio.sleep(max(_AGAIN_S, min(loop.time() - began_s, 1.0) / 10))
 
 
 async def reach(address: str, answer_s: float) -> socket.socket:
@@ -116,8 +140,8 @@ def refused(address: str) -> str:
     if not address.startswith("tcp:"):
         return f"its process has ended: {address} refuses connections"
     return (
-        f"its process has ended, or a firewall rejects connections from {socket.gethostname()} (ASYNCOLL_PORTS): "
-        f"{address} refuses connections"
+        f"its process has ended, or a firewall rejects connections from {socket.gethostname()} (ASYNCOLL_PORTS), or "
+        f"its address is that of another host (ASYNCOLL_ADDRESS): {address} refuses connections"
     )
 
 
@@ -128,8 +152,22 @@ def unanswered(address: str, rank: int, reason: NoAnswerError) -> UsageError:
     )
 
 
-def why_unconnected(addresses: Sequence[str], ranks: Sequence[int]) -> str:
-    """Why this rank waits for connections: `ranks`, of all whose `addresses` are given, have not answered it."""
+def another_answers(address: str, rank: int) -> str:
+    """What is wrong if `address` of `rank` accepts connections, and ends them before the handshake is over."""
+    return (
+        f"{address} answers this host ({socket.gethostname()}), but not as rank {rank} of this job: it must be an "
+        "address of that rank's host, or of a NAT that leads there (ASYNCOLL_ADDRESS), and hosts behind one NAT need "
+        "different ports (ASYNCOLL_PORTS)"
+    )
+
+
+def why_unconnected(addresses: Sequence[str], ranks: Sequence[int], turn_away: Sequence[int]) -> str:
+    """Why this rank waits for connections: `ranks`, of all whose `addresses` are given, are not connected to it.
+
+    Those in `turn_away` have ended connections before the handshake was over, as another program does, or a busy one.
+    """
+    if turn_away:
+        return f"not connected yet: {another_answers(addresses[turn_away[0]], turn_away[0])}"
     away = [f"{addresses[rank]} of rank {rank}" for rank in ranks if addresses[rank].startswith("tcp:")]
     if not away:
         return "not connected yet"

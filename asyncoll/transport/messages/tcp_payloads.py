@@ -24,14 +24,16 @@ from asyncoll.transport import Buffer, Loss
 from asyncoll.transport.addresses import all_in_use
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
+from asyncoll.transport.messages import reach
 from asyncoll.transport.messages.payload_handshake import introduce, welcome
 from asyncoll.transport.messages.payload_stream import PayloadMemory, PayloadReader, PayloadWriter
 from asyncoll.transport.messages.peers import FailedAccepts, UnauthenticatedPeers
-from asyncoll.transport.messages.reach import reach_rank, resolved, why_unconnected
+from asyncoll.transport.messages.reach import another_answers, reach_rank, resolved, why_unconnected
 
 _HANDSHAKE_S = 5.0  # from the connection of a peer to the end of its handshake
 _STRANGERS_MAX = 128  # connections in their handshake, besides two for each rank; a further one ends the oldest
 _AGAIN_S = 0.02  # until the next attempt to connect, or to accept without a free descriptor
+_AGAIN_MAX_S = 1.0  # the time to each further attempt to connect doubles, up to this
 _FLUSH_S = 0.2  # the time for payloads to leave this process at `close`
 _CLOSED = "its connection closed"
 
@@ -48,6 +50,7 @@ class _Peer:
         self.reader: PayloadReader | None = None
         self.made: asyncio.Future[None]  # done once the connection for sending is open
         self.accepted: asyncio.Future[None] = loop.create_future()  # done once the one for receiving is
+        self.turns_away = False  # its address has ended a connection before the handshake was over
         self.is_lost = False
         self.cause = _CLOSED  # of its loss, if one of the connections ends
 
@@ -194,21 +197,32 @@ class TcpPayloads:
     # -- joining ----------------------------------------------------------------------------------
 
     async def _open(self, rank: int, address: str, peer: _Peer) -> None:
-        """Make the connection to `rank`. Raises PeerLostError if it refuses, and UsageError if it gives no answer."""
-        while peer.writer.connection is None:
+        """Make the connection to `rank`.
+
+        Raises PeerLostError if it refuses, and UsageError if it gives no answer, or not that of this rank.
+        """
+        peer.writer.connection = connection = await self._introduced(rank, address, peer)
+        asyncio.get_running_loop().add_reader(connection, self._watch, rank, connection)
+        if peer.writer.waits:
+            self._await_room(peer)
+
+    async def _introduced(self, rank: int, address: str, peer: _Peer) -> socket.socket:
+        """A connection to `rank` whose handshake is over."""
+        loop = asyncio.get_running_loop()
+        began_s, pause_s = loop.time(), _AGAIN_S
+        while True:
             with contextlib.ExitStack() as undo:
                 try:
                     connection = undo.enter_context(await reach_rank(rank, address))
                     await introduce(connection, self._key, self.rank, rank)
-                except (OSError, ProtocolError):  # too many open files, for instance
-                    await asyncio.sleep(_AGAIN_S)
-                    continue
-                peer.writer.connection = connection
-                undo.pop_all()
-        loop = asyncio.get_running_loop()
-        loop.add_reader(connection, self._watch, rank, connection)
-        if peer.writer.waits:
-            self._await_room(peer)
+                    undo.pop_all()
+                    return connection
+                except (OSError, ProtocolError) as error:  # too many open files, for instance
+                    peer.turns_away = isinstance(error, ConnectionError | ProtocolError)
+                    if peer.turns_away and loop.time() - began_s > reach.ANSWER_S:
+                        raise UsageError(another_answers(address, rank)) from error
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _AGAIN_MAX_S)
 
     def _listen(self) -> None:
         if self._listener is not None and self._loop is not None:
@@ -281,7 +295,8 @@ class TcpPayloads:
         return [rank for rank, peer in self._peers.items() if not peer.accepted.done()]
 
     def _why_unconnected(self) -> str:
-        return why_unconnected(self.peers, self._unanswered())
+        unanswered = self._unanswered()
+        return why_unconnected(self.peers, unanswered, [rank for rank in unanswered if self._peers[rank].turns_away])
 
     # -- sending ----------------------------------------------------------------------------------
 

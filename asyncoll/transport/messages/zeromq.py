@@ -39,7 +39,7 @@ from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
 from asyncoll.transport.messages.peers import FREEZE_S, UnauthenticatedPeers, silence_cause
-from asyncoll.transport.messages.reach import check_answer, refused, why_unconnected
+from asyncoll.transport.messages.reach import LONG, check_answer, check_long_packets, refused, why_unconnected
 
 # A message up to this many bytes is copied into one ZeroMQ frame. Each further frame costs some microseconds of Python
 # and of ZeroMQ at both ends, which is more than the copy.
@@ -105,6 +105,7 @@ class _Peer:
         self.closing = contextlib.ExitStack()  # of the monitor, the watch on the process and the heartbeat
         self.was_connected = False  # now or earlier
         self.is_disconnected = False
+        self.turns_away = False  # its address has ended a connection before the handshake was over
         self.queue: deque[list[bytes]] = deque()  # while ZeroMQ's own queue for the peer is full
         self.drained = asyncio.Event()  # set while `queue` is empty
         self.drained.set()
@@ -297,7 +298,8 @@ class ZeroMQTransport:
             if source is None:
                 self._unauthenticated.log(f"dropped a message from an unauthenticated peer ({len(frames)} frames)")
                 continue
-            receiver.received(source, _unpack(frames))
+            if message := _unpack(frames):
+                receiver.received(source, message)
         return True
 
     def _deliver_own(self, frames: list[bytes]) -> None:
@@ -309,9 +311,10 @@ class ZeroMQTransport:
     async def _all_connected(self) -> None:
         """Wait for the connections to all peers.
 
-        Raises PeerLostError for a peer that has refused its connection, and UsageError for one that gives no answer.
+        Raises PeerLostError for a peer that has refused its connection, and UsageError for one that gives no answer,
+        or that long packets do not reach.
         """
-        peers = [peer for peer in self._peers.values() if self.are_bound and peer.address.startswith("tcp:")]
+        peers = [peer for peer in self._peers.values() if self._is_told(peer)]
         checks = [asyncio.ensure_future(self._check_answer(peer)) for peer in peers]
         ends = [*(peer.connected for peer in self._peers.values()), *checks]
         try:
@@ -326,12 +329,19 @@ class ZeroMQTransport:
 
     async def _check_answer(self, peer: _Peer) -> None:
         await check_answer(peer.rank, peer.address, peer.connected, lambda: peer.connection >= 0)
+        await asyncio.wait([peer.connected])
+        await check_long_packets(peer.rank, peer.address, peer.connection)
+
+    def _is_told(self, peer: _Peer) -> bool:
+        """Whether the peer is on another host, and listened before it told its address."""
+        return self.are_bound and peer.address.startswith("tcp:")
 
     def _unconnected(self) -> list[int]:
         return [peer.rank for peer in self._peers.values() if not peer.connected.done()]
 
     def _why_unconnected(self) -> str:
-        return why_unconnected(self.peers, self._unconnected())
+        unconnected = self._unconnected()
+        return why_unconnected(self.peers, unconnected, [rank for rank in unconnected if self._peers[rank].turns_away])
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         made = self._context.socket(kind)
@@ -348,6 +358,8 @@ class ZeroMQTransport:
         peer.closing.callback(peer.monitor.close)
         self._peers[rank] = peer
         dealer.connect(to_zeromq(address))
+        if self._is_told(peer):
+            dealer.send(LONG, _FINAL)
         peer.monitor.start()
 
     def _dealer(self, rank: int, address: str) -> zmq.Socket[bytes]:
@@ -406,6 +418,7 @@ class ZeroMQTransport:
         return set(after[:_MONITORED_NEIGHBOURS]) | set(range(self.size)).difference(here)
 
     def _disconnected(self, peer: _Peer) -> None:
+        peer.turns_away = not peer.was_connected
         if peer.was_connected and not peer.is_dropped:
             peer.is_disconnected = True
             # It must not connect again: a peer that was cut off takes all other ranks for lost, and would report that.
@@ -494,8 +507,10 @@ def _pack(frames: Sequence[Buffer]) -> Sequence[Buffer]:
 
 
 def _unpack(received: list[Any]) -> list[Buffer]:
-    """Return the frames of a message. Malformed input yields frames that `wire.decode` rejects."""
+    """Return the frames of a message, none for `LONG`. Malformed input yields frames that `wire.decode` rejects."""
     first = received[0]
+    if first == LONG:
+        return []
     if not first:
         return [received[1].bytes, *received[2:]] if len(received) > 1 else received
     if len(first) < _PACKED.size:
