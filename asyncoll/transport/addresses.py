@@ -130,13 +130,13 @@ def process_behind(descriptor: int, url: str) -> int | None:
         return None
 
 
-def unacknowledged(descriptor: int, where: tuple[str, int]) -> int:
-    """The bytes sent on a connection to `where` that the kernel there has not acknowledged.
+def unacknowledged(descriptor: int, port: int) -> int:
+    """The bytes sent on a connection to `port` of another host that the kernel there has not acknowledged.
 
     `descriptor` is that of a socket that ZeroMQ owns. 0 if the connection is gone.
     """
     with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-        if connection.getpeername()[:2] == where[:2]:  # otherwise the number has been used again
+        if connection.getpeername()[1] == port:  # otherwise the number has been used again
             return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     return 0
 

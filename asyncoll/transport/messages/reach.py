@@ -58,7 +58,8 @@ async def check_long_packets(rank: int, address: str, connection: int) -> None:
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    while waits := unacknowledged(connection, resolved(address)[1]):
+    await asyncio.sleep(_AGAIN_S)  # a thread of ZeroMQ may have to send it first
+    while waits := unacknowledged(connection, resolved(address)[1][1]):
         if loop.time() - began_s >= ANSWER_S:
             raise UsageError(
                 f"this host ({socket.gethostname()}) has connected to {address} of rank {rank}, but long packets do "
