@@ -129,6 +129,13 @@ def ends(ranks):
     return found
 
 
+def await_words(rank, words):
+    """Until the rank, which waits for others, has logged these words."""
+    while words not in rank.wrote():
+        assert not is_gone(rank.pid)
+        threading.Event().wait(0.01)
+
+
 OWN, OTHER = "10.78.0.1 a\n", "10.78.0.3 a\n"
 NAMED = "127.0.0.1 localhost\n10.78.0.1 a\nfd00::1 a\n"
 
@@ -241,9 +248,7 @@ def test_a_firewall_is_an_error_at_all_ranks(start, block):
 
 def test_a_second_job_at_one_port_is_refused_and_the_first_goes_on(start):
     first = start("ab", size=3, MASTER_PORT="29499")
-    while "waiting for rank 2 (" not in first[0].wrote():
-        assert not is_gone(first[0].pid)
-        threading.Event().wait(0.01)
+    await_words(first[0], "waiting for rank 2 (")
     here, there = ends(start("ab", size=3, MASTER_PORT="29499"))
     assert "rank 0 cannot listen on MASTER_ADDR=10.78.0.1, MASTER_PORT=29499" in here["text"], here
     assert re.search(r"rank 1 of the world .* is process \d+ on host b already", there["text"]), there
@@ -277,16 +282,20 @@ def test_an_address_at_which_another_rank_listens_is_named(start):
 def test_a_network_that_drops_long_packets_is_named(start, networks):
     """A port of the switch carries less than the interfaces of the hosts, and switches say nothing about that."""
     switch = networks["a"].removesuffix("-a")
-    for host in "ac":  # whose packets are to be no longer than the network's
+    for host in "abc":  # whose packets are to be no longer than the network's
         ip("-n", networks[host], "link", "set", "eth0", "gso_max_segs", "1")
+    ip("-n", switch, "link", "set", "b0", "mtu", "400")  # less than what the store has to say to a rank
     ip("-n", switch, "link", "set", "c0", "mtu", "1400")
     try:
+        *_, last = start("aaab")
         worlds = [start("ac", ANSWER_S="0.5", ASYNCOLL_ENCRYPT=encrypt) for encrypt in ("control", "all")]
         for end in (end for ranks in worlds for end in ends(ranks)):
             said = r"has connected to tcp://10\.78\.0\.\d:\d+ of rank \d, but long packets do not arrive .*set the MTU"
             assert re.search(said, end.get("text", "")), end
+        await_words(last, "which serves the store, and it does not answer: its process is stopped, or the network")
     finally:
-        ip("-n", switch, "link", "set", "c0", "mtu", "1500")
+        for port in ("b0", "c0"):
+            ip("-n", switch, "link", "set", port, "mtu", "1500")
 
 
 def test_a_rank_that_gets_no_answer_says_from_where_and_what_to_set(start):

@@ -71,7 +71,11 @@ class SealedEntries:
 
     def ask(self, method: Callable[..., T], *args: Any) -> T:
         """Call a method of the store. The process that serves the store may be gone, or stopped."""
-        what = "which serves the store" if self.serves else "the store"
+        who = "which serves the store" if self.serves else "the store"
+        what = (
+            f"{who}, and it does not answer: its process is stopped, or the network between the hosts drops long "
+            "packets: set the MTU of their interfaces to what the whole way carries"
+        )
         is_asking, self.is_asking = self.is_asking, True
         try:
             return self.joining.call(lambda: method(*args), lambda: [0], what)
