@@ -61,6 +61,10 @@ class Joining:
         """Treat `rank` as lost once the process `pid` has ended."""
         self._processes[rank] = pid
 
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of `rank` is known to have ended."""
+        return rank in self._processes and is_gone(self._processes[rank])
+
     def cancel(self) -> None:
         """Make the next `check` raise ClosedError. May be called in any thread."""
         self._cancelled = True
@@ -97,7 +101,7 @@ class Joining:
         if self._hear is not None:
             self._hear()
         for rank, pid in self._processes.items():
-            if is_gone(pid):
+            if self.has_ended(rank):
                 raise PeerLostError(rank, f"its process (pid {pid}) ended before all ranks had joined")
         if self._waited_s() >= self._limit_s + _EXTRA_TIME_S * is_told:
             ranks = missing()

@@ -69,6 +69,7 @@ class SealedStore:
         while said is None:
             self.begin_turn()
             said = self._exchange_nonces()
+        self.know_machines([host for _, host, *_ in said])  # until more is known
         space = process_space()
         for peer, (_, _, _, its_space, pid, _) in enumerate(said):
             if space and its_space == space and peer != self._rank and pid.isdecimal():

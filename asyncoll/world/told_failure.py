@@ -99,16 +99,17 @@ class ToldFailure:
 
         Waits less long for ranks of the hosts of `lost`, which may be gone with them.
         """
-        store, pause_s = self._entries.raw(), self._entries.joining.pause_s
+        store, joining = self._entries.raw(), self._entries.joining
         others = set(range(1, self._entries.size)).difference(lost)
         here = [rank for rank in others if store.check([f"{self._world}/nonce/{rank}"])]
         machines = {self.machines[rank] for rank in lost if self.machines}
         beside = {rank for rank in here if self.machines and self.machines[rank] in machines}
         for ranks, limit_s in ((set(here) - beside, _FAREWELL_S), (beside, _BESIDE_LOST_S)):
-            read = [self._has_read(rank) for rank in ranks]
             ends_s = time.monotonic() + limit_s  # noqa: TID251 (no loop waits for it)
-            while read and time.monotonic() < ends_s and not store.check(read):  # noqa: TID251
-                time.sleep(pause_s)  # noqa: TID251
+            while waits := [self._has_read(rank) for rank in ranks if not joining.has_ended(rank)]:
+                if store.check(waits) or time.monotonic() >= ends_s:  # noqa: TID251
+                    break
+                time.sleep(joining.pause_s)  # noqa: TID251
 
     def _has_read(self, rank: int) -> str:
         """The name of the entry which says that `rank` has told its failure, or read that of another one."""
