@@ -133,7 +133,7 @@ def test_an_unsafe_folder_is_refused(tmp_path, spoil, complaint):
 # -- the store -------------------------------------------------------------------------------------
 
 
-def stores(size, store=None, keys=(JOB, JOB, JOB), run="run"):
+def stores(size, store=None, keys=(JOB, JOB, JOB), run="run", *, serves=False):
     store = {} if store is None else store
     # The interface of a torch store, over a dict.
     acts = {
@@ -145,7 +145,7 @@ def stores(size, store=None, keys=(JOB, JOB, JOB), run="run"):
     stored = type("Store", (), acts)()
     return [
         sealed_store.SealedStore(
-            stored, f"asyncoll/{run}", rank, size, Key(keys[rank]), Joining(rank, size), serves=False
+            stored, f"asyncoll/{run}", rank, size, Key(keys[rank]), Joining(rank, size), serves=serves
         )
         for rank in range(size)
     ]
@@ -222,6 +222,25 @@ def test_a_failure_to_join_that_is_not_sealed_is_ignored():
     ranks[1].close(PeerLostError, PeerLostError(0, "it is gone"), None)
     with pytest.raises(PeerLostError, match="rank 1 is gone"):
         stores(2, store, (b"", b""))[0]._hear()
+
+
+def test_rank_0_waits_for_no_dead_rank_to_read_its_failure():
+    store = {}
+    first, second, third = stores(3, store, serves=True)
+    for sealed in (second, third):
+        sealed.post("nonce", "here")
+    with subprocess.Popen(["true"]) as dead:
+        first._joining.watch(1, dead.pid)
+    assert first.tell(ValueError()) is None
+    raw, asked = first._entries.raw(), []
+
+    def check(entries):
+        asked.extend(entries)
+        return True
+
+    raw.check = check
+    first.close(ValueError, ValueError(), None)
+    assert {entry for entry in asked if "told" in entry} == {"asyncoll/run/told/2"}
 
 
 @given(st.binary(max_size=60))
