@@ -1,12 +1,16 @@
-"""Dense allreduces of ranks on several hosts that share memory within each, against Gloo. The hosts are namespaces.
+"""Dense calls of ranks on several hosts that share memory within each, against Gloo. The hosts are namespaces.
 
-    sudo python benchmarks/two_levels.py [--shapes 2x4,4x2] [--megabytes 25,100] [--rate 1gbit] [--rounds 5]
+    sudo python benchmarks/two_levels.py [--calls allreduce] [--shapes 2x4,4x2] [--megabytes 25,100] [--rate 1gbit]
+                                         [--rounds 5]
+
+`--calls allreduce,allgather,reduce_scatter` measures all three; megabytes are those of the whole array, of all blocks.
 
 Shape 2x4 is two hosts of four ranks. `block` places consecutive ranks on a host, `cyclic` deals the ranks to the hosts
 in turn: a ring of Gloo crosses the network once for each host, or with each of its steps. The links are those of
 `sparse_network.py`. Both systems in turn, in the same processes, one round more than counted; a round takes as long as
 its slowest rank. `received` is counted by the interface of host 0, headers included, beside the two-level formula,
-2 n (H - 1) / H bytes. All ranks share the cores of this machine, which hosts would not.
+2 n (H - 1) / H bytes for an allreduce, and half for the others. All ranks share the cores of this machine, which hosts
+would not.
 """
 
 from __future__ import annotations
@@ -45,11 +49,13 @@ ASYNCOLL = "asyncoll"
 SYSTEMS = (GLOO, ASYNCOLL)
 PLACEMENTS = ("block", "cyclic")
 MB = 1_000_000
+CROSSINGS = {"allreduce": 2, "allgather": 1, "reduce_scatter": 1}  # of a link by each byte, times (H - 1) / H
 Row = dict[str, Any]
 
 
 def main() -> None:
     options = parser(__doc__)
+    options.add_argument("--calls", default="allreduce", help=f"of {', '.join(CROSSINGS)}")
     options.add_argument("--shapes", default="2x4,4x2", help="hosts x ranks of each")
     options.add_argument("--megabytes", type=numbers, default=[25, 100])
     options.add_argument("--rate", default="1gbit", help="of every link, each way, as tc writes it")
@@ -60,12 +66,12 @@ def main() -> None:
     found = []
     for shape in chosen.shapes.split(","):
         count, local = map(int, shape.split("x"))
-        question = {"megabytes": chosen.megabytes, "rounds": chosen.rounds}
+        question = {"calls": chosen.calls.split(","), "megabytes": chosen.megabytes, "rounds": chosen.rounds}
         for placement in PLACEMENTS:
             with hosts(count, chosen.rate) as names:
                 rows = ask_hosts(names, local, placement, question)
             found += [{"shape": shape, "placement": placement, "hosts": count, **row} for row in rows]
-    record.table(f"allreduce between hosts, links of {chosen.rate}", table(found))
+    record.table(f"calls between hosts, links of {chosen.rate}", table(found))
     record.write(found)
 
 
@@ -96,16 +102,16 @@ def environment(rank: int, size: int, place: int, local: int, folder: Path) -> d
 
 
 def table(found: list[Row]) -> list[list[str]]:
-    lines = [
-        ["hosts x ranks", "placement", "MB", "Gloo ms", "asyncoll ms", "ratio", "received: Gloo", "asyncoll", "formula"]
-    ]
+    figures = ["MB", "Gloo ms", "asyncoll ms", "ratio", "received: Gloo", "asyncoll", "formula"]
+    lines = [["call", "hosts x ranks", "placement", *figures]]
     for row in found:
         gloo, ours = (row["systems"][name] for name in SYSTEMS)
-        formula = 2 * (row["hosts"] - 1) / row["hosts"] * row["mb"]
+        formula = CROSSINGS[row["call"]] * (row["hosts"] - 1) / row["hosts"] * row["mb"]
         figures = [f"{each['s'] * 1e3:.0f}" for each in (gloo, ours)]
         moved = [f"{each['bytes'] / MB:.1f}" for each in (gloo, ours)]
         lines.append(
             [
+                row["call"],
                 row["shape"],
                 row["placement"],
                 str(row["mb"]),
@@ -128,32 +134,56 @@ def rank(question: Row) -> Any:
 
 async def measure(comm: asyncoll.Communicator, question: Row) -> list[Row]:
     dist.init_process_group("gloo", f"tcp://{address(0)}:{GLOO_PORT}", rank=comm.rank, world_size=comm.size)
-    rows = []
-    for mb in question["megabytes"]:
-        rounds: dict[str, list[list[float]]] = {name: [] for name in SYSTEMS}
-        x = torch.empty(mb * MB // 4)
-        for _ in range(question["rounds"] + 1):
-            for name in SYSTEMS:
-                rounds[name].append(await once(comm, name, x))
-        medians = {name: [statistics.median(each) for each in zip(*rounds[name][1:], strict=True)] for name in SYSTEMS}
-        rows.append({"mb": mb, "systems": {name: {"s": s, "bytes": b} for name, (s, b) in medians.items()}})
+    rows = [
+        await ask_systems(comm, call, mb, question["rounds"])
+        for call in question["calls"]
+        for mb in question["megabytes"]
+    ]
     dist.destroy_process_group()
     return rows
 
 
-async def once(comm: asyncoll.Communicator, name: str, x: torch.Tensor) -> list[float]:
-    """The seconds of the slowest rank, and the bytes that host 0 has received, in one allreduce."""
+async def ask_systems(comm: asyncoll.Communicator, call: str, mb: int, rounds: int) -> Row:
+    found: dict[str, list[list[float]]] = {name: [] for name in SYSTEMS}
+    x = torch.empty(mb * MB // 4 // comm.size * comm.size)
+    for _ in range(rounds + 1):
+        for name in SYSTEMS:
+            found[name].append(await once(comm, name, call, x))
+    medians = {name: [statistics.median(each) for each in zip(*found[name][1:], strict=True)] for name in SYSTEMS}
+    return {"call": call, "mb": mb, "systems": {name: {"s": s, "bytes": b} for name, (s, b) in medians.items()}}
+
+
+async def once(comm: asyncoll.Communicator, name: str, call: str, x: torch.Tensor) -> list[float]:
+    """The seconds of the slowest rank, and the bytes that host 0 has received, in one call."""
     x.fill_(1.0)
     await comm.barrier()
     bytes_before, start = received(), time.perf_counter()
-    if name == GLOO:
-        dist.all_reduce(x)
-    else:
-        await comm.allreduce(x)
+    result = with_gloo(call, x, comm.size) if name == GLOO else await with_asyncoll(comm, call, x)
     mine = torch.tensor([time.perf_counter() - start, received() - bytes_before], dtype=torch.float64)
-    assert x[0] == x[-1] == comm.size
+    assert result[0] == result[-1] == (1 if call == "allgather" else comm.size)
     of_all = torch.stack(tuple(await comm.allgather(mine)))
     return [float(of_all[:, 0].max()), float(of_all[0, 1])]
+
+
+def with_gloo(call: str, x: torch.Tensor, size: int) -> torch.Tensor:
+    if call == "allreduce":
+        dist.all_reduce(x)
+        return x
+    share = x.numel() // size
+    result = torch.empty(x.numel() if call == "allgather" else share)
+    if call == "allgather":
+        dist.all_gather_into_tensor(result, x[:share])
+    else:
+        dist.reduce_scatter_tensor(result, x)
+    return result
+
+
+async def with_asyncoll(comm: asyncoll.Communicator, call: str, x: torch.Tensor) -> torch.Tensor:
+    if call == "allreduce":
+        return await comm.allreduce(x)
+    if call == "allgather":
+        return (await comm.allgather(x[: x.numel() // comm.size])).flatten()
+    return (await comm.reduce_scatter(x)).flatten()
 
 
 def received() -> int:

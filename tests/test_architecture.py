@@ -249,6 +249,7 @@ REPLACED = {
     },
     "test_tcp_payloads.py": {"tcp_payloads._FLUSH_S": "so that a slow machine has the time"},
     "test_transport.py": {"split._LEAVING_S": "so that the test does not wait for it"},
+    "test_two_levels.py": {"two_level._WINDOW_BYTES": "short arrays in many windows"},
 }
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj", "marshal", "shelve"}
 

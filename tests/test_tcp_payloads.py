@@ -23,13 +23,31 @@ from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport import MAX_FRAME_BYTES, Loss
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import payload_handshake, reach, tcp_payloads
-from asyncoll.transport.messages.payload_stream import PayloadMemory, PayloadReader
+from asyncoll.transport.messages.payload_stream import HEAD_BYTES, Long, PayloadMemory, PayloadReader, PayloadWriter
 from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.world import network
 
 JOB = b"the secret of a run"
-LENGTH = struct.Struct("<I")
+KEY = b"of one stream"
+
+
+def long(payload, *third):
+    return Long(0, [b"first", payload, *third])
+
+
+def stream_of(messages, key=KEY):
+    """The bytes of these messages on a connection."""
+    writer, stream = PayloadWriter(key), bytearray()
+
+    def write(parts):
+        stream.extend(b"".join(parts))
+        return sum(map(len, parts))
+
+    writer._write = write
+    for message in messages:
+        writer.send(message)
+    return bytes(stream)
 
 
 class Rank:
@@ -45,9 +63,14 @@ class Rank:
     def begin(self):
         self.payloads.connect(self._receive, self._lose)
 
-    def _receive(self, source, payload):
+    def _receive(self, source, message):
+        first, payload = message.frames
+        assert (message.before, first) == (0, b"first")
         self.received.append((source, payload))
         self.changed.set()
+
+    def send(self, dest, payload):
+        self.payloads.send(dest, long(payload))
 
     def _lose(self, loss):
         self.lost.append((loss.rank, loss.cause, len(self.received)))
@@ -131,7 +154,7 @@ def test_a_peer_without_the_key_is_rejected_and_the_world_forms(caplog):
                 await payload_handshake.introduce(stranger, Key(b"another"), 1, 0)
             ranks[1].begin()
             await asyncio.gather(*(each.payloads.connected() for each in ranks))
-            ranks[1].payloads.send(0, b"payload")
+            ranks[1].send(0, b"payload")
             await ranks[0].until(lambda: ranks[0].received)
             assert ranks[0].received == [(1, b"payload")]
 
@@ -280,7 +303,7 @@ def test_payloads_that_the_kernel_has_no_room_for_arrive_in_order_and_unchanged(
             payload, count = np.empty(MAX_FRAME_BYTES, np.uint8), 10
             for number in range(count):
                 payload[:] = number
-                ranks[0].payloads.send(1, payload)
+                ranks[0].send(1, payload)
             assert not ranks[0].payloads._peers[1].drained.is_set()
             payload[:] = 255
             await ranks[0].payloads.drain(1)
@@ -295,21 +318,68 @@ def test_payloads_that_the_kernel_has_no_room_for_arrive_in_order_and_unchanged(
 @pytest.mark.parametrize("seed", range(20))
 def test_a_stream_may_be_cut_anywhere(seed):
     draw = np.random.default_rng(seed)
-    sizes = [int(size) for size in draw.choice([1, 2, 3, 4, 5, 100, 70_000], 12)]
-    payloads = [draw.bytes(size) for size in sizes]
-    stream = b"".join(LENGTH.pack(len(payload)) + payload for payload in payloads)
+    messages = []
+    for number, size in enumerate(draw.choice([1, 2, 3, 4, 5, 100, 70_000], 12)):
+        thirds = [draw.bytes(int(nbytes)) for nbytes in draw.choice([0, 1, 50], number % 2)]
+        messages.append((number, [draw.bytes(number), draw.bytes(int(size)), *thirds]))
+    stream = stream_of(Long(*each) for each in messages)
     cuts = sorted(int(cut) for cut in draw.integers(0, len(stream), 30))
+    with reading() as (end, reader):
+        received = []
+        for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+            end.sendall(stream[start:stop])
+            received += read_all(reader)
+        assert received == messages
+
+
+@contextlib.contextmanager
+def reading():
+    """The other end of a connection, and its reader."""
     ends = socket.socketpair()
     with ends[0], ends[1]:
         ends[1].setblocking(False)
-        reader, received = PayloadReader(ends[1], PayloadMemory()), []
-        for start, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
-            ends[0].sendall(stream[start:end])
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    payload = reader.read()
-                    received += [] if payload is None else [bytes(payload)]
-        assert received == payloads
+        yield ends[0], PayloadReader(ends[1], PayloadMemory(), KEY)
+
+
+def read_all(reader):
+    """The messages that are there: `Long.before`, and the frames."""
+    received = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            message = reader.read()
+            received += [] if message is None else [(message.before, [bytes(frame) for frame in message.frames])]
+    return received
+
+
+MESSAGES = [long(b"a payload"), long(b"another"), long(b"the last", b"third")]
+
+
+def changed(stream, at):
+    return stream[:at] + bytes([stream[at] ^ 1]) + stream[at + 1 :]
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda stream: changed(stream, 0),  # the length of a payload
+        lambda stream: changed(stream, 8),  # what comes before
+        lambda stream: changed(stream, 17),  # the first frame
+        lambda stream: changed(stream, HEAD_BYTES - 1),  # the proof
+        lambda stream: changed(stream, -1 % len(stream)),  # the third frame
+        lambda stream: stream[: HEAD_BYTES + 9] * 2,  # repeated
+        lambda stream: stream[HEAD_BYTES + 9 :],  # dropped
+        lambda _: stream_of(MESSAGES, b"of another stream"),
+    ],
+)
+def test_only_payloads_can_be_changed_by_others(forge):
+    stream = stream_of(MESSAGES)
+    with reading() as (end, reader):
+        end.sendall(forge(stream) + bytes(100))
+        with pytest.raises(ProtocolError, match="a message that it has not sent"):
+            read_all(reader)
+    with reading() as (end, reader):
+        end.sendall(changed(stream, HEAD_BYTES))
+        assert [frames[1] for _, frames in read_all(reader)] == [b"` payload", b"another", b"the last"]
 
 
 def test_memory_of_dropped_payloads_is_used_again_and_that_of_others_is_not():
@@ -330,28 +400,37 @@ def test_memory_of_dropped_payloads_is_used_again_and_that_of_others_is_not():
 # -- what ends ------------------------------------------------------------------------------------
 
 
+def head(payload, third=0):
+    return struct.pack("<II", payload, third).ljust(HEAD_BYTES, b"\0")
+
+
 @pytest.mark.parametrize(
-    ("bytes_sent", "cause"),
+    ("cut", "cause"),
     [
-        (LENGTH.pack(7) + b"payload" + LENGTH.pack(9) + b"cut", "its connection closed"),
-        (LENGTH.pack(7) + b"payload" + LENGTH.pack(9)[:2], "its connection closed"),
-        (LENGTH.pack(7) + b"payload" + LENGTH.pack(MAX_FRAME_BYTES + 1), f"payload of {MAX_FRAME_BYTES + 1} bytes"),
-        (LENGTH.pack(7) + b"payload" + LENGTH.pack(0), "payload of 0 bytes"),
+        (lambda stream: stream[:-1], "its connection closed"),
+        (lambda stream: stream[:-9], "its connection closed"),
+        (
+            lambda stream: stream[: -9 - HEAD_BYTES] + head(MAX_FRAME_BYTES + 1),
+            f"payload of {MAX_FRAME_BYTES + 1} bytes",
+        ),
+        (lambda stream: stream[: -9 - HEAD_BYTES] + head(0), "payload of 0 bytes"),
+        (lambda stream: stream[: -9 - HEAD_BYTES] + head(1, MAX_FRAME_BYTES + 2), "third frame"),
     ],
-    ids=["in a payload", "in a length", "too long", "empty"],
+    ids=["in a payload", "in a head", "too long", "empty", "too long a third frame"],
 )
-def test_a_stream_that_ends_or_breaks_the_protocol_is_a_loss_after_whole_payloads(bytes_sent, cause):
+def test_a_stream_that_ends_or_breaks_the_protocol_is_a_loss_after_whole_payloads(cut, cause):
     async def main():
         async with world(2) as ranks:
             connection = ranks[1].payloads._peers[0].writer.connection
-            connection.sendall(bytes_sent)
+            key = ranks[1].payloads._key_of(1, 0)
+            connection.sendall(cut(stream_of([long(b"payload"), long(b"9 letters")], key)))
             connection.shutdown(socket.SHUT_WR)
             await ranks[0].until(lambda: ranks[0].lost)
             assert ranks[0].received == [(1, b"payload")]
             ((rank, told, before),) = ranks[0].lost
             assert (rank, before) == (1, 1)
             assert cause in told
-            ranks[0].payloads.send(1, b"too late")
+            ranks[0].send(1, b"too late")
             await ranks[0].payloads.drain(1)
 
     run(main)
@@ -363,7 +442,7 @@ def test_a_rank_that_closes_while_payloads_wait_for_it_frees_its_sender():
             ranks[1].payloads._loop.remove_reader(ranks[1].payloads._peers[0].reader.connection)  # it computes
             narrow(ranks)
             for _ in range(10):
-                ranks[0].payloads.send(1, bytes(MAX_FRAME_BYTES))
+                ranks[0].send(1, bytes(MAX_FRAME_BYTES))
             assert not ranks[0].payloads._peers[1].drained.is_set()
             drained = asyncio.create_task(ranks[0].payloads.drain(1))
             await ranks[1].payloads.close()
@@ -385,11 +464,11 @@ def test_a_rank_that_falls_silent_while_payloads_wait_for_it_frees_its_sender():
             streams = SplitTransport(messages, ranks[0].payloads, {1})
             streams._reassembly.receiver = SimpleNamespace(lost=lost.append)
             for _ in range(40):
-                ranks[0].payloads.send(1, bytes(MAX_FRAME_BYTES))
+                ranks[0].send(1, bytes(MAX_FRAME_BYTES))
             drained = asyncio.create_task(ranks[0].payloads.drain(1))
             streams._reassembly.lost(Loss(1, "it is silent", 0.5))
             await drained
-            ranks[0].payloads.send(1, bytes(MAX_FRAME_BYTES))  # dropped
+            ranks[0].send(1, bytes(MAX_FRAME_BYTES))  # dropped
             await ranks[0].payloads.drain(1)
             assert (lost, ranks[0].lost) == ([Loss(1, "it is silent", 0.5)], [])
 
@@ -405,16 +484,16 @@ def test_a_write_that_fails_is_a_loss_at_both_ranks_and_no_gap(waits):
         async with world(2) as ranks:
             narrow(ranks)
             payloads = ranks[0].payloads
-            payloads.send(1, b"first")
+            ranks[0].send(1, b"first")
             if waits:
-                payloads.send(1, bytes(MAX_FRAME_BYTES))
+                ranks[0].send(1, bytes(MAX_FRAME_BYTES))
                 assert not payloads._peers[1].drained.is_set()
             writer = payloads._peers[1].writer
             write, writer._write = writer._write, fail
-            payloads.send(1, b"second")
+            ranks[0].send(1, b"second")
             await payloads.drain(1)
             writer._write = write
-            payloads.send(1, b"third")
+            ranks[0].send(1, b"third")
             for each in ranks:
                 await each.until(lambda each=each: each.lost)
             assert ranks[1].received == [(0, b"first")]
@@ -430,7 +509,7 @@ def test_what_was_sent_before_a_flushing_end_arrives(monkeypatch):
     async def main():
         async with world(2) as ranks:
             for number in range(10):
-                ranks[0].payloads.send(1, bytes([number]) * MAX_FRAME_BYTES)
+                ranks[0].send(1, bytes([number]) * MAX_FRAME_BYTES)
             await ranks[0].payloads.close(flush=True)
             await ranks[1].until(lambda: ranks[1].lost)
             assert [payload[0] for _, payload in ranks[1].received] == list(range(10))

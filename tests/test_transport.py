@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import resource
 import stat
 import threading
@@ -29,6 +30,7 @@ from asyncoll.testing.contract import _Recorder, _World
 from asyncoll.transport.memory import fd_passing
 from asyncoll.transport.messages import inproc, split, zeromq
 from asyncoll.transport.messages.monitor import Monitor
+from asyncoll.transport.messages.payload_stream import Long
 from asyncoll.transport.messages.simulated import SimulatedWorld
 from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
@@ -155,7 +157,7 @@ def test_a_direct_send_does_not_overtake_messages_that_wait():
 class Stream:
     """Records the messages of rank 0 in a world of 3."""
 
-    rank, size = 0, 3
+    rank, size, accepts = 0, 3, True
 
     def __init__(self):
         self.sent = []
@@ -164,29 +166,57 @@ class Stream:
         self.sent.append((dest, bytes(frames[-1])))
 
     def send_directly(self, dest, frames):
-        self.send(dest, frames)
-        return True
+        if self.accepts:
+            self.send(dest, frames)
+        return self.accepts
 
 
-class PayloadStream(Stream):
-    def send(self, dest, payload):
-        self.sent.append((dest, payload))
+class LongStream(Stream):
+    def send(self, dest, message):
+        self.sent.append((dest, message.before, message.frames))
 
     def drop(self, rank):
         raise NotImplementedError  # no rank is lost here
 
 
 def test_only_long_payloads_to_other_hosts_use_the_second_stream():
-    messages, payloads, long, short = Stream(), PayloadStream(), bytes(100), bytes(99)
+    messages, payloads, long, short = Stream(), LongStream(), bytes(100), bytes(99)
     transport = SplitTransport(messages, payloads, {1}, threshold_bytes=100)
     for dest, payload in ((1, short), (2, long), (1, long)):
         transport.send(dest, [b"header", payload])
-    assert payloads.sent == [(1, long)]
-    assert messages.sent[:2] == [(1, short), (2, long)]
-    assert long not in messages.sent[2][1]
+    assert messages.sent == [(1, short), (2, long)]
     assert not transport.send_directly(1, [b"header", long])
     assert transport.send_directly(1, [b"header", short])
-    assert messages.sent[3:] == [(1, short)]
+    transport.send(1, [b"header", long, b"third"])
+    assert messages.sent[2:] == [(1, short)]
+    assert payloads.sent == [(1, 1, [b"header", long]), (1, 2, [b"header", long, b"third"])]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_messages_of_two_streams_are_delivered_in_the_order_in_which_they_were_sent(seed):
+    """However one stream is ahead of the other; a direct send that was refused has no place in the order."""
+    draw = random.Random(seed)
+    messages, payloads, received = Stream(), LongStream(), []
+    sender = SplitTransport(messages, payloads, {1}, threshold_bytes=100)
+    messages.send = lambda dest, frames: messages.sent.append(list(frames))
+    for number in range(20):
+        first = b"%d" % number
+        if draw.random() < 0.5:
+            sender.send(1, [first, bytes(100)])
+        else:
+            messages.accepts = False
+            assert not sender.send_directly(1, [b"refused", b""])
+            messages.accepts = True
+            draw.choice([sender.send, sender.send_directly])(1, [first, b""])
+    reassembly = split._Reassembly(frozenset({0}), lambda: None, lambda _: None)
+    reassembly.receiver = SimpleNamespace(received=lambda _, frames: received.append(int(frames[0])))
+    long = [Long(before, frames) for _, before, frames in payloads.sent]
+    while messages.sent or long:
+        if long and (not messages.sent or draw.random() < 0.5):
+            reassembly.received_long(0, long.pop(0))
+        else:
+            reassembly.received(0, messages.sent.pop(0))
+    assert received == list(range(20))
 
 
 def test_a_direct_send_stays_within_the_window():

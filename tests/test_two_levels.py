@@ -11,6 +11,7 @@ import torch
 from conftest import looped
 
 import asyncoll
+from asyncoll.algorithms.dense import two_level
 from asyncoll.algorithms.dense.two_level import EXCHANGES, TwoLevelCall
 from asyncoll.errors import MismatchError
 from asyncoll.runtime.hosts import Hosts
@@ -67,6 +68,26 @@ def test_an_array_with_a_share_for_each_agent_is_reduced_where_it_lies(hosts):
 def test_every_call_on_every_layout(hosts):
     results = simulate(len(hosts), every_call, JITTERY, seed=len(hosts), shared_memory=True, hosts=hosts).results
     assert len(set(results)) == 1
+
+
+@pytest.mark.parametrize("hosts", [*LAYOUTS, "0" * 6 + "1" * 7, "01234567801234567"])
+@pytest.mark.parametrize("memory", [True, False], ids=["memory", "messages"])
+def test_every_call_in_many_windows(hosts, memory, monkeypatch):
+    """The bits of reductions of blocks do not depend on the windows."""
+    bits = []
+
+    async def main(comm):
+        x = np.random.default_rng(comm.rank).standard_normal((comm.size, 700)).astype(np.float32)
+        shard = await comm.reduce_scatter(x)
+        half = await comm.reduce_scatter(torch.from_numpy(x).bfloat16(), op=asyncoll.AVG)
+        uneven = await comm.allgatherv(np.arange(100 * comm.rank, 100 * comm.rank + 3 * comm.rank % 7))
+        await every_call(comm, (1, 700))
+        return shard.tobytes(), half.view(torch.int16).numpy().tobytes(), [each.tobytes() for each in uneven]
+
+    for nbytes in (1 << 22, 1 << 12):
+        monkeypatch.setattr(two_level, "_WINDOW_BYTES", nbytes)
+        bits.append(simulate(len(hosts), main, JITTERY, shared_memory=memory, hosts=hosts).results)
+    assert bits[0] == bits[1]
 
 
 def test_hosts_without_memory():
@@ -228,13 +249,15 @@ class Within:
     async def __aexit__(self, *_):
         pass
 
-    async def reduce_scatter(self, chunks, shard, op, dtype):
+    async def reduce_scatter(self, *_):
         await asyncio.sleep(0.1)
         if self.is_second and self.error is not None:
             raise self.error
         if self.is_second:
             await asyncio.Event().wait()
         self.is_second = True
+
+    alltoall = reduce_scatter
 
 
 class Between(Within):
@@ -245,25 +268,35 @@ class Between(Within):
     def __init__(self):
         self.began, self.ended = 0, 0
 
-    async def allreduce(self, x, op, dtype, whole):
+    async def allreduce(self, *_):
         self.began += 1
         try:
             await asyncio.Event().wait()
         finally:
             self.ended += 1
 
+    reduce_scatter = allgather = allreduce
+
+
+X = np.zeros(3_000_000, "f4")
+CALLS = {
+    "allreduce": lambda call: call.allreduce(X, asyncoll.SUM, "float32"),
+    "reduce_scatter": lambda call: call.reduce_scatter(np.split(X, 4), X[:750_000].copy(), asyncoll.SUM, "float32"),
+    "allgather": lambda call: call.allgather(np.split(X, 4)),
+}
+
 
 @pytest.mark.parametrize("error", [None, ZeroDivisionError()])
-def test_no_exchange_of_a_window_outlives_its_call(error):
+@pytest.mark.parametrize("name", CALLS)
+def test_no_exchange_of_a_window_outlives_its_call(error, name):
     """Whether the call fails within the host or is cancelled there."""
 
     async def main(comm):
         within, between = Within(error), Between()
-        call = TwoLevelCall(Hosts.of("aabb", 0), between, within, [between] * EXCHANGES)
-        x = np.zeros(3_000_000, "f4")
+        call = TwoLevelCall(Hosts.of("aaab", 0), between, within, [between] * EXCHANGES)
         with pytest.raises(ZeroDivisionError if error else TimeoutError):
             async with asyncio.timeout(1), call:
-                await call.allreduce(x, asyncoll.SUM, "float32")
+                await CALLS[name](call)
         assert (between.began, between.ended) == (1, 1)
 
     simulate(1, main)

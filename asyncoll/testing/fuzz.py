@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,7 +18,7 @@ from asyncoll.rpc import codec, failure, hints, packing, protocol, segments
 from asyncoll.tensors.shapes import SHAPE_WORDS, decode_head
 from asyncoll.transport import wire
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages import split, zeromq
+from asyncoll.transport.messages import payload_stream, split, zeromq
 
 _LENGTH_MAX = 200  # bytes
 
@@ -46,7 +45,7 @@ def fuzz(seed: int, count: int) -> None:
     """Try `count` inputs on every decoder. Raises AssertionError, naming the seed and the input, if a decoder fails."""
     for number in range(count):
         draw = np.random.default_rng([seed, number])
-        for decode in (_message, _control, _split, _seal, _head, _rpc, _value, _failure, _packed):
+        for decode in (_message, _control, _split, _long, _seal, _head, _rpc, _value, _failure, _packed):
             try:
                 with contextlib.suppress(ProtocolError, UsageError):
                     decode(draw)
@@ -66,9 +65,11 @@ def _control(draw: np.random.Generator) -> None:
 
 
 def _split(draw: np.random.Generator) -> None:
-    payloads = deque([_random(draw)] * int(draw.integers(2)))
-    whole = split._whole([_damaged(draw, b"\1" + _random(draw)), _random(draw)], payloads)
-    wire.decode(whole or [])
+    wire.decode(split._uncounted([_random(draw), _random(draw)])[1])
+
+
+def _long(draw: np.random.Generator) -> None:
+    payload_stream._Arriving(draw.bytes(payload_stream.HEAD_BYTES), payload_stream.PayloadMemory())
 
 
 def _seal(draw: np.random.Generator) -> None:

@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -68,8 +68,22 @@ class _Window(NamedTuple):
     whole: int  # the bytes of the part
 
 
-# A step of one window: within the host, or between hosts. The latter runs at agents that have a share.
-_Step = Callable[[_Window], Coroutine[Any, Any, None]]
+class _BlockWindow:
+    """A part of the block of each rank, and the memory in which agents exchange these parts."""
+
+    def __init__(self, turn: int, blocks: Sequence[Array], bounds: Sequence[tuple[int, int]]) -> None:
+        """`bounds` has the begin and the end of the part in each of `blocks`."""
+        self.turn = turn
+        self.bounds = bounds
+        self.blocks = [block[start:end] for block, (start, end) in zip(blocks, bounds, strict=True)]
+        self.sizes = [block.size for block in self.blocks]
+        self.mine = self.blocks[0][:0]  # at an agent: the blocks that it carries
+        self.rooms: list[Array] = []  # the same for each place, where all ranks of a host get them
+
+
+W = TypeVar("W", _Window, _BlockWindow)
+# A step of one window: within the host, or between hosts.
+_Step = Callable[[W], Coroutine[Any, Any, None]]
 
 
 class TwoLevelCall:
@@ -160,26 +174,24 @@ class TwoLevelCall:
         await self.within.allgather(window.shares)
 
     async def _in_windows(
-        self, x: Array, before: _Step, between: _Step, after: _Step, *, in_place: bool = True
+        self,
+        x: Array,
+        before: _Step[_Window],
+        between: _Step[_Window],
+        after: _Step[_Window],
+        *,
+        in_place: bool = True,
     ) -> None:
-        """Take the steps for each window of `x`. The windows follow each other in each step, at all ranks alike.
+        """Take the steps for each window of `x`.
 
         Shares are exchanged in `x` itself, or with `in_place` False in memory beside it.
         """
-        under_way: deque[tuple[_Window, asyncio.Task[None]]] = deque()
-        async with _background() as start:
-            for window in self._windows(x, in_place=in_place):
-                await before(window)
-                exchanged = None
-                if len(under_way) == EXCHANGES:
-                    exchanged, exchange = under_way.popleft()
-                    await exchange
-                under_way.append((window, start(between(window) if window.mine.size else _nothing())))
-                if exchanged is not None:
-                    await after(exchanged)
-            for window, exchange in under_way:
-                await exchange
-                await after(window)
+
+        async def exchange(window: _Window) -> None:
+            if window.mine.size:
+                await between(window)
+
+        await _pipelined(self._windows(x, in_place=in_place), before, exchange, after)
 
     def _windows(self, x: Array, *, in_place: bool) -> list[_Window]:
         size = max(1, _WINDOW_BYTES // x.itemsize)
@@ -207,56 +219,86 @@ class TwoLevelCall:
     async def reduce_scatter(self, chunks: Sequence[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
         hosts, carried = self.hosts, reductions.accumulator(op, dtype)
         summed = ReduceOp.SUM if op is ReduceOp.AVG else op
-        wide = [chunk if carried == dtype else reductions.widened(chunk, dtype) for chunk in chunks]
-        sizes = [chunk.size for chunk in chunks]
-        plans = [_flat(hosts.carried(agent)) for agent in range(hosts.agents)]
-        outgoing = [np.concatenate([wide[rank] for rank in plan]) for plan in plans]
-        outgoing += [wide[0][:0]] * (len(hosts.here) - hosts.agents)
-        mine = np.empty_like(outgoing[hosts.place])
-        await self.within.reduce_scatter(outgoing, mine, summed, carried)
-        handed = mine[:0]
-        if self.between:
-            sections = _parts(mine, [sum(sizes[rank] for rank in ranks) for ranks in hosts.carried(hosts.place)])
-            handed = np.empty_like(sections[hosts.mine])
-            await self.between[0].reduce_scatter(sections, handed, summed, carried)
-        total = np.empty(shard.size, mine.dtype) if carried != dtype else shard
-        await self._deal(handed, sizes, total)
-        self._finish(shard, total, op, dtype)
+        plans = self._plans()
 
-    async def _deal(self, handed: Array, sizes: Sequence[int], into: Array) -> None:
-        """Each agent has the blocks of those ranks of its host that it carries, and gives each of them its block."""
-        hosts = self.hosts
-        outgoing, incoming = [into[:0]] * len(hosts.here), [into[:0]] * len(hosts.here)
-        if self.between:
-            carried = hosts.carried(hosts.place)[hosts.mine]
-            for rank, part in zip(carried, _parts(handed, [sizes[rank] for rank in carried]), strict=True):
-                outgoing[hosts.here.index(rank)] = part
-        incoming[hosts.place % hosts.agents] = into
-        await self.within.alltoall(outgoing, incoming)
+        async def reduce_here(window: _BlockWindow) -> None:
+            wide = [block if carried == dtype else reductions.widened(block, dtype) for block in window.blocks]
+            outgoing = self._for_agents([np.concatenate([wide[rank] for rank in plan]) for plan in plans])
+            window.mine = np.empty_like(outgoing[hosts.place])
+            await self.within.reduce_scatter(outgoing, window.mine, summed, carried)
+
+        async def exchange(window: _BlockWindow) -> None:
+            if self.between:
+                sections = self._sections(window)
+                window.mine = np.empty_like(sections[hosts.mine])
+                await self._agents(window).reduce_scatter(sections, window.mine, summed, carried)
+
+        async def deal(window: _BlockWindow) -> None:
+            start, end = window.bounds[self.rank]
+            mine = shard[start:end]
+            total = mine if carried == dtype else np.empty(mine.size, window.mine.dtype)
+            outgoing, incoming = [total[:0]] * len(hosts.here), [total[:0]] * len(hosts.here)
+            if self.between:
+                for place, part in self._own(window, window.mine):
+                    outgoing[place] = part
+            incoming[hosts.place % hosts.agents] = total
+            await self._swap(outgoing, incoming)
+            self._finish(mine, total, op, dtype)
+
+        await _pipelined(_block_windows(chunks), reduce_here, exchange, deal)
 
     async def allgather(self, blocks: Sequence[Array]) -> None:
-        hosts, sizes = self.hosts, [block.size for block in blocks]
-        nothing = blocks[0][:0]
-        plans = [hosts.carried(agent) for agent in range(hosts.agents)]
-        rooms = [np.empty(sum(sizes[rank] for rank in _flat(plan)), nothing.dtype) for plan in plans]
-        rooms += [nothing] * (len(hosts.here) - hosts.agents)
-        outgoing, incoming = [nothing] * len(hosts.here), [nothing] * len(hosts.here)
-        outgoing[hosts.place % hosts.agents] = blocks[self.rank]
-        sections: list[Array] = []
-        if self.between:
-            plan = plans[hosts.place]
-            sections = _parts(rooms[hosts.place], [sum(sizes[rank] for rank in ranks) for ranks in plan])
-            carried = plan[hosts.mine]
-            for rank, part in zip(carried, _parts(sections[hosts.mine], [sizes[r] for r in carried]), strict=True):
-                incoming[hosts.here.index(rank)] = part
-        await self.within.alltoall(outgoing, incoming)
-        if self.between:
-            await self.between[0].allgather(sections)
-        await self.within.allgather(rooms)
-        for plan, room in zip(plans, rooms, strict=False):
-            order = _flat(plan)
-            for rank, part in zip(order, _parts(room, [sizes[rank] for rank in order]), strict=True):
-                blocks[rank][...] = part
+        hosts, plans, nothing = self.hosts, self._plans(), blocks[0][:0]
+
+        async def collect(window: _BlockWindow) -> None:
+            rooms = [np.empty(sum(window.sizes[rank] for rank in plan), nothing.dtype) for plan in plans]
+            window.rooms = self._for_agents(rooms)
+            window.mine = window.rooms[hosts.place]
+            outgoing, incoming = [nothing] * len(hosts.here), [nothing] * len(hosts.here)
+            outgoing[hosts.place % hosts.agents] = window.blocks[self.rank]
+            if self.between:
+                for place, part in self._own(window, self._sections(window)[hosts.mine]):
+                    incoming[place] = part
+            await self._swap(outgoing, incoming)
+
+        async def exchange(window: _BlockWindow) -> None:
+            if self.between:
+                await self._agents(window).allgather(self._sections(window))
+
+        async def hand_out(window: _BlockWindow) -> None:
+            await self.within.allgather(window.rooms)
+            for plan, room in zip(plans, window.rooms, strict=False):
+                for rank, part in zip(plan, _parts(room, [window.sizes[rank] for rank in plan]), strict=True):
+                    window.blocks[rank][...] = part
+
+        await _pipelined(_block_windows(blocks), collect, exchange, hand_out)
+
+    async def _swap(self, outgoing: list[Array], incoming: list[Array]) -> None:
+        """Between the ranks of this host and the agents that carry their blocks."""
+        hosts = self.hosts
+        if hosts.agents == len(hosts.here):  # each carries its own
+            incoming[hosts.place][...] = outgoing[hosts.place]
+        else:
+            await self.within.alltoall(outgoing, incoming)
+
+    def _plans(self) -> list[list[int]]:
+        """For each agent, the ranks whose blocks it carries, in the order in which these lie in its memory."""
+        return [_flat(self.hosts.carried(agent)) for agent in range(self.hosts.agents)]
+
+    def _for_agents(self, rooms: list[Array]) -> list[Array]:
+        """`rooms` of the agents, and empty ones of the other ranks of this host."""
+        return rooms + [rooms[0][:0]] * (len(self.hosts.here) - self.hosts.agents)
+
+    def _sections(self, window: _BlockWindow) -> list[Array]:
+        """For each host, the blocks of its ranks that this agent carries."""
+        carried = self.hosts.carried(self.hosts.place)
+        return _parts(window.mine, [sum(window.sizes[rank] for rank in ranks) for ranks in carried])
+
+    def _own(self, window: _BlockWindow, section: Array) -> Iterator[tuple[int, Array]]:
+        """The places of the ranks of this host that this agent carries, and the block of each in `section`."""
+        hosts = self.hosts
+        ranks = hosts.carried(hosts.place)[hosts.mine]
+        return zip(map(hosts.here.index, ranks), _parts(section, [window.sizes[rank] for rank in ranks]), strict=True)
 
     # -- of blocks from one rank to one other -----------------------------------------------------
 
@@ -277,7 +319,7 @@ class TwoLevelCall:
     ) -> None:
         await self._whole.exchange(mine, dests, incoming, sources)
 
-    def _agents(self, window: _Window) -> MessageCall:
+    def _agents(self, window: _Window | _BlockWindow) -> MessageCall:
         """The lane in which `window` is exchanged. The window before in the same lane has been exchanged."""
         return self.between[window.turn % EXCHANGES]
 
@@ -289,6 +331,24 @@ class TwoLevelCall:
             reductions.divide(x, dtype, self.size)
         else:
             reductions.put(x, dtype, total, self.size)
+
+
+async def _pipelined(windows: Iterable[W], before: _Step[W], between: _Step[W], after: _Step[W]) -> None:
+    """Take the steps for each window. The windows follow each other in each step, at all ranks alike."""
+    under_way: deque[tuple[W, asyncio.Task[None]]] = deque()
+    async with _background() as start:
+        for window in windows:
+            await before(window)
+            exchanged = None
+            if len(under_way) == EXCHANGES:
+                exchanged, exchange = under_way.popleft()
+                await exchange
+            under_way.append((window, start(between(window))))
+            if exchanged is not None:
+                await after(exchanged)
+        for window, exchange in under_way:
+            await exchange
+            await after(window)
 
 
 @contextlib.asynccontextmanager
@@ -308,10 +368,6 @@ async def _background() -> AsyncIterator[Callable[[Coroutine[Any, Any, None]], a
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _nothing() -> None:
-    pass
-
-
 def _accumulator(x: Array, op: ReduceOp, dtype: str) -> tuple[Array, str, ReduceOp]:
     """The array to reduce in place, its dtype and the reduction.
 
@@ -320,6 +376,13 @@ def _accumulator(x: Array, op: ReduceOp, dtype: str) -> tuple[Array, str, Reduce
     carried = reductions.accumulator(op, dtype)
     total = x if carried == dtype else reductions.widened(x, dtype)
     return total, carried, ReduceOp.SUM if op is ReduceOp.AVG else op
+
+
+def _block_windows(blocks: Sequence[Array]) -> Iterator[_BlockWindow]:
+    """Made one by one: each has memory of its own."""
+    count = max(1, -(-sum(block.nbytes for block in blocks) // _WINDOW_BYTES))
+    for turn, parts in enumerate(zip(*(bounds(block.size, count) for block in blocks), strict=True)):
+        yield _BlockWindow(turn, blocks, parts)
 
 
 def _flat(plan: Sequence[Sequence[int]]) -> list[int]:

@@ -1,30 +1,60 @@
 """Two streams between hosts: control data is encrypted, and long payloads go unencrypted over connections of their own.
 
-CURVE has a fourth of the bandwidth of plain tcp. So a long payload to another host uses a plain connection, which is
-authenticated when it opens but not encrypted, and everything else an encrypted one. Each stream keeps its order, so the
-receiver joins messages and payloads again in the order of the messages.
+CURVE has a fourth of the bandwidth of plain tcp. So a message with a long payload to another host uses a plain
+connection, which proves all of it but the payload, and every other message an encrypted one. Each stream keeps its
+order. A message says how many its sender has put into the other stream before, and the receiver delivers it after
+these: so it has the order of the sender.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from asyncoll.transport import Buffer, Loss, Receiver, check_frames
+from asyncoll.transport.messages import payload_stream
+from asyncoll.transport.messages.payload_stream import Long
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport
 
 THRESHOLD_BYTES = 1 << 16  # a payload of at least this size uses the second stream
-# The first frame of a message between hosts begins with one of these bytes. After _APART come the bytes of the payload,
-# which is in the other stream, and then the original first frame.
-_WHOLE, _APART = b"\0", b"\1"
-_LENGTH = struct.Struct("<I")
+_BEFORE = struct.Struct("<Q")  # begins an encrypted message: `Long.before`, for the other stream
 # If only the stream for payloads ends, its rank is leaving or lost. A rank that leaves closes the other stream within
 # this time, which gives the better cause.
 _LEAVING_S = 1.0
+
+
+class _Sent:
+    """How many messages this rank has sent to one other in each stream."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held from a count to the end of its send: `send_directly` runs in other threads
+        self.encrypted = 0
+        self.long = 0
+
+
+class _Came:
+    """What has come from one rank in the two streams, and could not be delivered yet; and how many messages were."""
+
+    def __init__(self) -> None:
+        self.encrypted: deque[tuple[int, list[Buffer]]] = deque()
+        self.long: deque[Long] = deque()
+        self.encrypted_delivered = 0
+        self.long_delivered = 0
+
+    def next(self) -> list[Buffer] | None:
+        """Take the message to deliver next; None if one that was sent before all that are here has not come."""
+        if self.encrypted and self.encrypted[0][0] <= self.long_delivered:
+            self.encrypted_delivered += 1
+            return self.encrypted.popleft()[1]
+        if self.long and self.long[0].before <= self.encrypted_delivered:
+            self.long_delivered += 1
+            return list(self.long.popleft().frames)
+        return None
 
 
 class SplitTransport:
@@ -46,6 +76,7 @@ class SplitTransport:
         self._payloads = payloads
         self._remote = frozenset(remote)
         self._threshold_bytes = threshold_bytes
+        self._sent = {rank: _Sent() for rank in self._remote}
         self._reassembly = _Reassembly(self._remote, self._collect, payloads.drop)
 
     @property
@@ -55,7 +86,7 @@ class SplitTransport:
 
     async def start(self, receiver: Receiver) -> None:
         self._reassembly.receiver = receiver
-        self._payloads.connect(self._reassembly.received_payload, self._reassembly.lost_payloads)
+        self._payloads.connect(self._reassembly.received_long, self._reassembly.lost_payloads)
         self._messages.connect(self._reassembly)  # before the wait: a rank that gives up tells the others by message
         await self._payloads.connected()
         await self._messages.connected()
@@ -65,21 +96,32 @@ class SplitTransport:
             self._messages.send(dest, frames)
             return
         check_frames(dest, self.size, frames)
-        if len(frames) > 1 and len(frames[1]) >= self._threshold_bytes:
-            # The receiver matches the n-th payload with the n-th message that announces one.
-            first = b"".join((_APART, _LENGTH.pack(len(frames[1])), frames[0]))
-            self._payloads.send(dest, frames[1])
-            self._messages.send(dest, (first, *frames[2:]))
-        else:
-            self._messages.send(dest, (b"".join((_WHOLE, frames[0])), *frames[1:]))
+        sent = self._sent[dest]
+        with sent.lock:
+            if self._is_long(frames):
+                self._payloads.send(dest, Long(sent.encrypted, frames))
+                sent.long += 1
+            else:
+                self._messages.send(dest, _counted(sent.long, frames))
+                sent.encrypted += 1
 
     def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
-        """As `send`; refuses a message of two streams, because another thread could send one between its parts."""
+        """As `send`; refuses a long message, because only the loop may use the connections for payloads."""
         if dest not in self._remote:
             return self._messages.send_directly(dest, frames)
-        if max(map(len, frames)) >= self._threshold_bytes:
+        sent = self._sent[dest]
+        # Does not wait for the lock: a finalizer may call this in a thread that has it.
+        if self._is_long(frames) or not sent.lock.acquire(blocking=False):
             return False
-        return self._messages.send_directly(dest, (b"".join((_WHOLE, frames[0])), *frames[1:]))
+        try:
+            is_sent = self._messages.send_directly(dest, _counted(sent.long, frames))
+            sent.encrypted += is_sent
+            return is_sent
+        finally:
+            sent.lock.release()
+
+    def _is_long(self, frames: Sequence[Buffer]) -> bool:
+        return payload_stream.fits(frames) and len(frames[1]) >= self._threshold_bytes
 
     async def drain(self, dest: int) -> None:
         if dest in self._remote:
@@ -98,7 +140,7 @@ class SplitTransport:
 
 
 class _Reassembly:
-    """A `Receiver` for the messages. It joins them with their payloads and passes them to the real receiver."""
+    """A `Receiver` for the messages of both streams. It passes them on in the order of their sender."""
 
     receiver: Receiver
 
@@ -110,21 +152,20 @@ class _Reassembly:
         self._remote = remote
         self._collect = collect
         self._drop = drop
-        self._messages: defaultdict[int, deque[list[Buffer]]] = defaultdict(deque)  # the first waits for its payload
-        self._payloads: defaultdict[int, deque[Buffer]] = defaultdict(deque)
+        self._came: defaultdict[int, _Came] = defaultdict(_Came)
         self._lost: set[int] = set()
 
     def received(self, source: int, frames: list[Buffer]) -> None:
         if source not in self._remote:
             self.receiver.received(source, frames)
         elif source not in self._lost:
-            self._messages[source].append(frames)
-            self._join(source)
+            self._came[source].encrypted.append(_uncounted(frames))
+            self._deliver(source)
 
-    def received_payload(self, source: int, payload: Buffer) -> None:
+    def received_long(self, source: int, message: Long) -> None:
         if source not in self._lost:
-            self._payloads[source].append(payload)
-            self._join(source)
+            self._came[source].long.append(message)
+            self._deliver(source)
 
     def lost_payloads(self, loss: Loss) -> None:
         loss = replace(loss, cause=f"{loss.cause} (the connection for payloads)")
@@ -134,7 +175,7 @@ class _Reassembly:
         if loss.rank in self._lost:
             return
         if loss.rank in self._remote:
-            self._collect()  # the other stream may still hold payloads of complete messages
+            self._collect()  # what has come completes what waits
             self._drop(loss.rank)  # after a silence it is still open, and what waits to be sent there would wait on
         self._lost.add(loss.rank)
         self.receiver.lost(loss)
@@ -143,30 +184,20 @@ class _Reassembly:
         """Deliver nothing more."""
         self._lost.update(self._remote)
 
-    def _join(self, source: int) -> None:
-        messages, payloads = self._messages[source], self._payloads[source]
-        while messages and source not in self._lost:
-            whole = _whole(messages[0], payloads)
-            if whole is None:
-                return
-            messages.popleft()
-            self.receiver.received(source, whole)
+    def _deliver(self, source: int) -> None:
+        came = self._came[source]
+        while source not in self._lost and (frames := came.next()) is not None:
+            self.receiver.received(source, frames)
 
 
-def _whole(frames: list[Buffer], payloads: deque[Buffer]) -> list[Buffer] | None:
-    """Return the message as it was sent; None if its payload has not come yet.
+def _counted(before: int, frames: Sequence[Buffer]) -> tuple[Buffer, ...]:
+    """The frames of an encrypted message."""
+    return (b"".join((_BEFORE.pack(before), frames[0])), *frames[1:])
 
-    Malformed input yields frames that `wire.decode` rejects.
-    """
+
+def _uncounted(frames: list[Buffer]) -> tuple[int, list[Buffer]]:
+    """The inverse of `_counted`. Malformed input yields frames that `wire.decode` rejects."""
     first = bytes(frames[0])
-    if first[:1] == _WHOLE:
-        return [first[1:], *frames[1:]]
-    start = len(_APART) + _LENGTH.size
-    if first[:1] != _APART or len(first) < start:
-        return frames
-    if not payloads:
-        return None
-    payload = payloads.popleft()
-    if len(payload) != _LENGTH.unpack_from(first, len(_APART))[0]:
-        return frames
-    return [first[start:], payload, *frames[1:]]
+    if len(first) < _BEFORE.size:
+        return 0, frames
+    return _BEFORE.unpack_from(first)[0], [first[_BEFORE.size :], *frames[1:]]

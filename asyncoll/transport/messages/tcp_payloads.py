@@ -1,4 +1,4 @@
-"""Long payloads between hosts: one TCP connection from each rank to each rank of another host, without ZeroMQ.
+"""Long messages between hosts: one TCP connection from each rank to each rank of another host, without ZeroMQ.
 
 A payload of ZeroMQ is copied into a message, passes an I/O thread at either end, and arrives in fresh memory. Here the
 runtime's loop writes it to the socket from where it lies, and reads it into memory that stays in the processor's cache.
@@ -20,13 +20,13 @@ from typing import Any, TypeAlias
 
 from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.transport import Buffer, Loss
+from asyncoll.transport import Loss
 from asyncoll.transport.addresses import all_in_use
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import reach
 from asyncoll.transport.messages.payload_handshake import introduce, welcome
-from asyncoll.transport.messages.payload_stream import PayloadMemory, PayloadReader, PayloadWriter
+from asyncoll.transport.messages.payload_stream import Long, PayloadMemory, PayloadReader, PayloadWriter
 from asyncoll.transport.messages.peers import FailedAccepts, UnauthenticatedPeers
 from asyncoll.transport.messages.reach import another_answers, reach_rank, resolved, why_unconnected
 
@@ -37,14 +37,15 @@ _AGAIN_MAX_S = 1.0  # the time to each further attempt to connect doubles, up to
 _FLUSH_S = 0.2  # the time for payloads to leave this process at `close`
 _CLOSED = "its connection closed"
 
-Received: TypeAlias = Callable[[int, Buffer], None]  # source, payload
+Received: TypeAlias = Callable[[int, Long], None]  # source, message
 
 
 class _Peer:
     """The two connections to one rank. This rank sends on the one that it has made, and only receives on the other."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.writer = PayloadWriter()
+    def __init__(self, loop: asyncio.AbstractEventLoop, key: bytes) -> None:
+        """`key` is that of the messages to the rank."""
+        self.writer = PayloadWriter(key)
         self.drained = asyncio.Event()  # set while nothing waits to be written
         self.drained.set()
         self.reader: PayloadReader | None = None
@@ -106,16 +107,16 @@ class TcpPayloads:
         return self._address
 
     def connect(self, received: Received, lost: Callable[[Loss], None]) -> None:
-        """Begin to connect to all peers. Payloads may be sent from now on.
+        """Begin to connect to all peers. Messages may be sent from now on.
 
-        `received` is called for each payload: it is read-only, and the receiver may keep it. `lost` is called at most
-        once for each rank, after its last payload. Neither may block.
+        `received` is called for each message: its frames are read-only, and the receiver may keep them. `lost` is
+        called at most once for each rank, after its last message. Neither may block.
         """
         self._received, self._lost = received, lost
         self._loop = loop = asyncio.get_running_loop()
         for rank, address in enumerate(self.peers):
             if rank != self.rank and address:
-                self._peers[rank] = peer = _Peer(loop)
+                self._peers[rank] = peer = _Peer(loop, self._key_of(self.rank, rank))
                 peer.made = loop.create_task(self._open(rank, address, peer))
         self._listen()
 
@@ -134,16 +135,16 @@ class TcpPayloads:
             await joining.over(_all_done(accepted), self._unaccepted, "not connected for payloads yet", is_told=True)
         self._stop_listening()
 
-    def send(self, dest: int, payload: Buffer) -> None:
-        """Send one payload of 1 to MAX_FRAME_BYTES bytes; `payload` may be changed when this returns. Never waits.
+    def send(self, dest: int, message: Long) -> None:
+        """Send one message, whose frames may be changed when this returns. Never waits.
 
-        A payload to a lost or closed rank is dropped.
+        A message to a lost or closed rank is dropped.
         """
         peer = self._peers.get(dest)
         if peer is None or peer.is_lost or self._closed:
             return
         try:
-            peer.writer.send(payload)
+            peer.writer.send(message)
         except OSError as error:
             self._cannot_write(peer, error)
             return
@@ -270,7 +271,7 @@ class TcpPayloads:
             why = "sends no payloads to this one" if peer is None else "has connected before"
             self._unauthenticated.log(f"rejected a connection from {host}: rank {rank} {why}")
             return False
-        peer.reader = PayloadReader(connection, self._memory)
+        peer.reader = PayloadReader(connection, self._memory, self._key_of(rank, self.rank))
         peer.accepted.set_result(None)
         asyncio.get_running_loop().add_reader(connection, self._read_once, rank)
         return True
@@ -287,6 +288,10 @@ class TcpPayloads:
         del self._strangers[connection]
         if task.cancel():  # otherwise the handshake is over already
             self._close_connection(connection)
+
+    def _key_of(self, source: int, dest: int) -> bytes:
+        """The key of the messages from one rank to another. One connection of this run carries them."""
+        return self._key.derive("payload stream", source, dest)
 
     def _unanswered(self) -> list[int]:
         return [rank for rank, peer in self._peers.items() if not peer.made.done()]
@@ -347,12 +352,12 @@ class TcpPayloads:
     # -- receiving --------------------------------------------------------------------------------
 
     def _read_once(self, rank: int) -> bool:
-        """Read once from `rank`, and deliver a payload that is complete; returns whether there may be more."""
+        """Read once from `rank`, and deliver a message that is complete; returns whether there may be more."""
         reader = self._peers[rank].reader
         if reader is None or self._closed:
             return False
         try:
-            payload = reader.read()
+            message = reader.read()
         except BlockingIOError:
             return False
         except OSError:
@@ -361,8 +366,8 @@ class TcpPayloads:
         except ProtocolError as error:
             self._lose(rank, f"it has broken the protocol: {error}")
             return False
-        if payload is not None:
-            self._received(rank, payload)
+        if message is not None:
+            self._received(rank, message)
         return True
 
     def _read_all(self, rank: int) -> None:
