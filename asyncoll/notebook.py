@@ -56,7 +56,7 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any, ranks: int) -> 
         UsageError: `main` is no `async def`; this is not the main thread; or this process uses CUDA, which a fork
             cannot use.
         RemoteError: a rank has raised. This is the root cause, with its traceback as text. A result of another type is
-            a UsageError at its rank.
+            a UsageError at its rank, and so is sys.exit().
         PeerLostError: a rank has ended without raising, for example by a signal.
         KeyboardInterrupt: the cell was interrupted.
 
@@ -83,8 +83,7 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any, ranks: int) -> 
             opened.callback(os.close, descriptor)
 
         def act() -> None:
-            result = join.run(main, *args)
-            _write(result, memory[int(os.environ["RANK"])])
+            _write(_result(main, args), memory[int(os.environ["RANK"])])
 
         outcome = launch_function(size, act)
         if outcome.stopped_by is not None:
@@ -92,6 +91,14 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any, ranks: int) -> 
             raise KeyboardInterrupt
         _raise_failure(outcome)
         return [_read(rank, descriptor) for rank, descriptor in enumerate(memory)]
+
+
+def _result(main: Callable[..., Coroutine[Any, Any, T]], args: Sequence[Any]) -> T:
+    """The result of this rank. Raises UsageError if `main` ends the process instead: code 0 would look like success."""
+    try:
+        return join.run(main, *args)
+    except SystemExit as error:
+        raise UsageError(f"main has raised {error!r}, and so has no result: return one, or raise an error") from error
 
 
 def _raise_failure(outcome: Outcome) -> None:
@@ -122,6 +129,8 @@ def _write(result: object, descriptor: int) -> None:
 
 def _read(rank: int, descriptor: int) -> Any:
     """The result that `rank` has written. Its arrays lie in a private copy of that memory, made as they change."""
+    if not any(os.pread(descriptor, _LENGTH.size, 0)):
+        raise PeerLostError(rank, "it ended with exit code 0, and without a result", socket.gethostname())
     memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
     (count,) = _LENGTH.unpack_from(memory)
     lengths = [_LENGTH.unpack_from(memory, _LENGTH.size * (1 + index))[0] for index in range(count)]

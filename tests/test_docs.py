@@ -3,9 +3,11 @@
 - A Python block whose first line is `# name.py` is a file of that page; all others share the page's namespace. A file
   is started by a shell block, or imported by another block. Otherwise it calls `asyncoll.run`, and runs here, among
   `RANKS` ranks on one loop.
-- A shell block runs in a folder with the page's files, with real processes (marked slow). Processes take seconds to
-  start: after the first launch of a page, blocks that only launch files which call `asyncoll.run` run here, among as
-  many ranks on one loop.
+- A shell block runs in a folder with the page's files, with real processes (marked slow), a home folder of its own, and
+  free ports in place of those of the page. Processes take seconds to start: after the first launch of a page, blocks
+  that only launch files which call `asyncoll.run` run here, among as many ranks on one loop.
+- A shell block whose first line is `# On each of N hosts.` runs N times at once, each with a folder for temporary files
+  of its own, as a host has. The name of the host `host0` becomes localhost.
 - A block that says `# Not run by the tests: reason` is checked for its syntax only.
 - A text block with the title "Output" is what the block before it prints, in any order of its lines.
 """
@@ -26,6 +28,7 @@ import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -38,6 +41,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 import asyncoll
 import trainers.runs
 from asyncoll import notebook, rpc, testing, training
+from asyncoll.launch.environment import reserve_port
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -58,6 +62,8 @@ MEMBER = re.compile(r"`(?P<name>[A-Z]\w*[a-z]\w*(?:\.\w+)*|_\w+)`")  # `Class`, 
 INFO = re.compile(r"(?P<language>\w*)(?P<attributes>[^\n]*)\n")
 NAME = re.compile(r"# (?P<name>\w+\.py)\n")
 NEWS_OF_JOINING = re.compile(r"^(\d+: )?rank \d+: waiting for .*\n", re.MULTILINE)  # if ranks are slow to start
+ON_HOSTS = re.compile(r"# On each of (?P<count>\d) hosts\.\n")
+PORT = re.compile(r"(?<=[:=])29\d{3}\b")
 LAUNCH = re.compile(
     r"(?P<setting>(\w+=\w+ )*)asyncoll launch -n (?P<ranks>\d+) (?P<file>\w+\.py)(?P<words>( \w+)*)( +#.*)?"
 )
@@ -302,17 +308,43 @@ def _run_world(source: str, ranks: int, argv: list[str], setting: dict[str, str]
 
 
 def _run_shell(block: Block, folder: Path) -> str:
+    found = ON_HOSTS.match(block.source)
+    hosts = int(found["count"]) if found else 1
+    with _free_ports(block.source) as source, ThreadPoolExecutor(hosts) as threads:
+        commands = [threads.submit(_run_command, source, folder, str(host) if found else "") for host in range(hosts)]
+        done = [command.result() for command in commands]
+    for code, printed in done:
+        assert code == 0, f"line {block.line}:\n{block.source}\n{printed}"
+    return NEWS_OF_JOINING.sub("", "".join(printed for _, printed in done))
+
+
+@contextlib.contextmanager
+def _free_ports(source: str) -> Iterator[str]:
+    """The source with free ports, which are held meanwhile: two runs of the tests may share a machine."""
+    with contextlib.ExitStack() as held:
+        ports = {port: held.enter_context(reserve_port()).getsockname()[1] for port in set(PORT.findall(source))}
+        yield PORT.sub(lambda found: str(ports[found[0]]), source)
+
+
+def _run_command(source: str, folder: Path, host: str) -> tuple[int, str]:
+    """The exit code and the output of a shell, on one of several hosts if `host` is its name."""
+    home = os.environ["STUB_HOSTS"]
+    of_host = {}
+    if host:
+        source = source.replace("host0", "localhost")
+        of_host = {"TMPDIR": f"{home}/{host}", "PET_LOCAL_ADDR": "localhost"}  # torchrun's --local-addr
+        Path(home, host).mkdir()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.source],
-        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+        ["bash", "-euo", "pipefail", "-c", source],
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HOME": home, **of_host},
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         timeout=PATIENCE_S,
     )
-    assert done.returncode == 0, f"line {block.line}:\n{block.source}\n{done.stdout}"
-    return NEWS_OF_JOINING.sub("", done.stdout)
+    return done.returncode, done.stdout
 
 
 def _launches_of_worlds(block: Block, folder: Path) -> list[re.Match[str]]:

@@ -124,6 +124,18 @@ async def _exits(comm):
     await comm.barrier()
 
 
+async def _leaves(comm):
+    if comm.rank == 1:
+        sys.exit()
+    await comm.barrier()
+
+
+async def _leaves_last(comm):
+    await comm.barrier()
+    if comm.rank == 1:
+        sys.exit("enough")
+
+
 @dataclasses.dataclass
 class Score:
     value: int
@@ -136,6 +148,8 @@ class Score:
         (_is_killed, PeerLostError, r"^rank 1 \(host .*, pid \d+\) is gone: it was killed by SIGKILL$"),
         (_is_ended, PeerLostError, "it was killed by SIGTERM$"),
         (_exits, PeerLostError, r"is gone: it ended with exit code 3$"),
+        (_leaves, RemoteError, r"(?s)^asyncoll.*UsageError at rank 1: main has raised SystemExit\(\),.*sys.exit"),
+        (_leaves_last, RemoteError, r"^asyncoll.*UsageError at rank 1: main has raised SystemExit\('enough'\), "),
     ],
 )
 def test_the_root_cause_is_raised(main, kind, told):
@@ -156,6 +170,15 @@ def test_results_that_cannot_come_back(result, kind, told):
         return result
 
     with pytest.raises(kind, match=told):
+        notebook.run(main, ranks=1)
+
+
+def test_ranks_that_end_well_without_a_result():
+    async def main(comm):
+        await comm.barrier()
+        os._exit(0)
+
+    with pytest.raises(PeerLostError, match="it ended with exit code 0, and without a result"):
         notebook.run(main, ranks=1)
 
 

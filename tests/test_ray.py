@@ -85,6 +85,8 @@ def test_an_interrupted_driver_leaves_no_actor(told):
         ("no such placement", "UsageError", "give one of pack, spread"),
         ("no resources", "UsageError", "nothing that Ray could reserve"),
         ("a negative amount", "UsageError", "give numbers from 0 on"),
+        ("a tiny amount", "UsageError", "cannot go beyond 0.0001"),
+        ("no name", "UsageError", "give numbers from 0 on"),
         ("a result", "RemoteError", "TypeError at rank 0: "),
     ],
 )
@@ -101,6 +103,17 @@ def test_a_worker_of_ray_train_joins_by_the_store_of_its_process_group(forked_wo
 
 
 def test_a_trial_runs_its_ranks_in_its_own_placement_group_without_torch(told):
-    ran, refused = told["trial"]
+    ran, *refused = told["trial"]
     assert ran["result"] == [[1, 0, False], [1, 1, False]]
-    assert "do not fit into the placement group around this program" in refused["text"]
+    for error in refused:
+        assert "do not fit into the placement group around this program" in error["text"]
+
+
+def test_the_ranks_for_which_bundles_have_room():
+    room = pytest.importorskip("asyncoll.ray.placement")._room
+    one, tenth = {"CPU": 1.0}, {"CPU": 0.1}
+    assert room([one], {}, tenth) == 10
+    assert room([one, one, one], {}, one) == 3
+    assert room([one, one, one], one, one) == 2
+    assert room([one, {"CPU": 1.0, "GPU": 1.0}], one, {"GPU": 1}) == 1
+    assert room([{"CPU": 2.0}], tenth, one) == 1

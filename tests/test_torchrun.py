@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ForkedRank
 from torch.distributed import HashStore
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure, record
 
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, PeerLostError, UsageError
@@ -119,7 +119,7 @@ def test_a_world_on_two_hosts_is_restarted(template, tmp_path):
 # -- the report of torchrun ------------------------------------------------------------------------
 
 
-def failed(tmp_path, error, local_rank=0):
+def failed(tmp_path, error, local_rank=0, run=asyncoll.run):
     """What torchrun finds of a rank whose `main` has raised `error`."""
     path = str(tmp_path / f"{local_rank}.json")
 
@@ -129,10 +129,11 @@ def failed(tmp_path, error, local_rank=0):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHELASTIC_ERROR_FILE", path)
         with pytest.raises(type(error)):
-            asyncoll.run(main)
+            run(main)
     return ProcessFailure(local_rank, os.getpid(), 1, path)
 
 
+@pytest.mark.parametrize("run", [asyncoll.run, record(asyncoll.run)], ids=["alone", "in record"])
 @pytest.mark.parametrize(
     "report",
     [
@@ -141,10 +142,10 @@ def failed(tmp_path, error, local_rank=0):
         ExceptionGroup("two tasks", [PeerLostError(2, "its connection closed", "far", 7)]),
     ],
 )
-def test_the_root_cause_is_the_failure_that_others_report(tmp_path, monkeypatch, report):
+def test_the_root_cause_is_the_failure_that_others_report(tmp_path, monkeypatch, report, run):
     """It comes first although torchrun notices it later, and where it is not known, the message names the rank."""
     monkeypatch.setattr(time, "time", lambda: 1000.98)
-    reported = failed(tmp_path, report)
+    reported = failed(tmp_path, report, run=run)
     assert "rank 2" in reported.message["message"]
     monkeypatch.setattr(time, "time", lambda: 1001.9)
     killed = ProcessFailure(2, 7, -9, "no file")
@@ -158,6 +159,18 @@ def test_a_root_cause_is_shown_with_its_traceback(tmp_path):
     root = shown.partition("Root Cause")[2]
     assert "ValueError: seven" in root
     assert "raise error" in root
+
+
+def test_the_last_failure_of_a_program_that_goes_on_is_shown(tmp_path, monkeypatch):
+    failed(tmp_path, ValueError("six"))
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+
+    async def main(comm):
+        raise ValueError("seven")
+
+    with pytest.raises(ValueError, match="seven"):
+        asyncoll.run(main)
+    assert "seven" in (tmp_path / "0.json").read_text()
 
 
 def test_a_failure_that_cannot_be_written_is_raised(tmp_path):

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import ray
@@ -17,6 +17,7 @@ from asyncoll.errors import DeadlineError, UsageError
 
 Placement = Literal["pack", "spread", "strict_pack", "strict_spread"]
 _LOOK_S = 5.0  # the first warning; the time to each further one doubles
+_UNITS = 10_000  # in which Ray counts one of a resource
 logger = logging.getLogger("asyncoll")
 
 
@@ -26,13 +27,17 @@ def check_resources(resources: Mapping[str, float], placement: str) -> dict[str,
         raise UsageError(f"placement={placement!r}: give one of {', '.join(get_args(Placement))}")
     for name, amount in resources.items():
         is_number = isinstance(amount, int | float) and not isinstance(amount, bool)
-        if not (isinstance(name, str) and is_number and 0 <= amount < math.inf):
+        if not (isinstance(name, str) and name and is_number and 0 <= amount < math.inf):
             raise UsageError(f"resources_per_rank has {name!r}: {amount!r}; give numbers from 0 on, as {{'CPU': 1}}")
         if amount > 1 and name == "GPU" and amount % 1:
             raise UsageError(f"resources_per_rank has 'GPU': {amount!r}; give a whole number, or a part of one GPU")
     needed = {name: amount for name, amount in resources.items() if amount}
     if not needed:
         raise UsageError("resources_per_rank has nothing that Ray could reserve: give at least a part of a CPU")
+    try:
+        ray.remote(object).options(**_options(needed))
+    except ValueError as error:  # less than a ten-thousandth, say
+        raise UsageError(f"resources_per_rank={needed}: {error}") from error
     return needed
 
 
@@ -75,13 +80,37 @@ def _group_around() -> PlacementGroup | None:
 def _check_room(group: PlacementGroup, size: int, needed: Mapping[str, float]) -> None:
     """Raise UsageError if the bundles of a group that another program has made have no room for the ranks."""
     bundles = group.bundle_specs
-    room = sum(min(int(bundle.get(name, 0) // amount) for name, amount in needed.items()) for bundle in bundles)
-    if room < size:
+    if _room(bundles, _held(), needed) < size:
         raise UsageError(
             f"{size} ranks of {needed} do not fit into the placement group around this program, which has {bundles}: "
             "give it a bundle for itself and one for each rank; for a trial of Ray Tune: "
             f"tune.with_resources(trial, tune.PlacementGroupFactory([{{'CPU': 1}}] + [{needed}] * {size}))"
         )
+
+
+def _room(bundles: Sequence[Mapping[str, float]], held: Mapping[str, float], needed: Mapping[str, float]) -> int:
+    """How many ranks have room in `bundles` beside this process, which keeps `held` of one of them.
+
+    Ray does not tell of which one: that which costs least room.
+    """
+    costs = []
+    for bundle in bundles:
+        if _fit(bundle, held):
+            rest = {name: amount - held.get(name, 0) for name, amount in bundle.items()}
+            costs.append(_fit(bundle, needed) - _fit(rest, needed))
+    return sum(_fit(bundle, needed) for bundle in bundles) - min(costs, default=0)
+
+
+def _held() -> dict[str, float]:
+    """The resources that this process keeps while it waits. A task gives its processors to those that it starts."""
+    context = ray.get_runtime_context()
+    held: dict[str, float] = context.get_assigned_resources()
+    return {name: amount for name, amount in held.items() if amount and (name != "CPU" or context.get_actor_id())}
+
+
+def _fit(available: Mapping[str, float], needed: Mapping[str, float]) -> int:
+    """How many processes that need `needed` have room. By whole numbers, because 1 // 0.1 is 9."""
+    return min((round(available.get(name, 0) * _UNITS) // round(needed[name] * _UNITS) for name in needed), default=1)
 
 
 def _await_room(group: PlacementGroup, size: int, needed: dict[str, float], placement: str, limit_s: float) -> None:
@@ -105,7 +134,7 @@ def _shortage(size: int, needed: Mapping[str, float], placement: str) -> str:
         for name, amount in needed.items()
     )
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    fits = [min(int(node.get(name, 0) // amount) for name, amount in needed.items()) for node in nodes]
+    fits = [_fit(node, needed) for node in nodes]
     most = {"strict_pack": max(fits, default=0), "strict_spread": sum(map(bool, fits))}.get(placement, sum(fits))
     never = f"; even when all is free, only {most} of these ranks fit" if most < size else ""
     return f"{wanted} ({len(nodes)} node{'s' * (len(nodes) != 1)}{never})"

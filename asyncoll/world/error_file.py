@@ -13,7 +13,9 @@ import traceback
 
 from asyncoll.errors import describe, reported_failure
 
+_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _NOTICE_S = 2  # torchrun notices within a second that a process was killed, and counts whole seconds
+_path = ""
 
 
 def write(error: Exception) -> None:
@@ -21,9 +23,13 @@ def write(error: Exception) -> None:
 
     A failure that another rank has caused gets a later time than the one of that rank, and no traceback: the message
     names the rank, which may have been on another host, of which torchrun knows nothing here.
+
+    From now on the variable that names the file is not set. A `record` around this would write that any failure is the
+    first.
     """
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
+    global _path
+    _path = os.environ.pop(_VARIABLE, _path)
+    if not _path:
         return
     now_s = int(time.time())  # noqa: TID251 (torchrun compares wall clocks)
     cause = reported_failure(error)
@@ -31,5 +37,5 @@ def write(error: Exception) -> None:
         shown = {"timestamp": str(now_s), "py_callstack": "".join(traceback.format_exception(error))}
     else:
         shown = {"timestamp": str(now_s + _NOTICE_S)}
-    with contextlib.suppress(OSError), open(path, "w") as file:
+    with contextlib.suppress(OSError), open(_path, "w") as file:
         json.dump({"message": {"message": describe(cause or error), "extraInfo": shown}}, file)

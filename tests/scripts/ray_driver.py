@@ -66,9 +66,12 @@ async def total(comm):
 
 
 @ray.remote
-def trial():
-    """What a trial of Ray Tune does: a driver in a placement group whose children run there."""
-    return outcome(total), outcome(total, ranks=9)
+class Trial:
+    """What a trial of Ray Tune is: a driver in a placement group whose children run there, beside it."""
+
+    def run(self):
+        with asyncoll.deadline(PATIENCE_S):
+            return outcome(total), outcome(total, ranks=3), outcome(total, ranks=9)
 
 
 def note(folder, rank):
@@ -120,7 +123,7 @@ def trials():
     group = placement_group([SMALL] * 3, strategy="SPREAD")
     strategy = PlacementGroupSchedulingStrategy(group, 0, True)
     try:
-        return ray.get(trial.options(num_cpus=0.25, scheduling_strategy=strategy).remote())
+        return ray.get(Trial.options(num_cpus=0.25, scheduling_strategy=strategy).remote().run.remote())
     finally:
         remove_placement_group(group)
 
@@ -143,6 +146,8 @@ def cases(folder, cluster, far):
             "no such placement": outcome(total, placement="near"),
             "no resources": outcome(total, resources_per_rank={"GPU": 0}),
             "a negative amount": outcome(total, resources_per_rank={"CPU": -1}),
+            "a tiny amount": outcome(total, resources_per_rank={"CPU": 1e-5}),
+            "no name": outcome(total, resources_per_rank={"": 1}),
         }
         told |= {name: each.result() for name, each in under_way.items()}
         out, _ = page.communicate()
