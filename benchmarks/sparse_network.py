@@ -176,10 +176,11 @@ def rank_environment(rank: int, size: int, local: int, folder: Path) -> dict[str
 
 def await_all(processes: list[subprocess.Popen[bytes]]) -> None:
     """Wait until all processes have succeeded. The first that fails ends the program."""
-    while any(process.poll() is None for process in processes):
+    codes: list[int | None] = [None]
+    while None in codes:
         time.sleep(0.2)
-        failed = [process.returncode for process in processes if process.returncode]
-        if failed:
+        codes = [process.poll() for process in processes]
+        if failed := [code for code in codes if code]:
             sys.exit(f"a rank failed with exit code {failed[0]}")
 
 

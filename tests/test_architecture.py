@@ -169,6 +169,7 @@ REPLACED = {
     },
     "test_bench.py": {"algorithms.allreduce": _LAW},
     "test_collectives.py": {"on_lane.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"},
+    "test_selection.py": {"_core.native": "the same without the compiled core"},
     "test_cuda.py": {
         "cuda._PATIENCE_S": "so that the test does not wait for it",
         "cuda.relaxed": _FAULT,

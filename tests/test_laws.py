@@ -16,16 +16,29 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from asyncoll import Communicator, Reduction, UsageError
+from asyncoll import Communicator, NonFiniteError, Reduction, UsageError
 from asyncoll.algorithms.gossip.pairwise import Gossip
+from asyncoll.algorithms.sparse.operations import ALGORITHMS
 from asyncoll.cli import main
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import LawBroken, check_laws
-from asyncoll.testing.laws import dense, gossip, runs
+from asyncoll.testing.laws import dense, gossip, runs, sparse
 from asyncoll.testing.laws.dense_program import OPERATIONS, Program
 from asyncoll.testing.laws.rules import conservation, laws_of, staleness, synchrony
 from asyncoll.testing.laws.runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
-from asyncoll.testing.laws.story import DENSE, GOSSIP, KINDS, NAP_S, Call, Cancelled, Story, draw
+from asyncoll.testing.laws.sparse import SparseProgram
+from asyncoll.testing.laws.story import (
+    ALL_KINDS,
+    DENSE,
+    GOSSIP,
+    KINDS,
+    NAP_S,
+    SPARSE,
+    Call,
+    Cancelled,
+    Story,
+    draw,
+)
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 
 CALLS = draw("solo", 1, 0).calls  # the most calls of a rank
@@ -59,7 +72,7 @@ def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices):
         code, out, err = result.exit_code, result.stdout, result.stderr
     assert code == 0, out + err
     lines = out.splitlines()
-    assert [line.split()[:3] for line in lines] == [[kind, str(seeds), "worlds"] for kind in (*KINDS, GOSSIP, DENSE)]
+    assert [line.split()[:3] for line in lines] == [[kind, str(seeds), "worlds"] for kind in ALL_KINDS]
     assert all(line.endswith("all laws hold") for line in lines)
 
 
@@ -72,7 +85,7 @@ def test_a_few_worlds_of_each_kind(kind, transport):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["zmq", "shm"])
-@pytest.mark.parametrize("kind", [*KINDS, GOSSIP, DENSE])
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_laws_over_real_sockets(kind, transport):
     check_laws(kind, 5, 2, transport=transport)
 
@@ -499,6 +512,68 @@ def test_the_drawn_programs_have_all_operations_on_hosts_of_all_kinds():
     assert {case.bare is None for case in cases} == {case.impatient is None for case in cases} == {True, False}
 
 
+async def blames_nobody(call, comm, x):
+    try:
+        return await call
+    except NonFiniteError as error:
+        error.ranks = ()
+        raise
+
+
+async def has_another_sum(call, comm, x):
+    reduction = await call
+    if comm.rank == 1:
+        reduction.values[:1] += 1
+    return reduction
+
+
+async def clears_too_much(call, comm, x):
+    reduction = await call
+    x.reshape(-1)[:1] = 0
+    return reduction
+
+
+async def counts_one_more(call, comm, x):
+    reduction = await call
+    return replace(reduction, selected=reduction.selected + 1)
+
+
+async def doubles_the_sum(call, comm, x):
+    reduction = await call
+    return replace(reduction, values=2 * reduction.values)
+
+
+SPARSE_LIES = [
+    ("refusal", blames_nobody),
+    ("agreement", has_another_sum),
+    ("residual", clears_too_much),
+    ("choice", counts_one_more),
+    ("conservation", doubles_the_sum),
+    ("completion", blocks),
+]
+
+
+@pytest.mark.parametrize(("law", "lie"), SPARSE_LIES, ids=lambda value: getattr(value, "__name__", value))
+def test_a_fault_breaks_its_law_of_sparse_calls(law, lie, monkeypatch):
+    method = "sparse_allreduce"
+    truth = getattr(Communicator, method)
+    monkeypatch.setattr(Communicator, method, lambda comm, x, **options: lie(truth(comm, x, **options), comm, x))
+    broken = next(broken for _, broken in breaches(SPARSE) if broken.law == law)
+    assert (broken.rank is None) == (law == "completion")
+
+
+def test_every_law_of_sparse_calls_is_broken_by_a_fault():
+    assert {law.__name__ for law in sparse.LAWS} | {"completion"} == {law for law, _ in SPARSE_LIES}
+
+
+def test_the_drawn_sparse_worlds_have_all_algorithms_and_dtypes():
+    drawn = [each for seed in range(100) for each in SparseProgram(draw(SPARSE, 5, seed)).operations]
+    assert {each.algorithm for each in drawn} == set(ALGORITHMS)
+    assert {each.dtype for each in drawn} == {"float64", "float32", "float16", "bfloat16"}
+    assert {0, 1} < {each.count for each in drawn}
+    assert {any(each.culprits) for each in drawn} == {True, False}
+
+
 def test_a_real_transport_is_named_in_the_replay(spread):
     spread("solo", inverts_included)
     with pytest.raises(LawBroken, match="replay: asyncoll laws --kind solo --ranks 2 --seed 0 --transport inproc"):
@@ -553,10 +628,11 @@ def test_the_output_of_a_failed_process_is_shown(monkeypatch, temporary):
     assert broken.value.law == "completion"
 
 
-def test_a_record_keeps_the_bits_of_dense_calls(tmp_path):
-    part = tell(draw(DENSE, 3, 1), SIMULATED).parts[0]
+@pytest.mark.parametrize("kind", [DENSE, SPARSE])
+def test_a_record_keeps_the_bits_of_calls(kind, tmp_path):
+    part = tell(draw(kind, 3, 1), SIMULATED).parts[0]
     write_record(tmp_path / "record", part)
-    np.testing.assert_equal(asdict(read_record(tmp_path / "record", DENSE)), asdict(part))
+    np.testing.assert_equal(asdict(read_record(tmp_path / "record", kind)), asdict(part))
 
 
 @pytest.mark.parametrize("kind", KINDS)

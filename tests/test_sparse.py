@@ -110,7 +110,7 @@ def check_choice(before, reduction, algorithm: str) -> None:
     if algorithm == "dense":
         assert reduction.selected == reduction.included.size == before.size
         return
-    given = selection.select(before, reduction.threshold_local)
+    given = selection.select(before, reduction.threshold_local).indices
     assert reduction.selected <= given.size
     assert np.isin(reduction.included, given).all()
     if reduction.selected == given.size:
@@ -1308,8 +1308,9 @@ def test_allgather_of_blocks_of_any_sizes(size, run):
 @looped("common", [algorithms.common, algorithms._common_in_python])
 def test_common_indices_of_two_parts(common):
     draw = np.random.default_rng(0)
-    for _ in range(50):
-        one, other = (np.unique(draw.integers(0, 30, draw.integers(0, 20))).astype("i4") for _ in range(2))
+    for end in (30, 5000, 50_000, 1 << 31) * 20:  # in some of the last a block has one index
+        both = draw.integers(0, end, draw.integers(0, 200))
+        one, other = (np.unique([*both, *draw.integers(0, end, draw.integers(0, 200))]).astype("i4") for _ in range(2))
         np.testing.assert_array_equal(common(one, other), np.intersect1d(one, other))
 
 

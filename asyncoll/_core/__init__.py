@@ -77,13 +77,22 @@ class Core(Protocol):
         /,
     ) -> None: ...
 
-    def select(self, x: np.ndarray[Any, Any], least: int, found: np.ndarray[Any, Any], /) -> int: ...
+    def select(
+        self, x: np.ndarray[Any, Any], least: int, indices: np.ndarray[Any, Any], values: np.ndarray[Any, Any], /
+    ) -> int: ...
+
+    def keep_largest(
+        self, indices: np.ndarray[Any, Any], values: np.ndarray[Any, Any], k: int, /
+    ) -> tuple[int, int]: ...
+
+    def count_magnitudes(
+        self, values: np.ndarray[Any, Any], least: int, shift: int, counts: np.ndarray[Any, Any], /
+    ) -> None: ...
 
     def sum_parts(
         self,
-        sizes: np.ndarray[Any, Any],
-        indices: np.ndarray[Any, Any],
-        values: np.ndarray[Any, Any],
+        indices: Sequence[np.ndarray[Any, Any]],
+        values: Sequence[np.ndarray[Any, Any]],
         first: int,
         end: int,
         found_indices: np.ndarray[Any, Any],

@@ -29,6 +29,8 @@ static PyMethodDef functions[] = {
     {"read_memory", read_memory, METH_VARARGS, NULL},
     {"reduce_from_peers", reduce_from_peers, METH_VARARGS, NULL},
     {"select", select_in_python, METH_VARARGS, NULL},
+    {"keep_largest", keep_largest_in_python, METH_VARARGS, NULL},
+    {"count_magnitudes", count_magnitudes_in_python, METH_VARARGS, NULL},
     {"sum_parts", sum_parts_in_python, METH_VARARGS, NULL},
     {"common", common_in_python, METH_VARARGS, NULL},
     {"watch", watch_in_python, METH_O, NULL},

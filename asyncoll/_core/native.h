@@ -273,10 +273,27 @@ PyObject *reduce_from_peers(PyObject *module, PyObject *arguments);
 
 /* -- sparse.c --------------------------------------------------------------------------------- */
 
-/* `native.select`, `native.sum_parts` and `native.common`. */
-PyObject *select_in_python(PyObject *module, PyObject *arguments);
+/* To look at more elements than this, the GIL is released. */
+enum { LONG_ELEMENTS = 4096 };
+
+bool is_4_or_8(const Py_buffer *view); /* bytes of an element */
+size_t elements_of(const Py_buffer *view);
+
+/* Get the buffers of `count` arrays, the first `readable` of them to read and the others to write. Returns whether all are
+ * held; otherwise none is, and an exception is set. */
+bool hold_views(PyObject **objects, Py_buffer *views, int count, int readable);
+void release_views(Py_buffer *views, int count);
+
+/* `native.sum_parts` and `native.common`. */
 PyObject *sum_parts_in_python(PyObject *module, PyObject *arguments);
 PyObject *common_in_python(PyObject *module, PyObject *arguments);
+
+/* -- selection.c ------------------------------------------------------------------------------ */
+
+/* `native.select`, `native.keep_largest` and `native.count_magnitudes`. */
+PyObject *select_in_python(PyObject *module, PyObject *arguments);
+PyObject *keep_largest_in_python(PyObject *module, PyObject *arguments);
+PyObject *count_magnitudes_in_python(PyObject *module, PyObject *arguments);
 
 /* -- pieces.c --------------------------------------------------------------------------------- */
 

@@ -195,30 +195,44 @@ def reduce(kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[
 def reduce_to_all(kernel: int, arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
     """Reduce `arrays`, in their order, into all of them. Otherwise as `reduce`."""
 
-def select(x: np.ndarray[Any, Any], least: int, found: np.ndarray[Any, Any], /) -> int:
-    """Write into `found` the indices, ascending, of the elements of `x` whose magnitudes are at least `least`.
+def select(x: np.ndarray[Any, Any], least: int, indices: np.ndarray[Any, Any], values: np.ndarray[Any, Any], /) -> int:
+    """Write the indices, ascending, of the elements of `x` whose magnitudes are at least `least`, and their values.
 
-    `x` is an integer view of its elements, of 4 or 8 bytes, and `found`, of int32 or int64, is at least as long.
-    Returns the number of indices. Releases the GIL for long arrays. Raises ValueError for arrays of other widths, or
-    without room for all.
+    `x` and `values` are integer views of elements of 4 or 8 bytes; `indices` are int32 or int64, as many as `values`.
+    `least` is at least 1. Returns the number of elements; if that is larger, there was no room for the last of them.
+    Releases the GIL for long arrays. Raises ValueError for arrays that do not belong together.
+    """
+
+def keep_largest(indices: np.ndarray[Any, Any], values: np.ndarray[Any, Any], k: int, /) -> tuple[int, int]:
+    """Move the `k` elements of the largest magnitudes, and their indices, to the front, in their order.
+
+    Of equal ones the first are taken. `indices` and `values` are as `select` writes them. Returns the number of
+    elements, which is `k` unless there are fewer, and the k-th largest magnitude, 0 if there are fewer. Releases the
+    GIL for long arrays. Raises ValueError for arrays that do not belong together.
+    """
+
+def count_magnitudes(values: np.ndarray[Any, Any], least: int, shift: int, counts: np.ndarray[Any, Any], /) -> None:
+    """Add to `counts[i]` the number of values for which magnitude - `least` >> `shift` is i.
+
+    Other values are not counted. `values` are an integer view; `counts` is of int64. Releases the GIL for long arrays.
+    Raises ValueError for arrays of other widths.
     """
 
 def sum_parts(
-    sizes: np.ndarray[Any, Any],
-    indices: np.ndarray[Any, Any],
-    values: np.ndarray[Any, Any],
+    indices: Sequence[np.ndarray[Any, Any]],
+    values: Sequence[np.ndarray[Any, Any]],
     first: int,
     end: int,
     found_indices: np.ndarray[Any, Any],
     found_values: np.ndarray[Any, Any],
     /,
 ) -> int:
-    """Add up parts of a vector, in their order; `sizes`, of int64, has those of the parts, which follow each other.
+    """Add up parts of a vector, in their order.
 
     Indices are int32 or int64 from `first` to below `end`, ascending in each part; values are float32 or float64. The
-    sums that are not 0 are written into `found_indices` and `found_values`, which are at least as long as `indices`.
-    Returns their number. Releases the GIL for long parts. Raises ValueError for indices that are out of order or in
-    another region, and for arrays that do not belong together.
+    sums that are not 0 are written into `found_indices` and `found_values`, which have room for the elements of all
+    parts. Returns their number. Releases the GIL for long parts. Raises ValueError for indices that are out of order or
+    in another region, and for arrays that do not belong together.
     """
 
 def common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], found: np.ndarray[Any, Any], /) -> int:

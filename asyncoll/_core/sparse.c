@@ -1,5 +1,4 @@
-/* Passes over long vectors for the sparse allreduces, in asyncoll/algorithms/sparse: selection.py and parts.py have the
- * same in Python, with the same bits.
+/* Sums of parts for the sparse allreduces; asyncoll/algorithms/sparse/parts.py has the same in Python, with the same bits.
  *
  * Indices come from other ranks. None is used before it is known to lie in its block.
  */
@@ -8,87 +7,36 @@
 #include <string.h>
 
 enum {
-    GROUP = 16,      /* elements that are looked at one by one if one of them is selected */
     BLOCK = 1 << 14, /* elements: their sums stay in the L2 cache while the parts stream by */
     WORD = 64,       /* bits of a word of the map of elements that have a sum */
-    SMALL = 4096,    /* elements from which the GIL is released */
 };
 
-/* -- selection -------------------------------------------------------------------------------- */
+/* -- arrays ----------------------------------------------------------------------------------- */
 
-/* Defines SELECT, which writes the indices of the elements whose magnitudes are at least `least`, ascending, and returns
- * their number. `found` has room for all. */
-#define DEFINE_SELECT(SELECT, BITS, INDEX, MASK)                                                                       \
-    static size_t SELECT(const void *x, size_t elements, int64_t least, void *found)                                   \
-    {                                                                                                                  \
-        const BITS *bits = x, reached = (BITS)least;                                                                   \
-        INDEX *indices = found;                                                                                        \
-        size_t count = 0, first = 0;                                                                                   \
-        for (; first + GROUP <= elements; first += GROUP) {                                                            \
-            BITS hits = 0;                                                                                             \
-            for (size_t i = 0; i < GROUP; i++)                                                                         \
-                hits |= (bits[first + i] & MASK) >= reached;                                                           \
-            if (hits)                                                                                                  \
-                for (size_t i = first; i < first + GROUP; i++) {                                                       \
-                    indices[count] = (INDEX)i;                                                                         \
-                    count += (bits[i] & MASK) >= reached;                                                              \
-                }                                                                                                      \
-        }                                                                                                              \
-        for (size_t i = first; i < elements; i++) {                                                                    \
-            indices[count] = (INDEX)i;                                                                                 \
-            count += (bits[i] & MASK) >= reached;                                                                      \
-        }                                                                                                              \
-        return count;                                                                                                  \
-    }
-
-DEFINE_SELECT(select_32_32, int32_t, int32_t, INT32_MAX)
-DEFINE_SELECT(select_32_64, int32_t, int64_t, INT32_MAX)
-DEFINE_SELECT(select_64_32, int64_t, int32_t, INT64_MAX)
-DEFINE_SELECT(select_64_64, int64_t, int64_t, INT64_MAX)
-
-static bool is_4_or_8(const Py_buffer *view)
+bool is_4_or_8(const Py_buffer *view)
 {
     return view->itemsize == 4 || view->itemsize == 8;
 }
 
-static size_t elements_of(const Py_buffer *view)
+size_t elements_of(const Py_buffer *view)
 {
     return (size_t)(view->len / view->itemsize);
 }
 
-static PyObject *select_held(const Py_buffer *x, int64_t least, const Py_buffer *found)
+bool hold_views(PyObject **objects, Py_buffer *views, int count, int readable)
 {
-    size_t elements = elements_of(x), count;
-    if (!is_4_or_8(x) || !is_4_or_8(found) || elements_of(found) < elements ||
-        (found->itemsize == 4 && elements > (size_t)INT32_MAX + 1)) {
-        PyErr_SetString(PyExc_ValueError, "the elements or indices have another width, or there is no room for all");
-        return NULL;
-    }
-    PyThreadState *state = elements > SMALL ? PyEval_SaveThread() : NULL;
-    if (x->itemsize == 4)
-        count = (found->itemsize == 4 ? select_32_32 : select_32_64)(x->buf, elements, least, found->buf);
-    else
-        count = (found->itemsize == 4 ? select_64_32 : select_64_64)(x->buf, elements, least, found->buf);
-    if (state)
-        PyEval_RestoreThread(state);
-    return PyLong_FromSize_t(count);
+    for (int held = 0; held < count; held++)
+        if (PyObject_GetBuffer(objects[held], &views[held], held < readable ? PyBUF_ND : PyBUF_ND | PyBUF_WRITABLE)) {
+            release_views(views, held);
+            return false;
+        }
+    return true;
 }
 
-PyObject *select_in_python(PyObject *module, PyObject *arguments)
+void release_views(Py_buffer *views, int count)
 {
-    (void)module;
-    PyObject *array, *into, *result = NULL;
-    Py_buffer x, found;
-    long long least;
-    if (!PyArg_ParseTuple(arguments, "OLO:select", &array, &least, &into) ||
-        PyObject_GetBuffer(array, &x, PyBUF_ND) < 0)
-        return NULL;
-    if (PyObject_GetBuffer(into, &found, PyBUF_ND | PyBUF_WRITABLE) == 0) {
-        result = select_held(&x, least, &found);
-        PyBuffer_Release(&found);
-    }
-    PyBuffer_Release(&x);
-    return result;
+    while (count)
+        PyBuffer_Release(&views[--count]);
 }
 
 /* -- sums ------------------------------------------------------------------------------------- */
@@ -195,44 +143,52 @@ static Py_ssize_t sum_rests(const Kind *kind, Rest *rests, size_t count, int64_t
     return found;
 }
 
-/* The parts, one after the other, as they came, and room for their sums. */
-typedef struct {
-    Py_buffer sizes, indices, values, into_indices, into_values;
-} Views;
-
-static PyObject *sum_held(const Views *views, int64_t first, int64_t end)
+/* The kind of parts whose indices and values have these widths, or NULL. */
+static const Kind *kind_of(const Py_buffer *indices, const Py_buffer *values)
 {
-    size_t total = elements_of(&views->indices), count = elements_of(&views->sizes), left = total;
-    const Kind *kind = NULL;
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
-        if (views->indices.itemsize == (Py_ssize_t)kinds[i].index &&
-            views->values.itemsize == (Py_ssize_t)kinds[i].value)
-            kind = &kinds[i];
-    if (!kind || views->sizes.itemsize != 8 || views->into_indices.itemsize != views->indices.itemsize ||
-        views->into_values.itemsize != views->values.itemsize || elements_of(&views->values) != total ||
-        elements_of(&views->into_indices) < total || elements_of(&views->into_values) < total || first < 0) {
-        PyErr_SetString(PyExc_ValueError, "the arrays do not belong together");
-        return NULL;
+        if (indices->itemsize == (Py_ssize_t)kinds[i].index && values->itemsize == (Py_ssize_t)kinds[i].value)
+            return &kinds[i];
+    return NULL;
+}
+
+/* Hold the arrays of the parts: `views` has the indices of the first, its values, the indices of the second, and so on.
+ * Returns the number of arrays that are held, all unless an exception is set. */
+static int hold_parts(PyObject *const lists[2], int parts, Py_buffer *views)
+{
+    int held = 0;
+    for (; held < 2 * parts; held++) {
+        PyObject *array = PySequence_GetItem(lists[held % 2], held / 2);
+        int failed = array ? PyObject_GetBuffer(array, &views[held], PyBUF_ND) : -1;
+        Py_XDECREF(array);
+        if (failed)
+            break;
     }
-    Rest *rests = PyMem_Calloc(count + 1, sizeof *rests);
-    Block block = {.sums = PyMem_Calloc(BLOCK, kind->value), .map = PyMem_Calloc(BLOCK / WORD, sizeof *block.map)};
+    return held;
+}
+
+/* Sums of `parts` parts, whose arrays are held, as `views` after those of the result. */
+static PyObject *sum_held(const Py_buffer *views, int parts, int64_t first, int64_t end)
+{
+    const Kind *kind = kind_of(&views[0], &views[1]);
+    Rest *rests = PyMem_Calloc((size_t)parts + 1, sizeof *rests);
+    Block block = {.sums = PyMem_Calloc(BLOCK, sizeof(double)), .map = PyMem_Calloc(BLOCK / WORD, sizeof *block.map)};
     PyObject *result = NULL;
+    size_t total = 0;
+    bool are_sound = kind && first >= 0;
+    for (int i = 0; rests && i < parts; i++) {
+        const Py_buffer *indices = &views[2 + 2 * i], *values = indices + 1;
+        are_sound = are_sound && kind_of(indices, values) == kind && elements_of(indices) == elements_of(values);
+        rests[i] = (Rest){indices->buf, values->buf, elements_of(indices)};
+        total += rests[i].left;
+    }
     if (!rests || !block.sums || !block.map) {
         PyErr_NoMemory();
+    } else if (!are_sound || elements_of(&views[0]) < total || elements_of(&views[1]) < total) {
+        PyErr_SetString(PyExc_ValueError, "the arrays do not belong together");
     } else {
-        const int64_t *sizes = views->sizes.buf;
-        size_t parts = 0;
-        for (; parts < count && sizes[parts] >= 0 && (uint64_t)sizes[parts] <= left; parts++) {
-            size_t done = total - left;
-            rests[parts] = (Rest){(const char *)views->indices.buf + done * kind->index,
-                                  (const char *)views->values.buf + done * kind->value, (size_t)sizes[parts]};
-            left -= (size_t)sizes[parts];
-        }
-        bool are_sound = parts == count && !left;
-        PyThreadState *state = total > SMALL ? PyEval_SaveThread() : NULL;
-        Py_ssize_t found = are_sound ? sum_rests(kind, rests, count, first, end, &block, views->into_indices.buf,
-                                                 views->into_values.buf)
-                                     : -1;
+        PyThreadState *state = total > LONG_ELEMENTS ? PyEval_SaveThread() : NULL;
+        Py_ssize_t found = sum_rests(kind, rests, (size_t)parts, first, end, &block, views[0].buf, views[1].buf);
         if (state)
             PyEval_RestoreThread(state);
         if (found < 0)
@@ -249,37 +205,52 @@ static PyObject *sum_held(const Views *views, int64_t first, int64_t end)
 PyObject *sum_parts_in_python(PyObject *module, PyObject *arguments)
 {
     (void)module;
-    PyObject *objects[5], *result = NULL;
-    Views views;
-    Py_buffer *each[] = {&views.sizes, &views.indices, &views.values, &views.into_indices, &views.into_values};
+    PyObject *lists[2], *into[2], *result = NULL;
     long long first, end;
-    int held = 0;
-    if (!PyArg_ParseTuple(arguments, "OOOLLOO:sum_parts", &objects[0], &objects[1], &objects[2], &first, &end,
-                          &objects[3], &objects[4]))
+    if (!PyArg_ParseTuple(arguments, "OOLLOO:sum_parts", &lists[0], &lists[1], &first, &end, &into[0], &into[1]))
         return NULL;
-    while (held < 5 &&
-           PyObject_GetBuffer(objects[held], each[held], held < 3 ? PyBUF_ND : PyBUF_ND | PyBUF_WRITABLE) == 0)
-        held++;
-    if (held == 5)
-        result = sum_held(&views, first, end);
-    while (held)
-        PyBuffer_Release(each[--held]);
+    Py_ssize_t parts = PySequence_Size(lists[0]), others = PySequence_Size(lists[1]);
+    if (parts < 0 || others < 0)
+        return NULL;
+    if (parts != others || parts > INT16_MAX)
+        return PyErr_Format(PyExc_ValueError, "there are indices of %zd parts, and values of %zd", parts, others);
+    Py_buffer *views = PyMem_Calloc(2 + 2 * (size_t)parts, sizeof *views);
+    if (!views)
+        return PyErr_NoMemory();
+    if (hold_views(into, views, 2, 0)) {
+        int held = hold_parts(lists, (int)parts, views + 2);
+        if (held == 2 * parts)
+            result = sum_held(views, (int)parts, first, end);
+        release_views(views, 2 + held);
+    }
+    PyMem_Free(views);
     return result;
 }
 
 /* -- indices ---------------------------------------------------------------------------------- */
 
-/* Defines COMMON, which writes the indices that both arrays have, ascending as they are, and returns their number. */
+/* Defines COMMON, which writes the indices that both arrays have, ascending as they are, and returns their number.
+ *
+ * Block by block, with a map of those of `other`: in a merge each step waits for the one before, which takes twice as long.
+ */
 #define DEFINE_COMMON(COMMON, INDEX)                                                                                   \
     static size_t COMMON(const INDEX *one, size_t ones, const INDEX *other, size_t others, INDEX *found)               \
     {                                                                                                                  \
+        uint64_t map[BLOCK / WORD] = {0}, place;                                                                       \
         size_t count = 0, i = 0, j = 0;                                                                                \
-        while (i < ones && j < others) {                                                                               \
-            INDEX a = one[i], b = other[j];                                                                            \
-            found[count] = a;                                                                                          \
-            count += a == b;                                                                                           \
-            i += a <= b;                                                                                               \
-            j += b <= a;                                                                                               \
+        while (i < ones) {                                                                                             \
+            int64_t first = one[i];                                                                                    \
+            while (j < others && other[j] < first)                                                                     \
+                j++;                                                                                                   \
+            size_t begin = j;                                                                                          \
+            for (; j < others && (place = (uint64_t)(other[j] - first)) < BLOCK; j++)                                  \
+                map[place / WORD] |= UINT64_C(1) << place % WORD;                                                      \
+            for (; i < ones && (place = (uint64_t)(one[i] - first)) < BLOCK; i++) {                                    \
+                found[count] = one[i];                                                                                 \
+                count += map[place / WORD] >> place % WORD & 1;                                                        \
+            }                                                                                                          \
+            for (; begin < j; begin++)                                                                                 \
+                map[(other[begin] - first) / WORD] = 0;                                                                \
         }                                                                                                              \
         return count;                                                                                                  \
     }
@@ -295,7 +266,7 @@ static PyObject *common_held(const Py_buffer *one, const Py_buffer *other, const
         PyErr_SetString(PyExc_ValueError, "the indices have different widths, or there is no room for all");
         return NULL;
     }
-    PyThreadState *state = ones + others > SMALL ? PyEval_SaveThread() : NULL;
+    PyThreadState *state = ones + others > LONG_ELEMENTS ? PyEval_SaveThread() : NULL;
     if (one->itemsize == 4)
         count = common_32(one->buf, ones, other->buf, others, found->buf);
     else
@@ -308,17 +279,12 @@ static PyObject *common_held(const Py_buffer *one, const Py_buffer *other, const
 PyObject *common_in_python(PyObject *module, PyObject *arguments)
 {
     (void)module;
-    PyObject *objects[3], *result = NULL;
+    PyObject *objects[3];
     Py_buffer views[3];
-    int held = 0;
-    if (!PyArg_ParseTuple(arguments, "OOO:common", &objects[0], &objects[1], &objects[2]))
+    if (!PyArg_ParseTuple(arguments, "OOO:common", &objects[0], &objects[1], &objects[2]) ||
+        !hold_views(objects, views, 3, 2))
         return NULL;
-    while (held < 3 &&
-           PyObject_GetBuffer(objects[held], &views[held], held < 2 ? PyBUF_ND : PyBUF_ND | PyBUF_WRITABLE) == 0)
-        held++;
-    if (held == 3)
-        result = common_held(&views[0], &views[1], &views[2]);
-    while (held)
-        PyBuffer_Release(&views[--held]);
+    PyObject *result = common_held(&views[0], &views[1], &views[2]);
+    release_views(views, 3);
     return result;
 }

@@ -428,7 +428,7 @@ def _reductions(draw: _Random, shared: bool) -> _Target:
 def _sparse(draw: _Random, shared: bool) -> _Target:
     image = _Image(1, 1, shared=shared)
     assert _core.native is not None
-    names = ("select", "sum_parts", "common")
+    names = ("select", "keep_largest", "count_magnitudes", "sum_parts", "common")
     functions = SimpleNamespace(**{name: getattr(_core.native, name) for name in names})
     number = _Argument(lambda draw: draw.number(100))
     width = draw.choice((4, 8))
@@ -442,10 +442,13 @@ def _sparse(draw: _Random, shared: bool) -> _Target:
         )
 
     array = _Argument(numbers)
-    sizes = _Argument(lambda draw: np.array([draw.choice((1, 2, 3, draw.number(9)))] * draw.randrange(3), "i8"))
+    arrays = _Argument(lambda draw: [numbers(draw)] * draw.randrange(4))
+    shift = _Argument(lambda draw: draw.randrange(-1, 65))
     methods = {
-        "select": [array, number, array],
-        "sum_parts": [sizes, array, array, number, number, array, array],
+        "select": [array, number, array, array],
+        "keep_largest": [array, array, number],
+        "count_magnitudes": [array, number, shift, array],
+        "sum_parts": [arrays, arrays, number, number, array, array],
         "common": [array, array, array],
     }
     return _Target(image, [bytes(8)], [functions], methods)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncoll.algorithms.sparse import selection
-from asyncoll.algorithms.sparse.parts import Chosen, Method, Outcome, Part, Wanted
+from asyncoll.algorithms.sparse.parts import Chosen, Method, Outcome, Wanted
+from asyncoll.algorithms.sparse.selection import Part
 from asyncoll.tensors import device_operations, reductions
 from asyncoll.tensors.operands import Operand, Resident, as_operand, staged_parts
 from asyncoll.tensors.reductions import Array

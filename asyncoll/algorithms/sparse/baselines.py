@@ -28,7 +28,6 @@ from asyncoll.algorithms.sparse.parts import (
     Chosen,
     Outcome,
     Packing,
-    Part,
     Stateless,
     Wanted,
     common,
@@ -36,6 +35,7 @@ from asyncoll.algorithms.sparse.parts import (
     nothing,
     sum_parts,
 )
+from asyncoll.algorithms.sparse.selection import Part
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 
@@ -74,10 +74,9 @@ class Gaussiank(Stateless):
     def choose(self, x: Array) -> Chosen:
         bad = selection.select(x, np.inf)
         if bad.size:  # nothing can be fitted to NaN and infinity
-            return Chosen(Part(bad, x[bad]), np.inf)
+            return Chosen(bad, np.inf)
         threshold = selection.gaussian_threshold(x, self._density, self._feedback)
-        indices = selection.select(x, threshold)
-        return Chosen(Part(indices, x[indices]), threshold)
+        return Chosen(selection.select(x, threshold), threshold)
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
         return await _gather_and_add(collectives, chosen, self._count)
@@ -115,8 +114,8 @@ class TopkDSA(_ByTopk):
         for owner, (start, stop) in zip(owners(collectives), pairwise(edges.tolist()), strict=True):
             blocks[owner] = whole[start:stop]
         await collectives.allgather(blocks)
-        indices = selection.select(whole, 0.0)
-        return Part(indices.astype(sums.indices.dtype), whole[indices])
+        found = selection.select(whole, 0.0)
+        return Part(found.indices.astype(sums.indices.dtype), found.values)
 
 
 class GTopk(_ByTopk):
@@ -151,7 +150,7 @@ class GTopk(_ByTopk):
         """The k largest elements of `union`, and the rest."""
         kept, _ = selection.top_k(union.values, self._k)
         is_kept = np.zeros(union.size, np.bool_)
-        is_kept[kept] = True
+        is_kept[kept.indices] = True
         return (
             Part(union.indices[is_kept], union.values[is_kept]),
             Part(union.indices[~is_kept], union.values[~is_kept]),
@@ -199,7 +198,7 @@ class Dense(Stateless):
     def choose(self, x: Array) -> Chosen:
         bad = selection.select(x, np.inf)
         if bad.size:
-            return Chosen(Part(bad, x[bad]), np.inf)
+            return Chosen(bad, np.inf)
         return Chosen(Part(np.arange(x.size, dtype=selection.index_dtype(x.size)), x.copy()), 0.0)
 
     async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:

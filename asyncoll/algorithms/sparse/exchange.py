@@ -15,7 +15,8 @@ import numpy as np
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.dense.two_level import LocalCollectives, TwoLevelCall
-from asyncoll.algorithms.sparse.parts import Packing, Part, join, nothing, sum_parts
+from asyncoll.algorithms.sparse.parts import Packing, join, nothing, sum_parts
+from asyncoll.algorithms.sparse.selection import Part
 from asyncoll.errors import NonFiniteError
 from asyncoll.tensors.reductions import Array
 
@@ -109,8 +110,9 @@ async def sum_on_host(collectives: Collectives, given: Part, count: int) -> Part
 
 def _split(part: Part, regions: Iterable[tuple[int, int]]) -> list[Part]:
     """The elements of `part` in each region."""
-    cuts = np.searchsorted(part.indices, list(regions)).tolist()
-    return [part.slice(start, stop) for start, stop in cuts]
+    # Edges of the dtype of the indices, which would be copied otherwise. It holds the last index, perhaps not the end.
+    before = (np.array(list(regions), np.int64) - 1).astype(part.indices.dtype)
+    return [part.slice(start, stop) for start, stop in np.searchsorted(part.indices, before, side="right").tolist()]
 
 
 # -- exchanges -----------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ import numpy as np
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.sparse import selection
 from asyncoll.algorithms.sparse.exchange import deal_parts, gather_parts, owners, refusal, tell_sizes
-from asyncoll.algorithms.sparse.parts import Chosen, Outcome, Packing, Part, Wanted, common, join, nothing
+from asyncoll.algorithms.sparse.parts import Chosen, Outcome, Packing, Wanted, common, join, nothing
+from asyncoll.algorithms.sparse.selection import Part
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 # Words of the histogram search for float32 sums: 4 rounds of 256 counts, each sent twice by an allreduce. For float64
@@ -72,7 +73,7 @@ class OkTopk:
         if self._thresholds_are_due or not threshold:
             threshold = await self._exact_threshold(collectives, sums.values)
         found = selection.select(sums.values, threshold)
-        total = await _balance_and_allgather(collectives, chosen, Part(sums.indices[found], sums.values[found]))
+        total = await _balance_and_allgather(collectives, chosen, Part(sums.indices[found.indices], found.values))
         self._round += 1
         self._edges = edges
         self._local = self._next_threshold(chosen.threshold, chosen.part.size)

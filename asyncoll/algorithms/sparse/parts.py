@@ -12,24 +12,10 @@ import numpy as np
 
 from asyncoll import _core
 from asyncoll.algorithms.backend import Collectives
-from asyncoll.algorithms.sparse.selection import select, top_k
+from asyncoll.algorithms.sparse.selection import Part, select, top_k
 from asyncoll.tensors.reductions import Array
 
 _SORTING = 9  # sorting one element takes as long as a pass over so many elements of a vector
-
-
-class Part(NamedTuple):
-    """Some elements of a vector."""
-
-    indices: Array  # ascending, each once; int32 where that holds them
-    values: Array  # float32 or float64
-
-    @property
-    def size(self) -> int:
-        return int(self.indices.size)
-
-    def slice(self, start: int, stop: int) -> Part:
-        return Part(self.indices[start:stop], self.values[start:stop])
 
 
 class Chosen(NamedTuple):
@@ -69,8 +55,9 @@ class Wanted(NamedTuple):
 
     def choose(self, x: Array) -> Chosen:
         """Select these elements of `x`."""
-        indices, threshold = (select(x, self.threshold), self.threshold) if self.threshold else top_k(x, self.k)
-        return Chosen(Part(indices, x[indices]), threshold)
+        if not self.threshold:
+            return Chosen(*top_k(x, self.k))
+        return Chosen(select(x, self.threshold, self.k), self.threshold)
 
 
 class Method(Protocol):
@@ -149,9 +136,10 @@ def sum_parts(parts: Sequence[Part], first: int, end: int) -> Part:
     """
     if _core.native is None:
         return _sum_in_python(parts, first, end)
-    whole, sizes = join(parts), np.array([part.size for part in parts], np.int64)
-    total = Part(np.empty_like(whole.indices), np.empty_like(whole.values))
-    return total.slice(0, _core.native.sum_parts(sizes, *whole, first, end, *total))
+    room, like = sum(part.size for part in parts), parts[0]
+    total = Part(np.empty(room, like.indices.dtype), np.empty(room, like.values.dtype))
+    indices, values = zip(*parts, strict=True)
+    return total.slice(0, _core.native.sum_parts(indices, values, first, end, *total))
 
 
 def _sum_in_python(parts: Sequence[Part], first: int, end: int) -> Part:
@@ -170,7 +158,7 @@ def _sum_by_vector(parts: Sequence[Part], first: int, end: int) -> Part:
     for part in parts:
         vector[part.indices - first] += part.values
     found = select(vector, 0.0)
-    return Part(found.astype(parts[0].indices.dtype) + first, vector[found])
+    return Part(found.indices.astype(parts[0].indices.dtype) + first, found.values)
 
 
 def _sum_by_sorting(whole: Part) -> Part:

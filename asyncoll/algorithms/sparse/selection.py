@@ -14,7 +14,6 @@ elements, k of them wanted (the density is k/n), P ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
@@ -29,7 +28,9 @@ from asyncoll.tensors.reductions import Array
 
 _BLOCK = 1 << 16  # elements: a block and its scratch arrays stay in a core's own cache between passes
 _SAMPLE = 1 << 16  # elements: at a density of 1 %, four standard deviations of the sample's count are 16 % of it
-_DIGIT = 8  # bits that a round of `KthSearch` settles; 11 bits would save one round and take six times the words
+_DIGIT = 8  # bits that a round of `KthSearch` settles
+_LONG_DIGIT = 11  # from `_MANY` elements on: a round less, and six times the words, 12,288, which are few then
+_MANY = 1 << 17
 _ADJUSTMENTS = 20  # the most adjustments of a fitted threshold, as in the authors' code
 _IMBALANCE = 4  # times the mean, from which sizes are balanced (section 5.3)
 
@@ -62,29 +63,45 @@ def _absolute(magnitude: int, dtype: np.dtype[np.floating]) -> float:
     return float(np.array([magnitude], f"i{dtype.itemsize}").view(dtype)[0])
 
 
-def _kth(magnitudes: Array, k: int) -> int:
-    """The k-th largest of `magnitudes`; 0 if there are fewer."""
-    index = magnitudes.size - k
-    return int(np.partition(magnitudes, index)[index]) if index >= 0 else 0
+class Part(NamedTuple):
+    """Some elements of a vector."""
+
+    indices: Array  # ascending, each once; int32 where that holds them
+    values: Array  # float32 or float64
+
+    @property
+    def size(self) -> int:
+        return int(self.indices.size)
+
+    def slice(self, start: int, stop: int) -> Part:
+        return Part(self.indices[start:stop], self.values[start:stop])
 
 
 # -- selection -----------------------------------------------------------------------------------
 
 
-def select(x: Array, threshold: float) -> Array:
-    """The indices, ascending, of the elements with |x| >= threshold that are not zero.
+def select(x: Array, threshold: float, expected: int | None = None) -> Part:
+    """The elements with |x| >= threshold that are not zero.
 
     `threshold`, at least 0, is rounded to the dtype of `x`. The k-th largest absolute value as the threshold selects k
-    elements, or more if others equal it. The authors' code compares with > there, and so selects one too few.
+    elements, or more if others equal it. The authors' code compares with > there, and so selects one too few. If many
+    more than the `expected` are found, a second pass is needed.
     """
     least = least_magnitude(threshold, x.dtype)
     if _core.native is None:
         return _select_in_python(x, least)
-    found = np.empty(x.size, index_dtype(x.size))  # its pages take no memory before an index is written there
-    return found[: _core.native.select(np.ascontiguousarray(_bits(x)), least, found)].copy()
+    bits, room = np.ascontiguousarray(_bits(x)), x.size if expected is None else min(2 * expected, x.size)
+    while True:
+        found = Part(np.empty(room, index_dtype(x.size)), np.empty(room, x.dtype))
+        count = _core.native.select(bits, least, found.indices, _bits(found.values))
+        if count <= room:
+            break
+        room = count
+    found = found.slice(0, count)
+    return found if 2 * count >= room else Part(found.indices.copy(), found.values.copy())  # which keeps no memory
 
 
-def _select_in_python(x: Array, least: int) -> Array:
+def _select_in_python(x: Array, least: int) -> Part:
     bits = _bits(x)
     magnitudes, hits = np.empty(min(x.size, _BLOCK), bits.dtype), np.empty(min(x.size, _BLOCK), np.bool_)
     mask = np.iinfo(bits.dtype).max
@@ -94,44 +111,63 @@ def _select_in_python(x: Array, least: int) -> Array:
         np.bitwise_and(bits[start : start + size], mask, out=magnitudes[:size])
         np.greater_equal(magnitudes[:size], least, out=hits[:size])
         found.append(np.flatnonzero(hits[:size]) + start)
-    return np.concatenate(found, dtype=index_dtype(x.size), casting="same_kind")
+    indices = np.concatenate(found, dtype=index_dtype(x.size), casting="same_kind")
+    return Part(indices, x[indices])
 
 
 def kth_largest(x: Array, k: int) -> float:
     """The k-th largest absolute value in `x`, exactly, for k >= 1; 0.0 if fewer than k elements are not zero."""
-    return _absolute(_kth(_magnitudes(x[_candidates(x, k)]), k), x.dtype)
+    return top_k(x, k)[1]
 
 
-def top_k(x: Array, k: int) -> tuple[Array, float]:
-    """The indices, ascending, of the k elements of the largest magnitudes, and the k-th largest absolute value.
+def top_k(x: Array, k: int) -> tuple[Part, float]:
+    """The k elements of the largest magnitudes, and the k-th largest absolute value.
 
     Among equal magnitudes the lowest indices are selected, so there are never more than k. There are fewer only if all
     elements that are not zero are selected. k is at least 1.
     """
-    candidates = _candidates(x, k)
-    magnitudes = _magnitudes(x[candidates])
+    candidates = select(x, *_guess(x, k))
+    if candidates.size < k:
+        candidates = select(x, 0.0)
+    if _core.native is None:
+        count, kth = _keep_largest_in_python(candidates, k)
+    else:
+        count, kth = _core.native.keep_largest(candidates.indices, _bits(candidates.values), k)
+    return candidates.slice(0, count), _absolute(kth, x.dtype)
+
+
+def _keep_largest_in_python(candidates: Part, k: int) -> tuple[int, int]:
+    """Move the k largest of `candidates` to the front. Returns their number, and the k-th largest magnitude, or 0."""
+    magnitudes = _magnitudes(candidates.values)
     kth = _kth(magnitudes, k)
     chosen = magnitudes > kth
     wanted = k - np.count_nonzero(chosen)
     chosen[np.flatnonzero(magnitudes == kth)[:wanted]] = True
-    return candidates[chosen], _absolute(kth, x.dtype)
+    count = int(np.count_nonzero(chosen))
+    for array in candidates:
+        array[:count] = array[chosen]
+    return count, kth
 
 
-def _candidates(x: Array, k: int) -> Array:
-    """The indices of at least the k elements of the largest magnitudes, those that equal the k-th, and some more."""
-    found = select(x, _guess(x, k))
-    return found if found.size >= k else select(x, 0.0)
+def _kth(magnitudes: Array, k: int) -> int:
+    """The k-th largest of `magnitudes`; 0 if there are fewer."""
+    index = magnitudes.size - k
+    return int(np.partition(magnitudes, index)[index]) if index >= 0 else 0
 
 
-def _guess(x: Array, k: int) -> float:
-    """A threshold that almost surely selects at least k elements, and few more; from a sample at equal distances."""
+def _guess(x: Array, k: int) -> tuple[float, int]:
+    """A threshold that almost surely selects at least k elements, and few more, and about how many it selects.
+
+    From a sample at equal distances.
+    """
     if x.size <= _SAMPLE:
-        return 0.0
+        return 0.0, x.size
     # Odd, because the lengths of matrix rows seldom are: with a common divisor the sample would see a few columns only.
     distance = x.size // _SAMPLE | 1
     sample = _magnitudes(x[::distance])
-    expected = k / distance
-    return _absolute(_kth(sample, math.ceil(expected + 4 * math.sqrt(expected) + 16)), x.dtype)
+    wanted = k / distance
+    wanted = math.ceil(wanted + 4 * math.sqrt(wanted) + 16)
+    return _absolute(_kth(sample, wanted), x.dtype), wanted * distance
 
 
 # -- thresholds that are reused ------------------------------------------------------------------
@@ -218,15 +254,16 @@ class KthSearch:
             search.narrow(counts)
         search.threshold
 
-    A round settles the next 8 bits, for any number of ranks: 4 rounds for float32, 8 for float64, and 1 if there are
-    fewer than k values. The paper gathers all values instead (section 3.1.4; algorithm 1, line 10). k, at least 1, and
-    the dtype are the same at all ranks; `values`, of any number, must not change until the first `narrow`.
+    A round settles the next 8 bits, or 11 for a large k, for any number of ranks. There is one round if there are fewer
+    than k values. The paper gathers all values instead (section 3.1.4; algorithm 1, line 10). k, at least 1, and the
+    dtype are the same at all ranks; `values`, of any number, must not change until the search is over.
     """
 
     def __init__(self, values: Array, k: int) -> None:
         self._dtype = values.dtype
-        self._bits = _bits(values)  # of the values that may be the k-th, signs included
-        self._k = k  # counted among those values
+        self._bits = np.ascontiguousarray(_bits(values))
+        self._k = k  # counted among the values that may be the k-th
+        self._digit = _DIGIT if k < _MANY else _LONG_DIGIT
         self._open = 8 * values.itemsize - 1  # the number of low bits of the k-th magnitude that are not known yet
         self._known = 0  # the k-th magnitude, with those bits 0
 
@@ -241,34 +278,35 @@ class KthSearch:
         return _absolute(self._known, self._dtype)
 
     def counts(self) -> Array:
-        """The number of this rank's remaining values for each value of the next 8 bits: int64, shape (256,)."""
-        counts = np.zeros(1 << _DIGIT, np.int64)
-        for _, digits in self._blocks():
-            counts += np.bincount(digits, minlength=counts.size)
+        """The number of this rank's remaining values for each value of the next digit, int64: 256 of them, or 2048."""
+        counts = np.zeros(1 << self._digit, np.int64)
+        used = counts[: 1 << self._open - self._shift]
+        if _core.native is None:
+            self._count_in_python(used)
+        else:
+            _core.native.count_magnitudes(self._bits, self._known, self._shift, used)
         return counts
 
     def narrow(self, totals: Array) -> None:
-        """Settle the next 8 bits. `totals` is the sum of all ranks' counts."""
+        """Settle the next digit. `totals` is the sum of all ranks' counts."""
         not_below = np.cumsum(totals[::-1])[::-1]
         if not_below[0] < self._k:  # only in the first round: later rounds have enough values
             self._open = 0
             return
         digit = int(np.flatnonzero(not_below >= self._k)[-1])
         self._k -= int(not_below[digit] - totals[digit])
-        self._bits = np.concatenate([self._bits[:0], *(block[digits == digit] for block, digits in self._blocks())])
         self._open = self._shift
         self._known |= digit << self._open
 
     @property
     def _shift(self) -> int:
-        return max(self._open - _DIGIT, 0)
+        return max(self._open - self._digit, 0)
 
-    def _blocks(self) -> Iterator[tuple[Array, Array]]:
-        """The remaining values, and the next digit of each."""
-        shift, mask = self._shift, (1 << self._open - self._shift) - 1  # the sign is above the mask
+    def _count_in_python(self, into: Array) -> None:
         for start in range(0, self._bits.size, _BLOCK):
-            block = self._bits[start : start + _BLOCK]
-            yield block, block >> shift & mask
+            magnitudes = self._bits[start : start + _BLOCK] & np.iinfo(self._bits.dtype).max
+            remaining = magnitudes[magnitudes >> self._open == self._known >> self._open]
+            into += np.bincount(remaining >> self._shift & into.size - 1, minlength=into.size)
 
 
 # -- regions -------------------------------------------------------------------------------------

@@ -15,14 +15,13 @@ import numpy as np
 
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AbortedError
-from asyncoll.tensors.operands import as_operand
-from asyncoll.tensors.reductions import BFLOAT16, Array, torch_view
+from asyncoll.tensors.reductions import Array
 from asyncoll.testing.laws.dense_program import AT_ALL, DenseCall, Program, decoded, members
+from asyncoll.testing.laws.layouts import laid_out, stored
 from asyncoll.testing.laws.rules import Breach
 from asyncoll.testing.laws.story import STEP_S, Case
 
 _ROUNDS = 3  # beside the calls
-_LAYOUTS = ("plain", "gaps", "transposed", "registered")
 _CANCELLED_COUNTS = (1, 2000, 200_000)  # elements of the call that may be cancelled
 _IN_PLACE = ("allreduce", "reduce", "broadcast")
 _OF_MANY = ("scatter", "alltoallv")  # calls of a tensor for each rank
@@ -111,7 +110,7 @@ class Caller:
         size, root = comm.size, call.root(comm.size)
         parts = range(size) if call.operation in _OF_MANY else range(1)
         values = [self._program.given(call, self._comm.rank, part) for part in parts]
-        tensors = [self._tensor(value, call.dtype) for value in values]
+        tensors = [laid_out(self._comm, self._generator, value, call.dtype) for value in values]
         x, came_s = tensors[0], asyncio.get_running_loop().time()
         calls: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
             "allreduce": lambda: comm.allreduce(x, call.op),
@@ -135,23 +134,9 @@ class Caller:
             in_place = call.operation in _IN_PLACE
             kept = in_place or all(map(_is_same, tensors, values))
             spoiled = not kept or (in_place and result is not x)
-            return Got(call.index, list(map(_bits, listed)), came_s, ended_s, spoiled)
+            return Got(call.index, list(map(stored, listed)), came_s, ended_s, spoiled)
 
         return end()
-
-    def _tensor(self, value: Array, dtype: str) -> Any:
-        """`value` in memory of a drawn layout, as a numpy array or a torch tensor."""
-        layout = _LAYOUTS[self._generator.integers(len(_LAYOUTS))]
-        if layout == "gaps":
-            memory = np.zeros((*value.shape, 2), value.dtype)[..., 0]
-        elif layout == "transposed":
-            memory = np.empty(value.shape[::-1], value.dtype).T
-        elif layout == "registered":
-            memory = self._comm.empty(value.shape, value.dtype)
-        else:
-            memory = np.empty(value.shape, value.dtype)
-        memory[...] = value
-        return torch_view(memory, dtype) if dtype == BFLOAT16 or self._generator.integers(2) else memory
 
     # -- rounds beside ----------------------------------------------------------------------------
 
@@ -191,13 +176,8 @@ class Caller:
         return LastCall(came_s, gave_up_s if call.cancelled() else None, failed)
 
 
-def _bits(x: Any) -> Array:
-    operand = as_operand(x)
-    return operand.flat.reshape(operand.shape).copy()
-
-
 def _is_same(tensor: Any, value: Array) -> bool:
-    return _bits(tensor).tobytes() == value.tobytes()
+    return stored(tensor).tobytes() == value.tobytes()
 
 
 # -- the laws ------------------------------------------------------------------------------------

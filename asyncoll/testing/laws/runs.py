@@ -20,11 +20,12 @@ from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.laws import dense, gossip
+from asyncoll.testing.laws import dense, gossip, sparse
 from asyncoll.testing.laws.dense import DenseStory
 from asyncoll.testing.laws.dense_program import Program
 from asyncoll.testing.laws.gossip import Gossiper, GossipStory
-from asyncoll.testing.laws.story import DENSE, GOSSIP, AlarmError, Call, Cancelled, Case, Story, Trainer, draw
+from asyncoll.testing.laws.sparse import SparseProgram, SparseStory
+from asyncoll.testing.laws.story import DENSE, GOSSIP, SPARSE, AlarmError, Call, Cancelled, Case, Story, Trainer, draw
 from asyncoll.testing.worlds import run_ranks, simulate
 from asyncoll.transport.messages.simulated import Network
 from asyncoll.world.join import run
@@ -68,9 +69,9 @@ def _in_processes(case: Case) -> Case:
 
 
 async def take_part(comm: Communicator, case: Case) -> Any:
-    """The `Part` of this rank, the `gossip.Part` or the `dense.Part`."""
-    if case.kind == DENSE:
-        return await dense.Caller(comm, case).run()
+    """The `Part` of this rank, the `gossip.Part`, the `dense.Part` or the `sparse.Part`."""
+    if case.kind in (DENSE, SPARSE):
+        return await (dense if case.kind == DENSE else sparse).Caller(comm, case).run()
     trainer = Gossiper if case.kind == GOSSIP else Trainer
     if comm.rank not in case.staging:
         return await trainer(comm, case).run()
@@ -78,9 +79,11 @@ async def take_part(comm: Communicator, case: Case) -> Any:
         return await trainer(comm, case, device).run()  # in the end of the block the answers get their values
 
 
-def _story(case: Case, parts: list[Any], messages: int) -> Story | GossipStory | DenseStory:
+def _story(case: Case, parts: list[Any], messages: int) -> Story | GossipStory | DenseStory | SparseStory:
     if case.kind == DENSE:
         return DenseStory(Program(case), parts, messages)
+    if case.kind == SPARSE:
+        return SparseStory(SparseProgram(case), parts, messages)
     if case.kind == GOSSIP:
         return GossipStory(case, parts, messages)
     return Story(case, [calls for calls, _ in parts], [each for _, cancelled in parts for each in cancelled], messages)
@@ -154,6 +157,8 @@ def read_record(record: Path, kind: str = "") -> Any:
     fields = json.loads(record.read_text(), object_hook=_array_from_json)
     if kind == DENSE:
         return _dense(**fields)
+    if kind == SPARSE:
+        return sparse.Part([sparse.Got(**got | {"thresholds": tuple(got["thresholds"])}) for got in fields["gots"]])
     if kind == GOSSIP:
         return _gossip(**fields)
     calls, cancelled = fields

@@ -29,7 +29,8 @@ from asyncoll.transport.messages.simulated import Network, Pause
 KINDS = ("solo", "majority", "quorum", "full", "candidates", "group")  # of rounds
 GOSSIP = "gossip"
 DENSE = "dense"
-_DRAWN = (*KINDS, GOSSIP, DENSE)
+SPARSE = "sparse"
+ALL_KINDS = (*KINDS, GOSSIP, DENSE, SPARSE)
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
@@ -114,11 +115,11 @@ _STRINGS: tuple[Callable[[str], str], ...] = (str, np.str_, _String, _Name)
 
 def draw(kind: str, size: int, seed: int) -> Case:
     """The case of `kind`, `size` and `seed`. Raises UsageError for an unknown kind, no ranks or a negative seed."""
-    if kind not in _DRAWN:
-        raise UsageError(f"unknown kind {kind!r}: use one of {', '.join(_DRAWN)}")
+    if kind not in ALL_KINDS:
+        raise UsageError(f"unknown kind {kind!r}: use one of {', '.join(ALL_KINDS)}")
     if size < 1 or seed < 0:
         raise UsageError(f"a world has at least one rank, and seeds count from 0: got size {size} and seed {seed}")
-    generator = np.random.default_rng([seed, size, _DRAWN.index(kind)])
+    generator = np.random.default_rng([seed, size, ALL_KINDS.index(kind)])
 
     def one_of(*values: Any) -> Any:
         return values[generator.integers(len(values))]

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from asyncoll.errors import UsageError
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
-from asyncoll.testing.laws.story import DENSE, GOSSIP, KINDS
+from asyncoll.testing.laws.story import ALL_KINDS
 
 _BATCH = 20  # the most worlds that a process checks between two updates of the progress bar
 _SHOWN = 3  # broken worlds that are shown; the others are counted, and usually have the same cause
@@ -26,12 +26,11 @@ Outcome = Lawful | str  # of a world; the text of the law that it breaks
 
 
 def parse_kinds(text: str) -> list[str]:
-    kinds = [*KINDS, GOSSIP, DENSE]
     if text == "all":
-        return kinds
-    if text in kinds:
+        return list(ALL_KINDS)
+    if text in ALL_KINDS:
         return [text]
-    raise UsageError(f"unknown kind {text!r}: use all, {', '.join(kinds)}")
+    raise UsageError(f"unknown kind {text!r}: use all, {', '.join(ALL_KINDS)}")
 
 
 def parse_ranks(text: str) -> list[int]:

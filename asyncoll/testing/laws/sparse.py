@@ -1,0 +1,289 @@
+"""A world of sparse allreduces, the record of what they gave, and the laws of that.
+
+All ranks carry out the rounds of two operations at once, each with options of its own. A rank keeps what is left of an
+accumulator, and adds to it for the next round. In some rounds some ranks have NaN or infinity.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from asyncoll.algorithms.sparse.operations import ALGORITHMS
+from asyncoll.algorithms.sparse.selection import Feedback, select
+from asyncoll.communicator import Communicator
+from asyncoll.errors import NonFiniteError
+from asyncoll.tensors.reductions import BFLOAT16, Array
+from asyncoll.testing.laws.dense_program import decoded, encoded
+from asyncoll.testing.laws.layouts import laid_out, stored
+from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.story import STEP_S, Case
+
+_ROUNDS = 5
+_OPERATIONS = 2
+_DTYPES = ("float32", "float32", "float64", "float16", BFLOAT16)
+_COUNTS = (0, 1, 2, 7, 40, 333, 3000, 70_000)
+_DENSITIES = (1.0, 0.3, 0.02, 0.001)
+_LOSING = "gtopk"  # drops partial sums, and reports them
+_NO_CHOICE = ("dense", "gaussiank")  # do not select the k largest
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """One operation, the same at all ranks."""
+
+    index: int
+    dtype: str
+    shape: tuple[int, ...]
+    options: dict[str, Any]  # of `sparse_allreduce`
+    kinds: tuple[int, ...]  # by round: which of `_KINDS` the added values are
+    culprits: tuple[tuple[int, ...], ...]  # by round: the ranks whose accumulator is not finite
+
+    @property
+    def count(self) -> int:
+        return int(np.prod(self.shape, dtype=int))
+
+    @property
+    def algorithm(self) -> str:
+        return str(self.options["algorithm"])
+
+    def __str__(self) -> str:
+        return f"operation {self.index}, {self.options} of {self.dtype}{list(self.shape)}"
+
+
+class SparseProgram:
+    """The operations of all ranks."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        draw = np.random.default_rng([case.seed, case.size])
+        self.operations = [self._operation(draw, index) for index in range(_OPERATIONS)]
+
+    def _operation(self, draw: np.random.Generator, index: int) -> Drawn:
+        def one_of(*values: Any) -> Any:
+            return values[draw.integers(len(values))]
+
+        count = one_of(*_COUNTS)
+        shape = one_of((count,), (count // 3, 3))
+        options = {
+            "name": f"operation {index}",
+            "algorithm": one_of("oktopk", *ALGORITHMS),
+            "density": one_of(*_DENSITIES),
+            "thresholds_every": one_of(1, 1, 3, 32),
+            "regions_every": one_of(1, 2, 64),
+            "feedback": one_of(None, None, Feedback(), Feedback(3 / 4, 5 / 4, 1.3)),
+            "global_threshold": one_of("auto", "histogram", "allgather"),
+        }
+        culprits = [
+            tuple(draw.choice(self._case.size, 1 + draw.integers(self._case.size), replace=False).tolist())
+            if np.prod(shape) and draw.random() < 1 / 5
+            else ()
+            for _ in range(_ROUNDS)
+        ]
+        kinds = tuple(draw.integers(len(_KINDS), size=_ROUNDS).tolist())
+        return Drawn(index, one_of(*_DTYPES), shape, options, kinds, tuple(culprits))
+
+    def added(self, operation: Drawn, number: int, rank: int) -> Array:
+        """What `rank` adds to its accumulator for a round: float64."""
+        shared = np.random.default_rng([self._case.seed, operation.index, number])
+        own = np.random.default_rng([self._case.seed, operation.index, number, rank])
+        return _KINDS[operation.kinds[number]](shared, own, operation.shape)
+
+
+# What ranks add: given generators of all ranks and of one, and a shape.
+_Kind = Callable[[np.random.Generator, np.random.Generator, tuple[int, ...]], Array]
+_KINDS: tuple[_Kind, ...] = (
+    lambda shared, own, shape: own.standard_normal(shape),
+    lambda shared, own, shape: own.standard_normal(shape),
+    lambda shared, own, shape: np.zeros(shape),
+    lambda shared, own, shape: own.standard_normal(shape) * own.integers(2),  # zeros at some ranks
+    lambda shared, own, shape: np.full(shape, 3.0),
+    lambda shared, own, shape: own.integers(-2, 3, shape).astype(float),  # many are equal
+    lambda shared, own, shape: own.standard_normal(shape) * 10.0 ** shared.integers(-7, 4),
+    lambda shared, own, shape: shared.standard_normal(shape) * (-1) ** own.integers(2),  # which cancel out
+    lambda shared, own, shape: own.standard_normal(shape) * (shared.random(shape) < 0.01) * 100,  # in few places
+)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Got:
+    """What a round gave to a rank."""
+
+    operation: int
+    number: int  # of the round, from 0 on
+    before: Array  # the accumulator
+    after: Array
+    refused: list[int]  # the ranks that NonFiniteError names; nothing of the rest then
+    round: int = 0
+    selected: int = 0
+    thresholds: tuple[float, float] = (0.0, 0.0)  # of this rank, and of the sums
+    indices: Array | None = None
+    values: Array | None = None
+    included: Array | None = None
+    lost_indices: Array | None = None
+    lost_values: Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one rank did."""
+
+    gots: list[Got]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseStory:
+    """A world that has ended."""
+
+    program: SparseProgram
+    parts: list[Part]  # by rank
+    messages: int = 0
+
+    @property
+    def steps(self) -> int:
+        return sum(len(part.gots) for part in self.parts)
+
+    def rounds(self) -> Iterator[tuple[Drawn, list[Got]]]:
+        """The rounds of all operations, each as it was at all ranks."""
+        for gots in zip(*(part.gots for part in self.parts), strict=True):
+            yield self.program.operations[gots[0].operation], list(gots)
+
+
+class Caller:
+    """One rank of a case."""
+
+    def __init__(self, comm: Communicator, case: Case) -> None:
+        self._comm = comm
+        self._program = SparseProgram(case)
+        self._generator = np.random.default_rng([case.seed, case.size, comm.rank])
+        self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
+        self._left = [np.zeros(operation.shape) for operation in self._program.operations]
+
+    async def run(self) -> Part:
+        gots: list[Got] = []
+        for number in range(_ROUNDS):
+            await asyncio.sleep(self._generator.exponential(self._step_s))
+            gots += await asyncio.gather(*(self._begin(operation, number) for operation in self._program.operations))
+        return Part(gots)
+
+    def _begin(self, operation: Drawn, number: int) -> Coroutine[Any, Any, Got]:
+        """Make a call now."""
+        rank = self._comm.rank
+        before = encoded(self._left[operation.index] + self._program.added(operation, number, rank), operation.dtype)
+        if rank in operation.culprits[number]:
+            bad = decoded(before, operation.dtype)
+            bad.flat[: 1 + rank] = np.nan if number % 2 else -np.inf
+            before = encoded(bad, operation.dtype)
+        x = laid_out(self._comm, self._generator, before, operation.dtype)
+        work = self._comm.sparse_allreduce(x, **operation.options)
+
+        async def end() -> Got:
+            index = operation.index
+            try:
+                found = await work
+            except NonFiniteError as error:
+                after = stored(x)
+                self._left[index] = np.nan_to_num(decoded(after, operation.dtype), posinf=0, neginf=0)
+                return Got(index, number, before, after, list(error.ranks))
+            after = stored(x)
+            self._left[index] = decoded(after, operation.dtype)
+            thresholds = (found.threshold_local, found.threshold_global)
+            arrays = (found.indices, found.values, found.included, found.lost_indices, found.lost_values)
+            return Got(index, number, before, after, [], found.round, found.selected, thresholds, *map(stored, arrays))
+
+        return end()
+
+
+# -- the laws ------------------------------------------------------------------------------------
+
+
+def refusal(story: SparseStory) -> Iterator[Breach]:
+    """A round fails at all ranks if an accumulator is not finite, and names only ranks with such a one."""
+    for operation, gots in story.rounds():
+        culprits = operation.culprits[gots[0].number]
+        for rank, got in enumerate(gots):
+            if bool(got.refused) != bool(culprits) or not set(got.refused) <= set(culprits):
+                yield Breach(got.round, rank, f"{operation} refused {got.refused}, and {culprits} are not finite")
+
+
+def agreement(story: SparseStory) -> Iterator[Breach]:
+    """All ranks get the same round and the same sum, to the bit."""
+    for operation, gots in story.rounds():
+        first = _sum(gots[0])
+        for rank, got in enumerate(gots):
+            if _sum(got) != first:
+                yield Breach(got.round, rank, f"{operation} gave another sum than at rank 0")
+
+
+def _sum(got: Got) -> tuple[int, float, bytes, bytes]:
+    return got.round, got.thresholds[1], _bytes(got.indices), _bytes(got.values)
+
+
+def _bytes(x: Array | None) -> bytes:
+    return b"" if x is None else x.tobytes()
+
+
+def residual(story: SparseStory) -> Iterator[Breach]:
+    """An accumulator is 0 where its values are in the sum, and keeps its bits elsewhere."""
+    for operation, gots in story.rounds():
+        for rank, got in enumerate(gots):
+            kept = got.before.copy()
+            if got.included is not None and got.indices is not None:
+                kept.reshape(-1)[got.included] = 0
+                if not np.isin(got.included, got.indices, assume_unique=True).all():
+                    yield Breach(got.round, rank, f"{operation} cleared elements that are not in the sum")
+            if got.after.tobytes() != kept.tobytes():
+                yield Breach(got.round, rank, f"{operation} left another accumulator")
+
+
+def choice(story: SparseStory) -> Iterator[Breach]:
+    """A rank gives its k largest elements, or those that reach a threshold, and the sums reach the global threshold."""
+    for operation, gots in story.rounds():
+        for rank, got in enumerate(gots):
+            if got.included is None or got.values is None or operation.algorithm == "dense":
+                continue
+            reached = select(_wide(got.before, operation).reshape(-1), got.thresholds[0])
+            k = max(1, round(operation.options["density"] * operation.count))
+            most = reached.size if operation.algorithm in (*_NO_CHOICE, "oktopk") else min(reached.size, k)
+            is_reused = operation.algorithm == "oktopk" and operation.options["thresholds_every"] > 1
+            if got.selected > most or (not is_reused and got.selected < min(most, k) and most):
+                yield Breach(got.round, rank, f"{operation} selected {got.selected} elements, of {reached.size}, k {k}")
+            if not np.isin(got.included, reached.indices, assume_unique=True).all():
+                yield Breach(got.round, rank, f"{operation} gave elements below {got.thresholds[0]}")
+            if (np.abs(got.values) < got.thresholds[1]).any():
+                yield Breach(got.round, rank, f"{operation} has sums below {got.thresholds[1]}")
+
+
+def _wide(x: Array, operation: Drawn) -> Array:
+    """The values of `x` in the dtype of sums."""
+    return decoded(x, operation.dtype).astype("f8" if operation.dtype == "float64" else "f4")
+
+
+def conservation(story: SparseStory) -> Iterator[Breach]:
+    """At every element the accumulators before add up to the result, those after, and what gTopk reports as lost."""
+    for operation, gots in story.rounds():
+        if gots[0].indices is None or gots[0].values is None:
+            continue
+        befores, afters = ([_wide(x, operation).reshape(-1).astype("f8") for x in xs] for xs in _accumulators(gots))
+        total = np.sum(afters, axis=0)
+        np.add.at(total, gots[0].indices, gots[0].values)
+        for got in gots:
+            if got.lost_indices is not None and got.lost_values is not None:
+                np.add.at(total, got.lost_indices, got.lost_values)
+                if got.lost_indices.size and operation.algorithm != _LOSING:
+                    yield Breach(got.round, 0, f"{operation} has lost elements")
+        info = np.finfo("f8" if operation.dtype == "float64" else "f4")
+        bound = len(gots) * (2 * float(info.eps) * np.sum(np.abs(befores), axis=0) + float(info.smallest_subnormal))
+        if (np.abs(total - np.sum(befores, axis=0)) > bound).any():
+            yield Breach(gots[0].round, 0, f"{operation} did not keep the sum of all accumulators")
+
+
+def _accumulators(gots: list[Got]) -> tuple[list[Array], list[Array]]:
+    return [got.before for got in gots], [got.after for got in gots]
+
+
+LAWS: tuple[Callable[[SparseStory], Iterator[Breach]], ...] = (refusal, agreement, residual, choice, conservation)
