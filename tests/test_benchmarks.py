@@ -39,6 +39,7 @@ SCRIPTS = (
     "sparse_network",
     "sparse_training",
     "sparse_words",
+    "start_stop",
     "torch_backend",
     "training_overhead",
     "two_level_scale",
