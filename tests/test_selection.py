@@ -145,8 +145,8 @@ def test_the_compiled_core_selects_what_python_selects(dtype):
     for cut in (x, x[:15], x[:16], x[1:18]):
         for threshold in (0.0, 1.0, 2.5, np.inf):
             wanted = selection._select_in_python(cut, selection.least_magnitude(threshold, cut.dtype))
-            for expected in (None, 0, 1, cut.size):
-                found = select(cut, threshold, expected)
+            for room in (None, 0, 1, cut.size):
+                found = select(cut, threshold, room)
                 assert [each.tobytes() for each in found] == [each.tobytes() for each in wanted]
 
 

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.sparse.accumulators import Accumulator, accumulator
 from asyncoll.algorithms.sparse.baselines import Dense, Gaussiank, GTopk, TopkA, TopkDSA
 from asyncoll.algorithms.sparse.oktopk import OkTopk, Rules
 from asyncoll.algorithms.sparse.parts import Method
-from asyncoll.algorithms.sparse.selection import Feedback
+from asyncoll.algorithms.sparse.selection import Feedback, index_dtype
 from asyncoll.errors import UsageError
 from asyncoll.tensors import reductions
 from asyncoll.tensors.operands import Operand, Resident
@@ -20,6 +22,8 @@ from asyncoll.tensors.operands import Operand, Resident
 ALGORITHMS = ("oktopk", "topka", "topkdsa", "gtopk", "gaussiank", "dense")
 _FLOATS = ("float64", "float32", "float16", reductions.BFLOAT16)
 _GLOBAL_THRESHOLDS = ("auto", "histogram", "allgather")
+_KEPT_TIMES = 8  # the elements that a rank gives: about what a round takes
+_KEPT_MAX_BYTES = 30 << 20  # glibc learns from blocks below 32 MiB only
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +115,19 @@ class Specification(NamedTuple):
         if self.rules.feedback is not None and not isinstance(self.rules.feedback, Feedback):
             raise UsageError("feedback must be an asyncoll.Feedback, or None")
 
+    @property
+    def wanted(self) -> int:
+        """k, the number of elements that a rank gives."""
+        return max(1, round(self.density * self.elements))
+
+    @property
+    def element_bytes(self) -> int:
+        """The bytes of an element that is sent: an index and a value."""
+        return index_dtype(self.elements).itemsize + (8 if self.dtype == "float64" else 4)
+
     def method(self) -> Method:
         """A new method for these options, at its first round."""
-        k = max(1, round(self.density * self.elements))
+        k = self.wanted
         if self.algorithm == "oktopk":
             return OkTopk(self.elements, k, self.rules)
         if self.algorithm == "gaussiank":
@@ -124,6 +138,15 @@ class Specification(NamedTuple):
         return by_topk[self.algorithm](self.elements, k)
 
 
+def _keep_memory(nbytes: int) -> None:
+    """Let the C library keep about so much freed memory, for the next rounds.
+
+    glibc keeps twice the largest block that was freed. Otherwise each round takes its memory anew from the kernel, and
+    a third of its processor time is page faults.
+    """
+    np.empty(min(nbytes, _KEPT_MAX_BYTES), np.uint8)  # freed at once
+
+
 class SparseOperation:
     """The rounds of one name; one call at a time."""
 
@@ -131,6 +154,7 @@ class SparseOperation:
         self.specification = specification
         self._name = name
         self._method = specification.method()
+        _keep_memory(_KEPT_TIMES * specification.wanted * specification.element_bytes)
         self._round = 0
         self.is_busy = False
 

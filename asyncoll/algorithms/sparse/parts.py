@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
         """Select these elements of `x`."""
         if not self.threshold:
             return Chosen(*top_k(x, self.k))
-        return Chosen(select(x, self.threshold, self.k), self.threshold)
+        return Chosen(select(x, self.threshold, 2 * self.k), self.threshold)
 
 
 class Method(Protocol):

@@ -80,23 +80,21 @@ class Part(NamedTuple):
 # -- selection -----------------------------------------------------------------------------------
 
 
-def select(x: Array, threshold: float, expected: int | None = None) -> Part:
+def select(x: Array, threshold: float, room: int | None = None) -> Part:
     """The elements with |x| >= threshold that are not zero.
 
     `threshold`, at least 0, is rounded to the dtype of `x`. The k-th largest absolute value as the threshold selects k
-    elements, or more if others equal it. The authors' code compares with > there, and so selects one too few. If many
-    more than the `expected` are found, a second pass is needed.
+    elements, or more if others equal it. The authors' code compares with > there, and so selects one too few. If there
+    are more than `room` of them, a second pass is needed.
     """
     least = least_magnitude(threshold, x.dtype)
     if _core.native is None:
         return _select_in_python(x, least)
-    bits, room = np.ascontiguousarray(_bits(x)), x.size if expected is None else min(2 * expected, x.size)
-    while True:
-        found = Part(np.empty(room, index_dtype(x.size)), np.empty(room, x.dtype))
-        count = _core.native.select(bits, least, found.indices, _bits(found.values))
-        if count <= room:
-            break
-        room = count
+    bits, room = np.ascontiguousarray(_bits(x)), x.size if room is None else min(room, x.size)
+    found = Part(np.empty(room, index_dtype(x.size)), np.empty(room, x.dtype))
+    count = _core.native.select(bits, least, found.indices, _bits(found.values))
+    if count > room:
+        return select(x, threshold, count)
     found = found.slice(0, count)
     return found if 2 * count >= room else Part(found.indices.copy(), found.values.copy())  # which keeps no memory
 
@@ -156,7 +154,7 @@ def _kth(magnitudes: Array, k: int) -> int:
 
 
 def _guess(x: Array, k: int) -> tuple[float, int]:
-    """A threshold that almost surely selects at least k elements, and few more, and about how many it selects.
+    """A threshold that almost surely selects at least k elements, and few more; and room for those.
 
     From a sample at equal distances.
     """
@@ -167,7 +165,7 @@ def _guess(x: Array, k: int) -> tuple[float, int]:
     sample = _magnitudes(x[::distance])
     wanted = k / distance
     wanted = math.ceil(wanted + 4 * math.sqrt(wanted) + 16)
-    return _absolute(_kth(sample, wanted), x.dtype), wanted * distance
+    return _absolute(_kth(sample, wanted), x.dtype), math.ceil(wanted + 4 * math.sqrt(wanted)) * distance
 
 
 # -- thresholds that are reused ------------------------------------------------------------------
