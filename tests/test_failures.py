@@ -132,6 +132,16 @@ MISMATCHES: dict[str, tuple[Act, str, str]] = {
         "root 1",
         "root 2",
     ),
+    "each waits for the other": (
+        differ(lambda c: c.broadcast(np.ones(3), 1), lambda c: c.broadcast(np.ones(3), 0)),
+        "root 1",
+        "root 0",
+    ),
+    "each waits to send to the other": (
+        differ(lambda c: c.gather(np.ones(1 << 18), 1), lambda c: c.gather(np.ones(1 << 18), 0)),
+        "root 1",
+        "root 0",
+    ),
 }
 
 

@@ -218,6 +218,8 @@ class Endpoint:
                 self.executions.granted(source, header)
             elif header.kind == wire.OFFER:
                 self.executions.offered(source, header)
+            elif header.kind == wire.CHECK:
+                self.executions.checked(source, header)
             elif header.kind == wire.CREDIT:
                 self.executions.credited(source, header.number)
             elif header.kind == wire.SIGNAL:

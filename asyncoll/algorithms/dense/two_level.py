@@ -174,12 +174,16 @@ class TwoLevelCall:
                 if len(under_way) == EXCHANGES:
                     exchanged, exchange = under_way.popleft()
                     await exchange
-                under_way.append((window, start(between(window) if window.mine.size else _nothing())))
+                under_way.append((window, start(between(window) if self._exchanges(window) else _nothing())))
                 if exchanged is not None:
                     await after(exchanged)
             for window, exchange in under_way:
                 await exchange
                 await after(window)
+
+    def _exchanges(self, window: _Window) -> bool:
+        """Whether this rank has a share of `window`. In a call without elements the first agents meet nevertheless."""
+        return window.mine.size > 0 or (not window.whole and self.hosts.place == 0)
 
     def _windows(self, x: Array, *, in_place: bool) -> list[_Window]:
         size = max(1, _WINDOW_BYTES // x.itemsize)
