@@ -165,13 +165,16 @@ class Where(NamedTuple):
     """Asks for a Here: a call of the sender on this communicator has exceeded its deadline."""
 
     communicator: int
+    number: int  # of that call, 0 for a call without one
 
 
 class Here(NamedTuple):
     """Answers a Where."""
 
     communicator: int
+    number: int  # as in Where
     calls: int  # the number of numbered calls begun so far
+    made: str  # the name of the call of that number; empty if it has not begun, or is long over
     inside: str  # the names of the calls that are not complete, one in each line
     arriving: str  # of those, the names of the calls whose tensors have not arrived from their devices
     doing: str  # the current activity of the rank
