@@ -1012,14 +1012,14 @@ class Communicator:
 
         Raises:
             UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name,
-                or no shared memory for the contribution.
+                has been sent, and this rank may call again. When awaited, if there is no room for another name
+                on this host, of which no other rank is told then, or no shared memory for the contribution.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
+                left the world with an exception; or another host has no room for the name, which the error names.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -1109,14 +1109,14 @@ class Communicator:
 
         Raises:
             UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name,
-                or no shared memory for the contribution.
+                has been sent, and this rank may call again. When awaited, if there is no room for another name
+                on this host, of which no other rank is told then, or no shared memory for the contribution.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
+                left the world with an exception; or another host has no room for the name, which the error names.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -1196,14 +1196,14 @@ class Communicator:
 
         Raises:
             UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name,
-                or no shared memory for the contribution.
+                has been sent, and this rank may call again. When awaited, if there is no room for another name
+                on this host, of which no other rank is told then, or no shared memory for the contribution.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
+                left the world with an exception; or another host has no room for the name, which the error names.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 
@@ -1279,14 +1279,14 @@ class Communicator:
 
         Raises:
             UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name,
-                or no shared memory for the contribution.
+                has been sent, and this rank may call again. When awaited, if there is no room for another name
+                on this host, of which no other rank is told then, or no shared memory for the contribution.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
                 options.
             PeerLostError: when awaited: a rank of the world is gone or frozen.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
+                left the world with an exception; or another host has no room for the name, which the error names.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
                 allows.
 

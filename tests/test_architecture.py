@@ -186,7 +186,7 @@ REPLACED = {
     },
     "test_device_rpc.py": {"pair_memory.PairMemory.place": "a sender that lies about its block"},
     "test_docs.py": {"asyncoll.run": "programs of the documentation, which call it, run at ranks of this process"},
-    "test_failures.py": {"WaitAvoiding._publish": _SPY},
+    "test_failures.py": {"Executions.arrived": _FAULT, "WaitAvoiding._publish": _SPY},
     "test_forks.py": {"segment.check_room": "the free memory of the host"},
     "test_groups.py": {"asyncoll.algorithms.rounds.wait_avoiding.EARLY_MAX": _FAR},
     "test_interruption.py": {"mutex._try_lock": _FAULT, "progress._Crossing._settle": _FAULT},
@@ -203,6 +203,10 @@ REPLACED = {
     },
     "test_meeting_again.py": {"rendezvous.ZeroMQTransport": _SPY, "rendezvous._share_memory": _FAULT},
     "test_device_collectives.py": {"shared_block._PATIENCE_S": "so that the test does not wait for it"},
+    "test_rounds_between_hosts.py": {
+        "OperationRegistry.enter": "the free memory of one host of several",
+        "operation_registry.MAX_OPERATIONS": "the operations up to the real limit take seconds",
+    },
     "test_rpc_in_memory.py": {
         "arena_module._SLICE_S": _POLL,
         "arena_module._YIELDING_POLL_S": _POLL,

@@ -39,6 +39,7 @@ from asyncoll import (
 )
 from asyncoll.algorithms.rounds.wait_avoiding import Result, WaitAvoiding
 from asyncoll.arguments import digest
+from asyncoll.runtime.executions import Executions
 from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate
 from asyncoll.transport import MAX_FRAME_BYTES, wire
 
@@ -132,6 +133,16 @@ MISMATCHES: dict[str, tuple[Act, str, str]] = {
         "root 1",
         "root 2",
     ),
+    "each waits for the other": (
+        differ(lambda c: c.broadcast(np.ones(3), 1), lambda c: c.broadcast(np.ones(3), 0)),
+        "root 1",
+        "root 0",
+    ),
+    "each waits to send to the other": (
+        differ(lambda c: c.gather(np.ones(1 << 18), 1), lambda c: c.gather(np.ones(1 << 18), 0)),
+        "root 1",
+        "root 0",
+    ),
 }
 
 
@@ -185,6 +196,26 @@ def test_a_mismatch_names_the_lines_of_the_calls(run):
     for error in failures(3, act, run).values():
         assert f"root 0 at test_failures.py:{first + 2}" in str(error)
         assert f"root 1 at test_failures.py:{first + 4}" in str(error)
+
+
+def test_an_exception_while_a_message_is_handled_ends_the_world(monkeypatch):
+    """It would end the transport's reader otherwise, and all ranks would wait."""
+    arrived = Executions.arrived
+
+    def fail(self: Executions, source: int, *rest: Any) -> None:
+        if source == 2:
+            raise MemoryError("a defect")
+        arrived(self, source, *rest)
+
+    async def act(comm: Communicator) -> None:
+        await comm.barrier()
+        if comm.rank == 0:
+            monkeypatch.setattr(Executions, "arrived", fail)
+        await comm.barrier()
+
+    for error in failures(3, act).values():
+        assert type(error) is AbortedError
+        assert "could not handle a message of rank 2: MemoryError: a defect" in str(error)
 
 
 @looped("size", [2, 3, 6])

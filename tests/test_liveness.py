@@ -243,6 +243,25 @@ def test_a_rank_that_has_completed_the_call_has_arrived(simulated):
     assert {(error.arrived, error.missing) for error in raised.values()} == {((0, 1, 3), (2,))}
 
 
+def test_a_rank_that_is_in_another_call_of_that_number_or_has_completed_one_is_missing():
+    async def act(comm: Communicator) -> None:
+        if comm.rank == 0:
+            with asyncoll.deadline(0.05):  # before the ranks have been asked whether they are in the same call
+                await comm.broadcast(np.ones(4), root=1)
+        elif comm.rank == 1:
+            await comm.gather(np.ones(4), root=2)
+        elif comm.rank == 2:
+            await asyncio.sleep(10)
+        else:
+            await comm.scatter(root=0)
+        await comm.barrier()
+
+    for error in failures(4, act, simulate).values():
+        assert (error.arrived, error.missing) == ((0,), (1, 2, 3))
+        assert "rank 1, in barrier #2" in str(error)
+        assert "rank 3, in scatter #1" in str(error)
+
+
 def test_a_rank_that_does_not_answer_is_missing():
     async def act(comm: Communicator) -> None:
         await comm.barrier()

@@ -64,12 +64,13 @@ def test_only_the_addressed_rank_answers():
         await comm.barrier()
         if comm.rank == 0:
             pending = comm._calls._pending
-            asking = asyncio.ensure_future(pending._ask((0, 1)))
+            asking = asyncio.ensure_future(pending._ask((0, 1), 3))
             await asyncio.sleep(0)
-            # An answer to an earlier question.
-            pending._on_answer(2, Here(comm._core.member.group.communicator, 0, "", "", "late"))
+            # Answers to earlier questions.
+            pending._on_answer(2, Here(comm._core.member.group.communicator, 3, 0, "", "", "", "late"))
+            pending._on_answer(1, Here(comm._core.member.group.communicator, 2, 0, "", "", "", "late"))
             await asking
-            assert 1 in pending._answers
+            assert pending._answers[1].doing != "late"
         await comm.barrier()
 
     simulate(3, main, Network(latency_s=0.01))

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from conftest import looped
 
-from asyncoll import AVG, MAX, MismatchError, PeerLostError
+from asyncoll import AVG, MAX, AbortedError, MismatchError, PeerLostError, UsageError
+from asyncoll.algorithms.rounds import operation_registry
 from asyncoll.algorithms.rounds.agent_signals import AGAIN, AGENTS, ASK, CLAIM, HERE, OPEN, RESULT, TEAM, step_of
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE
+from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.errors import ProtocolError
 from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate
 from asyncoll.transport.keys import write_key
@@ -333,3 +335,41 @@ def test_stopped_processes(forked_world, tmp_path):
     ranks = forked_world(env, 4, SCRIPTS / "hosts.py", SCRIPTS / "stopped_agent.py")
     for rank, (code, out, err) in enumerate(rank.end() for rank in ranks):
         assert (code, out) == (0, "passed\n"), (rank, code, out, err)
+
+
+def test_an_operation_for_which_the_caller_has_no_room_is_made_nowhere(monkeypatch):
+    monkeypatch.setattr(operation_registry, "MAX_OPERATIONS", 3)
+
+    async def main(comm):
+        if comm.rank == 0:
+            for name in "abc":
+                await comm.solo_allreduce(np.ones(2), name=name)
+            with pytest.raises(UsageError, match="at most 3 operations"):
+                await comm.solo_allreduce(np.ones(2), name="d")
+        await comm.barrier()
+        await comm.solo_allreduce(np.ones(2), name="a")
+        return set(comm.statistics().operations)
+
+    assert on_hosts((0, 0, 1, 1), main).results == [set("abc")] * 4
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_host_without_room_for_an_operation_of_another_host_ends_the_communicator(full, monkeypatch):
+    enter = OperationRegistry.enter
+
+    def refuse(self, context, fingerprint, cells):
+        if self._arena.ranks[0] // 2 == full:
+            raise UsageError("the memory is full")
+        return enter(self, context, fingerprint, cells)
+
+    monkeypatch.setattr(OperationRegistry, "enter", refuse)
+    caller = 2 * (1 - full)
+
+    async def main(comm):
+        half = await comm.split(0)
+        told = rf"host {full} has no room .*'a'.* by rank {caller} .* memory is full"
+        with pytest.raises(AbortedError, match=told):
+            await (half.solo_allreduce(np.ones(2), name="a") if comm.rank == caller else half.barrier())
+        await comm.barrier()
+
+    on_hosts((0, 0, 1, 1), main)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from types import SimpleNamespace
 
 import numpy as np
@@ -194,6 +195,41 @@ def test_calls_that_do_not_match_are_errors_at_all_ranks(odd):
 
     simulate(4, main, JITTERY, shared_memory=True, hosts="0011")
     assert sorted(heard) == [(rank, True) for rank in range(4)]
+
+
+COLLECTIVES = {
+    "barrier": lambda comm, x: comm.barrier(),
+    "allreduce": lambda comm, x: comm.allreduce(x),
+    "reduce": lambda comm, x: comm.reduce(x, root=2),
+    "broadcast": lambda comm, x: comm.broadcast(x, root=0),
+    "gather": lambda comm, x: comm.gather(x, root=0),
+    "scatter": lambda comm, x: comm.scatter([x] * comm.size, root=0),
+    "alltoall": lambda comm, x: comm.alltoall(np.stack([x] * comm.size)),
+}
+
+
+ONE_WAY = ["gather", "scatter", "reduce"]
+
+
+@pytest.mark.parametrize("count", [0, 4])
+@looped("one, other", [each for each in itertools.product(ONE_WAY, COLLECTIVES) if each[0] != each[1]])
+@looped("odd", [{0}, {1}, {2, 3}])
+def test_calls_that_go_other_ways_meet(count, one, other, odd):
+    """In the memory of hosts, between agents, and by message alone."""
+    heard = []
+
+    async def main(comm):
+        try:
+            await COLLECTIVES[other if comm.rank in odd else one](comm, np.ones(count, np.float32))
+            for _ in range(2):  # ranks that do not wait for each other complete these before they know
+                await comm.barrier()
+        except MismatchError as error:
+            heard.append(str(error))
+            await asyncio.sleep(1)
+
+    simulate(4, main, shared_memory=True, hosts="0011")
+    assert len(heard) == 4
+    assert all(f"{one} #1" in text and f"{other} #1" in text for text in heard)
 
 
 @pytest.mark.parametrize("rank", range(5))

@@ -15,7 +15,7 @@ from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
 from asyncoll.transport import wire
 
-KINDS = [wire.DATA, wire.GRANT, wire.CREDIT, wire.SIGNAL, wire.CONTROL, wire.OFFER]
+KINDS = [wire.DATA, wire.GRANT, wire.CREDIT, wire.SIGNAL, wire.CONTROL, wire.OFFER, wire.CHECK]
 LIMITS = [(wire.DATA, wire.SEGMENT_BYTES), (wire.SIGNAL, wire.SEGMENT_BYTES), (wire.CONTROL, wire.CONTROL_BYTES)]
 WITH_PAYLOAD = {kind for kind, _ in LIMITS}
 uint64s = st.integers(0, 2**64 - 1)
@@ -81,7 +81,7 @@ def test_a_wrong_number_of_frames_is_refused(kind):
 
 @pytest.mark.parametrize(
     ("index", "value", "complaint"),
-    [(0, b"x", "not an asyncoll peer"), (2, b"\x02", "wire version 2"), (3, b"\x00", "kind"), (3, b"\x07", "kind")],
+    [(0, b"x", "not an asyncoll peer"), (2, b"\x02", "wire version 2"), (3, b"\x00", "kind"), (3, b"\x08", "kind")],
 )
 def test_the_error_names_the_wrong_field_of_a_header(index, value, complaint):
     header = bytearray(wire.encode(wire.GRANT))

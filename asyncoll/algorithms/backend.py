@@ -314,7 +314,9 @@ class Backend(Part, Protocol):
     async def open(self, operation: Operation, site: str) -> Rounds:
         """Make `operation`, which `operations` does not have, and add it there; `site` is that of its first call.
 
-        Raises MismatchError if another rank knows a different operation of that name.
+        Raises MismatchError if another rank knows a different operation of that name. Raises UsageError if this host
+        has no room for it: then nothing has been made or sent, and the communicator can be used. If another host has no
+        room, a rank of that host aborts the communicator.
         """
 
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:

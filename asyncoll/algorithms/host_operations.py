@@ -11,7 +11,7 @@ from asyncoll.algorithms.rounds.activation import edges
 from asyncoll.algorithms.rounds.agent_signals import AGENTS
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
 from asyncoll.algorithms.rounds.between_hosts import HostRounds
-from asyncoll.algorithms.rounds.directory import Directory, Rounds
+from asyncoll.algorithms.rounds.directory import Directory
 from asyncoll.algorithms.rounds.in_memory import Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
@@ -92,5 +92,5 @@ class HostOperations(AnnouncedOperations):
         agents = [agent for host in told for agent in hosts.first_ranks(host, AGENTS)]
         return [agent for agent in agents if agent != self._member.group.rank]
 
-    def _make(self, port: Port, operation: Operation, describe: Callable[[], str]) -> Rounds:
+    def _make(self, port: Port, operation: Operation, describe: Callable[[], str]) -> HostRounds:
         return self._memory.rounds(port, operation, self._hosts, describe)

@@ -197,16 +197,21 @@ class Endpoint:
             return
         if isinstance(error, AsyncollError) and self.failures.has_failed(communicator):
             return  # the task was ended by that failure, which all members know
+        self._unhandled(describe(error), error)
+
+    def _unhandled(self, text: str, error: BaseException) -> None:
+        """Abort the world because of an exception that nothing has handled, unless it has failed before."""
         if not isinstance(error, AsyncollError):
-            logger.error("a service of rank %d failed", self.rank, exc_info=error)
-        self.failures.abort(WORLD, range(self.size), describe(error))
+            logger.error("rank %d: %s", self.rank, text, exc_info=error)
+        self.failures.abort(WORLD, range(self.size), text)
 
     # -- incoming messages ------------------------------------------------------------------------
 
     def received(self, source: int, frames: list[Buffer]) -> None:
         """Dispatch one message of the world rank `source`. Bytes that violate the protocol end the world.
 
-        The bytes come from another process, so each branch may raise ProtocolError, and it is caught here only.
+        The bytes come from another process, so each branch may raise ProtocolError, and it is caught here only. Any
+        other exception ends the world, too: it must not end the transport's reader, for which all ranks would wait.
         """
         self.traffic.messages_received += 1
         try:
@@ -218,6 +223,8 @@ class Endpoint:
                 self.executions.granted(source, header)
             elif header.kind == wire.OFFER:
                 self.executions.offered(source, header)
+            elif header.kind == wire.CHECK:
+                self.executions.checked(source, header)
             elif header.kind == wire.CREDIT:
                 self.executions.credited(source, header.number)
             elif header.kind == wire.SIGNAL:
@@ -227,6 +234,8 @@ class Endpoint:
                 self._control(source, wire.decode_control(frames[1]))
         except ProtocolError as error:
             self.failures.broken(source, error)
+        except Exception as error:
+            self._unhandled(f"it could not handle a message of rank {source}: {describe(error)}", error)
 
     def _control(self, source: int, message: wire.Control) -> None:
         """Dispatch a control message."""

@@ -15,7 +15,7 @@ come is then early again, for another call with the same key.
 
 *Mismatches.* Every message carries the fingerprint of the call that its sender has made. If two fingerprints differ,
 the rank that notices sends a Dispute with its own call; the other rank answers to all members with a Mismatch, which
-names both calls.
+names both calls. Ranks that wait for each other are compared by `checks`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll.errors import ProtocolError
+from asyncoll.runtime.checks import Checks
 from asyncoll.runtime.failures import WORLD, Failure, Failures, break_off
 from asyncoll.runtime.matching import Key, Mailbox, Receive
 from asyncoll.runtime.router import Router
@@ -68,6 +69,7 @@ class Execution:
     """One execution of one operation at this rank; `identity` is None until this rank opens it."""
 
     __slots__ = (
+        "checked",
         "early_fingerprints",
         "early_piggybacks",
         "granted",
@@ -90,6 +92,13 @@ class Execution:
         self.early_fingerprints: dict[int, int] = {}  # by source, before `open`
         self.granted: set[Key] = set()  # destinations whose receive is posted
         self.waits: dict[asyncio.Future[None], Key | None] = {}  # the waits of this rank; the key if for a grant
+        self.checked: set[int] = set()  # the world ranks that were asked whether they are in this call (`checks`)
+
+    def awaited(self) -> set[int]:
+        """The world ranks that this rank waits for now."""
+        if not self.waits:
+            return set()
+        return {rank for rank, _ in (*self.mailbox.posted, *filter(None, self.waits.values()))}
 
     def is_early_of(self, communicator: int) -> bool:
         """Whether it is not open, and what has come is of a call (`marked`) on `communicator`."""
@@ -123,9 +132,9 @@ class Executions:
 
     In, from `group.Lane` (the calls of this rank): `open`, `post`, `wait`, `send`, `end`. In, from callers in any
     thread: `send_directly`, a whole execution that sends one short array. In, from the endpoint (messages of peers):
-    `arrived`, `granted`, `credited`, `answer`. In, from `Failures`: `_break_off`, which ends the waits of a failed
-    communicator. Out: DATA, GRANT, CREDIT and Dispute messages through the router; mismatches and protocol errors to
-    `Failures`; futures that the coroutines of this rank await.
+    `arrived`, `granted`, `offered`, `credited`, `checked`, `answer`. In, from `Failures`: `_break_off`, which ends the
+    waits of a failed communicator. Out: DATA, GRANT, OFFER, CREDIT, CHECK and Dispute messages through the router;
+    mismatches and protocol errors to `Failures`; futures that the coroutines of this rank await.
     """
 
     def __init__(self, transport: Transport, router: Router, failures: Failures) -> None:
@@ -142,6 +151,7 @@ class Executions:
         self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution of its last message
         self._known = 0  # executions that became known here
         self._early: dict[int, Callable[[], None]] = {}  # by context: called for each early message
+        self._checks = Checks(self._current.values, self._check)
         failures.on_failure(WORLD, self._break_off)
 
     def open(self, identity: Identity, piggyback: Array | None = None) -> Execution:
@@ -158,6 +168,9 @@ class Executions:
         for source, fingerprint in execution.early_fingerprints.items():
             if fingerprint != identity.fingerprint:
                 execution.mailbox.forget(source)  # these segments belong to another call than this one
+                self._dispute(source, identity)
+        for source, fingerprint in self._checks.kept(key).items():
+            if fingerprint != identity.fingerprint:
                 self._dispute(source, identity)
         for source, early in execution.early_piggybacks:
             if execution.early_fingerprints[source] == identity.fingerprint:
@@ -209,6 +222,7 @@ class Executions:
         for receive in receives:
             receive.on_complete = lambda: _set(future)
         execution.waits[future] = None
+        self._checks.waits()
         try:
             await future
         finally:
@@ -305,6 +319,7 @@ class Executions:
         if key not in execution.granted:
             future = asyncio.get_running_loop().create_future()
             execution.waits[future] = key
+            self._checks.waits()
             try:
                 await future
             finally:
@@ -479,6 +494,24 @@ class Executions:
             link.earned_bytes = 0
 
     # -- mismatches -------------------------------------------------------------------------------
+
+    def _check(self, execution: Execution, rank: int) -> None:
+        """Ask world rank `rank`, which `execution` waits for, whether it is in the same call."""
+        identity = execution.identity
+        assert identity is not None
+        header = wire.encode(wire.CHECK, identity.context, identity.number, fingerprint=identity.fingerprint)
+        self._router.send(rank, [header])
+
+    def checked(self, source: int, header: wire.Header) -> None:
+        """A CHECK message: world rank `source` waits for this rank in an execution."""
+        if self._sent_directly:
+            self._enter_direct()
+        key = (header.context, header.number)
+        identity = self._identity(key)
+        if identity is None:
+            self._checks.keep(key, source, header.fingerprint)
+        elif identity.fingerprint != header.fingerprint:
+            self._dispute(source, identity)
 
     def _dispute(self, source: int, identity: Identity) -> None:
         """Tell `source` that the calls differ. Its answer, a Mismatch that names both calls, goes to every member."""

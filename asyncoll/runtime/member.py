@@ -121,6 +121,11 @@ class Member:
         """Whether the process of group rank `rank`, which is on this host, is known to have ended."""
         return self.endpoint.membership.is_gone(self.group.ranks[rank])
 
+    @property
+    def host(self) -> str:
+        """The name of this rank's host, for errors."""
+        return self.endpoint.membership.process(self.endpoint.rank).host
+
     def tell(self, rank: int, message: Control) -> None:
         """Send a control message to group rank `rank`. On the runtime's loop."""
         self.endpoint.router.tell(self.group.ranks[rank], message)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -32,6 +33,7 @@ _ANSWER_S = 0.25  # time for the answers. The progress thread of a rank answers,
 # A call may be over without a rank that has left, if all that it needs has come. It has this long to end.
 _COMPLETION_S = 0.02
 _COMPLETION_TURNS = 4  # of the loop, which may have been busy for all that time
+_RECENT_MAX = 64  # numbered calls whose names are known, for the answer what this rank has called instead
 
 
 class Call(Protocol):
@@ -91,6 +93,8 @@ class PendingCalls:
         self._next_check_s = math.inf  # when `_check_overdue` runs next
         self._timer: asyncio.TimerHandle | None = None
         self._asking = asyncio.Lock()
+        self._recent: deque[tuple[int, Call]] = deque(maxlen=_RECENT_MAX)  # the last calls with a number
+        self._question = 0  # the number of the call that the current question is for
         self._answers: dict[int, Here] = {}  # to the current question, by world rank
         self._asked: set[int] = set()
         self._all_answered: asyncio.Event | None = None  # set while a question is open
@@ -149,7 +153,9 @@ class PendingCalls:
     def note(self, call: Call, number: int = 0) -> None:
         """This rank has made `call`, which is over or pending."""
         self._last = call
-        self._calls = max(number, self._calls)
+        if number:
+            self._calls = max(number, self._calls)
+            self._recent.append((number, call))
         self._idle_since_s = self._now_s()
 
     def age_s(self, pending: PendingCall) -> float:
@@ -217,7 +223,7 @@ class PendingCalls:
 
     async def _report_overdue(self, overdue: PendingCall) -> None:
         """Fail the communicator with the arrived and the missing ranks, unless the call ends while this rank asks."""
-        await self._ask(overdue.ranks)
+        await self._ask(overdue.ranks, overdue.number)
         if overdue not in self._pending:
             self._check_overdue()
             return
@@ -230,13 +236,17 @@ class PendingCalls:
         news = Overdue(self._group.communicator, text, *lists)
         self._endpoint.failures.give_up(news, self._group.communicator, self._group.ranks)
 
-    async def _ask(self, ranks: tuple[int, ...]) -> None:
-        """Ask the world ranks `ranks` where they are, and wait until all have answered or the time is over."""
+    async def _ask(self, ranks: tuple[int, ...], number: int) -> None:
+        """Ask the world ranks `ranks` where they are, and wait until all have answered or the time is over.
+
+        `number` is that of the call that they are asked for.
+        """
+        self._question = number
         self._answers.clear()
         self._all_answered = asyncio.Event()
         self._asked = set(ranks) - {self._endpoint.rank}
         for rank in self._asked:
-            self._endpoint.router.tell(rank, Where(self._group.communicator))
+            self._endpoint.router.tell(rank, Where(self._group.communicator, number))
         try:
             with contextlib.suppress(TimeoutError):  # a rank that does not answer is missing
                 await asyncio.wait_for(self._all_answered.wait(), _ANSWER_S)
@@ -245,6 +255,8 @@ class PendingCalls:
 
     def _on_answer(self, source: int, answer: Here) -> None:
         """A Here message. The question is over once all asked ranks have answered; others may answer an earlier one."""
+        if answer.number != self._question:
+            return
         self._answers[source] = answer
         if self._all_answered is not None and self._answers.keys() >= self._asked:
             self._all_answered.set()
@@ -256,7 +268,7 @@ class PendingCalls:
             return key not in self._arriving_keys()
         if answer is None or key in answer.arriving.split("\n"):
             return False
-        return key in answer.inside.split("\n") or 0 < pending.number <= answer.calls
+        return key in answer.inside.split("\n") or (0 < pending.number <= answer.calls and answer.made in ("", key))
 
     def _arriving_keys(self) -> list[str]:
         """The names of the calls whose tensors have not arrived. Calls of one name go on one after another."""
@@ -280,9 +292,12 @@ class PendingCalls:
     def _on_question(self, source: int, question: Where) -> None:
         """A Where message: answer with the calls that this rank is in, or its last call."""
         self._catch_up()
+        communicator, number = question
+        made = next((call.key for each, call in tuple(self._recent) if each == number), "")
         inside = "\n".join(pending.call.key for pending in tuple(self._pending))
         arriving = "\n".join(self._arriving_keys())
-        self._endpoint.router.tell(source, Here(question.communicator, self._calls, inside, arriving, self._doing()))
+        here = Here(communicator, number, self._calls, made, inside, arriving, self._doing())
+        self._endpoint.router.tell(source, here)
 
     def _doing(self) -> str:
         """What this rank does: the calls that it is in, or its last call."""
@@ -371,6 +386,7 @@ class PendingCalls:
         call, number, ended_s = newest
         if number > self._calls:
             self._last, self._calls = call, number
+            self._recent.append((number, call))
         self._idle_since_s = max(self._idle_since_s, ended_s)
 
 

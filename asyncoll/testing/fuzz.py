@@ -54,7 +54,7 @@ def fuzz(seed: int, count: int) -> None:
 
 
 def _message(draw: np.random.Generator) -> None:
-    frames = [wire.encode(int(draw.integers(0, 7)), *map(int, draw.integers(0, 1 << 31, 4))), _random(draw)]
+    frames = [wire.encode(int(draw.integers(0, 9)), *map(int, draw.integers(0, 1 << 31, 4))), _random(draw)]
     sent = [bytes(frame) for frame in zeromq._pack(frames)]
     wire.decode([bytes(frame) for frame in zeromq._unpack([_damaged(draw, sent[0]), *sent[1:]])])
 

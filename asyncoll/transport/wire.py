@@ -3,7 +3,7 @@
 A message has one to three frames: a fixed header; a payload, of raw tensor bytes (DATA, SIGNAL) or msgpack (CONTROL);
 and, with DATA only, a piggyback. The header identifies the execution that the message belongs to, by (context, number),
 the step in it, and a fingerprint of the sender's description of that execution. `number` is the number of the call or
-the round for DATA, GRANT, OFFER and SIGNAL, and a count of bytes for CREDIT.
+the round for DATA, GRANT, OFFER, CHECK and SIGNAL, and a count of bytes for CREDIT.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ CREDIT: Final = 3  # `number` bytes of the receiver's DATA have been consumed
 SIGNAL: Final = 4  # for the handler of a persistent operation; the payload may be empty
 CONTROL: Final = 5  # one of the rare messages below, in msgpack
 OFFER: Final = 6  # a long array waits at the sender for its GRANT: for a receiver that does not know yet who sends
+CHECK: Final = 7  # the sender has waited for the receiver: are both in the same call?
 _PAYLOAD_LIMITS: Final = {
     DATA: SEGMENT_BYTES,
     GRANT: 0,
@@ -36,6 +37,7 @@ _PAYLOAD_LIMITS: Final = {
     SIGNAL: SEGMENT_BYTES,
     CONTROL: CONTROL_BYTES,
     OFFER: 0,
+    CHECK: 0,
 }
 
 _HEADER: Final = struct.Struct("<2sBBIQQQ")  # magic, version, kind, step, context, number, fingerprint
@@ -163,13 +165,16 @@ class Where(NamedTuple):
     """Asks for a Here: a call of the sender on this communicator has exceeded its deadline."""
 
     communicator: int
+    number: int  # of that call, 0 for a call without one
 
 
 class Here(NamedTuple):
     """Answers a Where."""
 
     communicator: int
+    number: int  # as in Where
     calls: int  # the number of numbered calls begun so far
+    made: str  # the name of the call of that number; empty if it has not begun, or is long over
     inside: str  # the names of the calls that are not complete, one in each line
     arriving: str  # of those, the names of the calls whose tensors have not arrived from their devices
     doing: str  # the current activity of the rank

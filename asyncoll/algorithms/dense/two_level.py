@@ -1,6 +1,6 @@
 """The dense collectives of one call on several hosts: the ranks of a host meet in its memory, and hosts by message.
 
-Each byte crosses the network once per host, and not once per rank. The first ranks of each host are its agents, as
+A host sends and receives what one rank would, however many ranks it has. The first ranks of a host are its agents, as
 many as the host with the fewest ranks has. Each agent has a share of the array: it gets the share's sum over the ranks
 of its host, exchanges it with the agents of the same place at the other hosts, and hands it out to the ranks of its
 host. So all agents use the network at the same time. Each element is reduced along one way, in an order that depends on
@@ -188,10 +188,14 @@ class TwoLevelCall:
         """
 
         async def exchange(window: _Window) -> None:
-            if window.mine.size:
+            if self._exchanges(window):
                 await between(window)
 
         await _pipelined(self._windows(x, in_place=in_place), before, exchange, after)
+
+    def _exchanges(self, window: _Window) -> bool:
+        """Whether this rank has a share of `window`. In a call without elements the first agents meet nevertheless."""
+        return window.mine.size > 0 or (not window.whole and self.hosts.place == 0)
 
     def _windows(self, x: Array, *, in_place: bool) -> list[_Window]:
         size = max(1, _WINDOW_BYTES // x.itemsize)

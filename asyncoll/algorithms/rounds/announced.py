@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 from asyncoll.algorithms.rounds import by_coordinator
 from asyncoll.algorithms.rounds.activation import edges
@@ -23,6 +24,13 @@ from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport.wire import Announce
 
 
+class ServedRounds(Rounds, Protocol):
+    """Rounds in which a rank takes part also while its program makes no call of them."""
+
+    def serve(self) -> None:
+        """From now on this rank takes part. Called once, when the operation has been announced."""
+
+
 class AnnouncedOperations:
     """Makes the operations of one communicator at one rank. On the runtime's loop."""
 
@@ -33,18 +41,20 @@ class AnnouncedOperations:
         member.on_control(Announce, self._announced)
 
     def open(self, operation: Operation, caller: int, site: str) -> Rounds:
-        """Make `operation`, first called by rank `caller` at `site`, and announce it."""
+        """Make `operation`, first called by rank `caller` at `site`, and announce it.
+
+        Raises UsageError if this rank's host has no room for it. Then no rank is told of it.
+        """
+        text = f"{operation} (first called by rank {caller} at {site})"
+        port = Port(self._member, operation.name, operation.fingerprint())
+        rounds = self._make(port, operation, lambda: text)
         # A rank announces every operation that it makes, not only those that its own program calls first. The ranks on
         # its edges may be announced twice: the second announcement finds the operation known, and changes nothing.
-        text = f"{operation} (first called by rank {caller} at {site})"
-        group = self._member.group
-        message = _announcement(group.communicator, operation, site)
+        message = _announcement(self._member.communicator, operation, site)
         for rank in self._told(operation):
             self._member.tell(rank, message)
-        # The rounds are made after the announcement: a rank that has left already signals as soon as they exist.
-        port = Port(self._member, operation.name, operation.fingerprint())
         self.ports.append(port)
-        rounds = self._make(port, operation, lambda: text)
+        rounds.serve()  # after the announcement: a rank that has left already signals at once
         self._directory.add(rounds)
         return rounds
 
@@ -54,7 +64,7 @@ class AnnouncedOperations:
         group = self._member.group
         return [(group.rank + (1 << edge)) % group.size for edge in edges(group.size)]
 
-    def _make(self, port: Port, operation: Operation, describe: Callable[[], str]) -> Rounds:
+    def _make(self, port: Port, operation: Operation, describe: Callable[[], str]) -> ServedRounds:
         suits = by_coordinator.suits(operation, self._member.group.size)
         return (by_coordinator.CoordinatedRounds if suits else ActivatedRounds)(port, operation, describe)
 
@@ -68,7 +78,15 @@ class AnnouncedOperations:
             raise ProtocolError(f"an announcement of an impossible operation: {error}") from None
         with contextlib.suppress(MismatchError):  # the communicator has failed, and its members were told
             if self._directory.find(operation, caller, message.site) is None:
-                self.open(operation, caller, message.site)
+                self._take_over(operation, caller, message.site)
+
+    def _take_over(self, operation: Operation, caller: int, site: str) -> None:
+        """Make the operation of another rank. If there is no room for it here, no rank can go on with it."""
+        try:
+            self.open(operation, caller, site)
+        except UsageError as error:
+            host = self._member.host
+            self._member.abort(f"host {host} has no room for {operation}, called by rank {caller} at {site}: {error}")
 
 
 def _announcement(communicator: int, operation: Operation, site: str) -> Announce:

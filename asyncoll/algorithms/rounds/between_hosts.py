@@ -47,8 +47,10 @@ class HostRounds(OneSidedRounds):
         self._rank, self._size = port.group.rank, port.group.size
         self._all_ranks = tuple(range(port.group.size))
         self._agent = Agent(port, operation, hosts, self._rounds, self, self.describe)
-        port.open(self._agent.received, self._ended)
-        if hosts.place < AGENTS:
+
+    def serve(self) -> None:
+        self._port.open(self._agent.received, self._ended)
+        if self._hosts.place < AGENTS:
             self._agent.look()  # ranks of this host may have left before
 
     def _record(self) -> RoundRecord:

@@ -58,7 +58,7 @@ class CoordinatedRounds(WaitAvoiding):
     def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
         self._all_ranks = tuple(range(port.group.size))
         self._sent: list[_Sent] = []  # to the coordinator of the round that is armed, in order
-        # Last: the constructor arms the first round, and a signal that is here already is handled in it.
+        # Last: the constructor arms the first round.
         super().__init__(port, operation, describe)
 
     # -- contributing -----------------------------------------------------------------------------

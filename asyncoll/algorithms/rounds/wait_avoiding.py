@@ -9,6 +9,10 @@ A rank stages its contribution and opens the round if it may. Every rank takes p
 with none, whether or not its caller waits. A late contribution stays staged for a later round: none is lost or counted
 twice. Gradients add up until a round takes them. Models replace each other and stay.
 
+An operation is made at all ranks when a rank calls it first. If that rank's host has no room for it, the caller gets a
+UsageError, no other rank is told, and the communicator goes on. If another host has no room, its part in the rounds is
+missing, so a rank of that host aborts the communicator.
+
 This module has the calls, contributions and results of both carriers by message, and carries out the instructions of
 `engine`. `by_tree` (by all ranks, at any size) and `by_coordinator` (by one rank, for short contributions) say how a
 round is carried out.
@@ -113,9 +117,11 @@ class WaitAvoiding(ABC):
         self._is_over = False  # the same holds of all ranks
         self._joining: asyncio.Future[None] | None = None  # the caller that waits for that
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (group rank, step, payload)
-        # Armed first: `port.open` handles the signals that have arrived already. Then a rank that has left takes part.
         self._round = self._arm()
-        port.open(self._received, self._take_part_if_gone)
+
+    def serve(self) -> None:
+        # Handles the signals that have arrived already. Then a rank that has left takes part.
+        self._port.open(self._received, self._take_part_if_gone)
         self._take_part_if_gone()
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
