@@ -22,7 +22,7 @@ from common import Record, parser
 
 from asyncoll import Communicator
 from asyncoll.algorithms.dense import on_lane, two_level
-from asyncoll.algorithms.rounds import agent
+from asyncoll.algorithms.rounds import agent_signals, attempt
 from asyncoll.algorithms.rounds.tally import PARTICIPATION_BYTES
 from asyncoll.bench.plan import ITEM_BYTES, parse_sizes
 from asyncoll.testing import simulate
@@ -59,7 +59,7 @@ class TwoLevels:
         return self.links.local_latency_s + self.rest_of_round(size, answered=self.hosts - 1)
 
     def allreduce(self, size: int) -> float:
-        """The agents of a host exchange their shares at the same time, so each has a part of the link.
+        """The leaders of a host exchange their shares at the same time, so each has a part of the link.
 
         Windows follow each other between the hosts; what is done in memory meanwhile takes no time here.
         """
@@ -68,14 +68,14 @@ class TwoLevels:
         return sum(self._exchange(each) for each in windows)
 
     def _exchange(self, size: int) -> float:
-        """While the shares of some agents are on the link, the others take their next step, after alpha."""
-        agents = min(self.each, max(1, size // two_level._SHARE_BYTES))
+        """While the shares of some leaders are on the link, the others take their next step, after alpha."""
+        leaders = min(self.each, max(1, size // two_level._SHARE_BYTES))
         *before, last = self._steps(size) or [0.0]
         if not last:
-            return self._among_hosts(agents).allreduce(size // agents)
-        occupied = [self._occupied(step / agents) for step in before]
-        steps_s = sum(max(agents * each, each + self.links.latency_s) for each in occupied)
-        return steps_s + agents * self._occupied(last / agents) + self.links.latency_s
+            return self._among_hosts(leaders).allreduce(size // leaders)
+        occupied = [self._occupied(step / leaders) for step in before]
+        steps_s = sum(max(leaders * each, each + self.links.latency_s) for each in occupied)
+        return steps_s + leaders * self._occupied(last / leaders) + self.links.latency_s
 
     def _steps(self, size: int) -> list[float]:
         """The bytes that a host sends in each step of an exchange, if the steps are those of a power of two."""
@@ -101,7 +101,7 @@ class TwoLevels:
         riding = 2 * PARTICIPATION_BYTES * self.ranks  # between hosts it is a list of float64
         if self.is_short(size):
             return self._between(0) + 2 * self.links.latency_s + (others + answered) * self._occupied(size + riding)
-        told = self._between(0) + (agent.AGENTS_MAX * others - 2) * self._occupied(
+        told = self._between(0) + (agent_signals.AGENTS * others - 2) * self._occupied(
             0
         )  # the first agent of the last host
         team = self.links.latency_s + others * self._occupied(4 * self.hosts)
@@ -112,7 +112,7 @@ class TwoLevels:
 
     def is_short(self, size: int) -> bool:
         together = self.hosts * (size + PARTICIPATION_BYTES * self.ranks)
-        return size <= agent.SHORT_BYTES and together <= agent.ALL_SHORT_BYTES
+        return size <= attempt.SHORT_BYTES and together <= attempt.ALL_SHORT_BYTES
 
     def _between(self, size: float) -> float:
         return self.links.latency_s + self._occupied(size)

@@ -1395,7 +1395,7 @@ def test_what_the_ranks_of_a_host_have_in_common_crosses_the_network_once(algori
 
 
 def test_a_host_with_nan_is_refused_by_all_hosts():
-    """Also by ranks that are no agents, and hear nothing from other hosts."""
+    """Also by ranks that are no leaders, and hear nothing from other hosts."""
 
     async def main(comm):
         found = []

@@ -55,8 +55,8 @@ async def every_call(comm, counts=COUNTS):
 
 
 @pytest.mark.parametrize("hosts", [*LAYOUTS, "00001111", "0123012301"])
-def test_an_array_with_a_share_for_each_agent_is_reduced_where_it_lies(hosts):
-    """By each agent, its own part first: it must not be read once more where the sum is."""
+def test_an_array_with_a_share_for_each_leader_is_reduced_where_it_lies(hosts):
+    """By each leader, its own part first: it must not be read once more where the sum is."""
 
     async def main(comm):
         return sorted({float(each) for each in await comm.allreduce(np.ones(16_384, np.float32))})
@@ -215,7 +215,7 @@ ONE_WAY = ["gather", "scatter", "reduce"]
 @looped("one, other", [each for each in itertools.product(ONE_WAY, COLLECTIVES) if each[0] != each[1]])
 @looped("odd", [{0}, {1}, {2, 3}])
 def test_calls_that_go_other_ways_meet(count, one, other, odd):
-    """In the memory of hosts, between agents, and by message alone."""
+    """In the memory of hosts, between leaders, and by message alone."""
     heard = []
 
     async def main(comm):
@@ -254,7 +254,7 @@ def test_a_cancelled_call_ends_all_ranks(rank):
 def test_the_layout():
     hosts = Hosts.of("abaab", 3)
     assert (hosts.ranks, hosts.mine, hosts.place) == (((0, 2, 3), (1, 4)), 0, 2)
-    assert (hosts.here, hosts.agents, hosts.is_agent, hosts.host(4)) == ((0, 2, 3), 2, False, 1)
+    assert (hosts.here, hosts.leaders, hosts.is_leader, hosts.host(4)) == ((0, 2, 3), 2, False, 1)
     assert Hosts.of("abaab", 4).team == (2, 4)
     assert hosts.carried(0) == [(0, 3), (1,)]
     assert hosts.carried(1) == [(2,), (4,)]
@@ -263,7 +263,7 @@ def test_the_layout():
 
 @looped("rest", [100, 4000, 7000])
 def test_a_share_of_a_short_window_has_room(rest):
-    """It may be larger than one of a full window, as fewer agents have a share."""
+    """It may be larger than one of a full window, as fewer leaders have a share."""
     hosts = Hosts.of([rank // 200 for rank in range(400)], 0)
     call = TwoLevelCall(hosts, SimpleNamespace(rank=0, size=400), None, [])
     windows = call._windows(np.zeros(2 * (1 << 20) + rest, "f4"), in_place=False)
@@ -297,7 +297,7 @@ class Within:
 
 
 class Between(Within):
-    """Agents that never end an exchange."""
+    """Leaders that never end an exchange."""
 
     size = 4
 

@@ -40,7 +40,7 @@ class HostsBackend(MessageBackend):
         all_have_arenas = arena is not None and member.endpoint.all_have_arenas
         self._rounds = HostMemory(self._host, arena) if arena is not None and all_have_arenas else None
         super().__init__(member)
-        self._team = member.among(hosts.team) if hosts.is_agent else None
+        self._team = member.among(hosts.team) if hosts.is_leader else None
         has_neighbours = len(hosts.here) > 1
         self._memory = MemoryBackend(self._host, arena) if arena is not None and has_neighbours else None
         self._between = [digest(member.communicator, "between hosts", lane) for lane in range(EXCHANGES)]
@@ -60,7 +60,7 @@ class HostsBackend(MessageBackend):
         return TwoLevelCall(self._hosts, super().collectives(call), within, self._between_hosts(call))
 
     def _between_hosts(self, call: Signature) -> list[MessageCall]:
-        """The lanes of the agents of this rank's place; none if this rank is no agent."""
+        """The lanes of the leaders of this rank's place; none if this rank is no leader."""
         if self._team is None:
             return []
         return [MessageCall(self._team, call, context) for context in self._between]

@@ -33,23 +33,23 @@ class Hosts:
         return self.ranks[self.mine]
 
     @cached_property
-    def agents(self) -> int:
-        """The agents of each host: its first ranks. Agents of the same place exchange arrays between hosts."""
+    def leaders(self) -> int:
+        """The leaders of each host: its first ranks. Leaders of the same place exchange arrays between hosts."""
         return min(map(len, self.ranks))
 
     @property
-    def is_agent(self) -> bool:
-        """Whether this rank is an agent."""
-        return self.place < self.agents
+    def is_leader(self) -> bool:
+        """Whether this rank is a leader."""
+        return self.place < self.leaders
 
     @cached_property
     def teams(self) -> tuple[tuple[int, ...], ...]:
-        """The agents of each place, by host."""
-        return tuple(tuple(ranks[place] for ranks in self.ranks) for place in range(self.agents))
+        """The leaders of each place, by host."""
+        return tuple(tuple(ranks[place] for ranks in self.ranks) for place in range(self.leaders))
 
     @cached_property
     def team(self) -> tuple[int, ...]:
-        """The agents of this rank's place, by host. Only for an agent."""
+        """The leaders of this rank's place, by host. Only for a leader."""
         return self.teams[self.place]
 
     def host(self, rank: int) -> int:
@@ -60,9 +60,9 @@ class Hosts:
         """The first ranks of `host`, at most so many."""
         return self.ranks[host][:at_most]
 
-    def carried(self, agent: int) -> Sequence[Sequence[int]]:
-        """For each host, the ranks whose blocks the agent of that place sends and receives."""
-        return self._carried[agent]
+    def carried(self, leader: int) -> Sequence[Sequence[int]]:
+        """For each host, the ranks whose blocks the leader of that place sends and receives."""
+        return self._carried[leader]
 
     # Computed once: calls ask for these again and again, and with 1,024 ranks that took 24 ms of each.
 
@@ -73,5 +73,5 @@ class Hosts:
 
     @cached_property
     def _carried(self) -> Sequence[Sequence[Sequence[int]]]:
-        """By agent, as of `carried`."""
-        return [[ranks[agent :: self.agents] for ranks in self.ranks] for agent in range(self.agents)]
+        """By leader, as of `carried`."""
+        return [[ranks[leader :: self.leaders] for ranks in self.ranks] for leader in range(self.leaders)]

@@ -1,10 +1,10 @@
 """The dense collectives of one call on several hosts: the ranks of a host meet in its memory, and hosts by message.
 
-A host sends and receives what one rank would, however many ranks it has. The first ranks of a host are its agents, as
-many as the host with the fewest ranks has. Each agent has a share of the array: it gets the share's sum over the ranks
-of its host, exchanges it with the agents of the same place at the other hosts, and hands it out to the ranks of its
-host. So all agents use the network at the same time. Each element is reduced along one way, in an order that depends on
-the placement alone, and the result is copied. So all ranks get the same bits.
+A host sends and receives what one rank would, however many ranks it has. The first ranks of a host are its leaders, as
+many as the host with the fewest ranks has. Each leader has a share of the array: it gets the share's sum over the ranks
+of its host, exchanges it with the leaders of the same place at the other hosts, and hands it out to the ranks of its
+host. So all leaders use the network at the same time. Each element is reduced along one way, in an order that depends
+on the placement alone, and the result is copied. So all ranks get the same bits.
 
 A long array passes in windows: while some are between the hosts, the ranks of a host reduce the next one. A collective
 that moves each block from one rank to one other goes by message as a whole.
@@ -29,7 +29,7 @@ from asyncoll.statistics import Traffic
 from asyncoll.tensors import reductions
 from asyncoll.tensors.reductions import Array, ReduceOp
 
-_SHARE_BYTES = 1 << 14  # the least that is worth another agent
+_SHARE_BYTES = 1 << 14  # the least that is worth another leader
 _WINDOW_BYTES = 1 << 22
 EXCHANGES = 2  # windows that are between the hosts at a time: while the messages of one wait, the others fill the wire
 
@@ -63,13 +63,13 @@ class _Window(NamedTuple):
     """A part of an array, and what this host has of it."""
 
     turn: int  # the number of windows before
-    shares: list[Array]  # of the array, by place; empty for a rank that is no agent of this window
+    shares: list[Array]  # of the array, by place; empty for a rank that is no leader of this window
     mine: Array  # the share of this rank: one of `shares`, or memory beside it
     whole: int  # the bytes of the part
 
 
 class _BlockWindow:
-    """A part of the block of each rank, and the memory in which agents exchange these parts."""
+    """A part of the block of each rank, and the memory in which leaders exchange these parts."""
 
     def __init__(self, turn: int, blocks: Sequence[Array], bounds: Sequence[tuple[int, int]]) -> None:
         """`bounds` has the begin and the end of the part in each of `blocks`."""
@@ -77,7 +77,7 @@ class _BlockWindow:
         self.bounds = bounds
         self.blocks = [block[start:end] for block, (start, end) in zip(blocks, bounds, strict=True)]
         self.sizes = [block.size for block in self.blocks]
-        self.mine = self.blocks[0][:0]  # at an agent: the blocks that it carries
+        self.mine = self.blocks[0][:0]  # at a leader: the blocks that it carries
         self.rooms: list[Array] = []  # the same for each place, where all ranks of a host get them
 
 
@@ -94,7 +94,7 @@ class TwoLevelCall:
     ) -> None:
         """`whole` is of all ranks, and `within` of those of this host.
 
-        `between` has EXCHANGES lanes of the agents of this rank's place, and none if this rank is no agent.
+        `between` has EXCHANGES lanes of the leaders of this rank's place, and none if this rank is no leader.
         """
         self.hosts = hosts
         self._whole = whole
@@ -134,7 +134,7 @@ class TwoLevelCall:
             await self.within.reduce_scatter(window.shares, window.mine, summed, carried)
 
         async def exchange(window: _Window) -> None:
-            await self._agents(window).allreduce(window.mine, summed, carried, window.whole)
+            await self._leaders(window).allreduce(window.mine, summed, carried, window.whole)
 
         await self._in_windows(total, reduce_here, exchange, self._hand_out)
         self._finish(x, total, op, dtype)
@@ -147,7 +147,7 @@ class TwoLevelCall:
             await self.within.reduce_scatter(window.shares, window.mine, summed, carried)
 
         async def exchange(window: _Window) -> None:
-            await self._agents(window).reduce(window.mine, summed, carried, hosts.host(root), window.whole)
+            await self._leaders(window).reduce(window.mine, summed, carried, hosts.host(root), window.whole)
 
         async def collect(window: _Window) -> None:
             if root in hosts.here:
@@ -165,7 +165,7 @@ class TwoLevelCall:
                 await self.within.scatter(window.shares, window.mine, hosts.here.index(root))
 
         async def exchange(window: _Window) -> None:
-            await self._agents(window).broadcast(window.mine, hosts.host(root), window.whole)
+            await self._leaders(window).broadcast(window.mine, hosts.host(root), window.whole)
 
         await self._in_windows(x, share_out, exchange, self._hand_out)
 
@@ -194,7 +194,7 @@ class TwoLevelCall:
         await _pipelined(self._windows(x, in_place=in_place), before, exchange, after)
 
     def _exchanges(self, window: _Window) -> bool:
-        """Whether this rank has a share of `window`. In a call without elements the first agents meet nevertheless."""
+        """Whether this rank has a share of `window`. In a call without elements the first leaders meet nevertheless."""
         return window.mine.size > 0 or (not window.whole and self.hosts.place == 0)
 
     def _windows(self, x: Array, *, in_place: bool) -> list[_Window]:
@@ -213,10 +213,10 @@ class TwoLevelCall:
         ]
 
     def _shares(self, x: Array) -> list[Array]:
-        """The share of each rank of this host in `x`. A short array is not worth all agents."""
-        agents = min(self.hosts.agents, max(1, x.nbytes // _SHARE_BYTES))
-        shares = [x[start:end] for start, end in bounds(x.size, agents)]
-        return shares + [x[:0]] * (len(self.hosts.here) - agents)
+        """The share of each rank of this host in `x`. A short array is not worth all leaders."""
+        leaders = min(self.hosts.leaders, max(1, x.nbytes // _SHARE_BYTES))
+        shares = [x[start:end] for start, end in bounds(x.size, leaders)]
+        return shares + [x[:0]] * (len(self.hosts.here) - leaders)
 
     # -- of a block for each rank -----------------------------------------------------------------
 
@@ -227,7 +227,7 @@ class TwoLevelCall:
 
         async def reduce_here(window: _BlockWindow) -> None:
             wide = [block if carried == dtype else reductions.widened(block, dtype) for block in window.blocks]
-            outgoing = self._for_agents([np.concatenate([wide[rank] for rank in plan]) for plan in plans])
+            outgoing = self._for_leaders([np.concatenate([wide[rank] for rank in plan]) for plan in plans])
             window.mine = np.empty_like(outgoing[hosts.place])
             await self.within.reduce_scatter(outgoing, window.mine, summed, carried)
 
@@ -235,7 +235,7 @@ class TwoLevelCall:
             if self.between:
                 sections = self._sections(window)
                 window.mine = np.empty_like(sections[hosts.mine])
-                await self._agents(window).reduce_scatter(sections, window.mine, summed, carried)
+                await self._leaders(window).reduce_scatter(sections, window.mine, summed, carried)
 
         async def deal(window: _BlockWindow) -> None:
             start, end = window.bounds[self.rank]
@@ -245,7 +245,7 @@ class TwoLevelCall:
             if self.between:
                 for place, part in self._own(window, window.mine):
                     outgoing[place] = part
-            incoming[hosts.place % hosts.agents] = total
+            incoming[hosts.place % hosts.leaders] = total
             await self._swap(outgoing, incoming)
             self._finish(mine, total, op, dtype)
 
@@ -256,10 +256,10 @@ class TwoLevelCall:
 
         async def collect(window: _BlockWindow) -> None:
             rooms = [np.empty(sum(window.sizes[rank] for rank in plan), nothing.dtype) for plan in plans]
-            window.rooms = self._for_agents(rooms)
+            window.rooms = self._for_leaders(rooms)
             window.mine = window.rooms[hosts.place]
             outgoing, incoming = [nothing] * len(hosts.here), [nothing] * len(hosts.here)
-            outgoing[hosts.place % hosts.agents] = window.blocks[self.rank]
+            outgoing[hosts.place % hosts.leaders] = window.blocks[self.rank]
             if self.between:
                 for place, part in self._own(window, self._sections(window)[hosts.mine]):
                     incoming[place] = part
@@ -267,7 +267,7 @@ class TwoLevelCall:
 
         async def exchange(window: _BlockWindow) -> None:
             if self.between:
-                await self._agents(window).allgather(self._sections(window))
+                await self._leaders(window).allgather(self._sections(window))
 
         async def hand_out(window: _BlockWindow) -> None:
             await self.within.allgather(window.rooms)
@@ -278,28 +278,28 @@ class TwoLevelCall:
         await _pipelined(_block_windows(blocks), collect, exchange, hand_out)
 
     async def _swap(self, outgoing: list[Array], incoming: list[Array]) -> None:
-        """Between the ranks of this host and the agents that carry their blocks."""
+        """Between the ranks of this host and the leaders that carry their blocks."""
         hosts = self.hosts
-        if hosts.agents == len(hosts.here):  # each carries its own
+        if hosts.leaders == len(hosts.here):  # each carries its own
             incoming[hosts.place][...] = outgoing[hosts.place]
         else:
             await self.within.alltoall(outgoing, incoming)
 
     def _plans(self) -> list[list[int]]:
-        """For each agent, the ranks whose blocks it carries, in the order in which these lie in its memory."""
-        return [_flat(self.hosts.carried(agent)) for agent in range(self.hosts.agents)]
+        """For each leader, the ranks whose blocks it carries, in the order in which these lie in its memory."""
+        return [_flat(self.hosts.carried(leader)) for leader in range(self.hosts.leaders)]
 
-    def _for_agents(self, rooms: list[Array]) -> list[Array]:
-        """`rooms` of the agents, and empty ones of the other ranks of this host."""
-        return rooms + [rooms[0][:0]] * (len(self.hosts.here) - self.hosts.agents)
+    def _for_leaders(self, rooms: list[Array]) -> list[Array]:
+        """`rooms` of the leaders, and empty ones of the other ranks of this host."""
+        return rooms + [rooms[0][:0]] * (len(self.hosts.here) - self.hosts.leaders)
 
     def _sections(self, window: _BlockWindow) -> list[Array]:
-        """For each host, the blocks of its ranks that this agent carries."""
+        """For each host, the blocks of its ranks that this leader carries."""
         carried = self.hosts.carried(self.hosts.place)
         return _parts(window.mine, [sum(window.sizes[rank] for rank in ranks) for ranks in carried])
 
     def _own(self, window: _BlockWindow, section: Array) -> Iterator[tuple[int, Array]]:
-        """The places of the ranks of this host that this agent carries, and the block of each in `section`."""
+        """The places of the ranks of this host that this leader carries, and the block of each in `section`."""
         hosts = self.hosts
         ranks = hosts.carried(hosts.place)[hosts.mine]
         return zip(map(hosts.here.index, ranks), _parts(section, [window.sizes[rank] for rank in ranks]), strict=True)
@@ -323,7 +323,7 @@ class TwoLevelCall:
     ) -> None:
         await self._whole.exchange(mine, dests, incoming, sources)
 
-    def _agents(self, window: _Window | _BlockWindow) -> MessageCall:
+    def _leaders(self, window: _Window | _BlockWindow) -> MessageCall:
         """The lane in which `window` is exchanged. The window before in the same lane has been exchanged."""
         return self.between[window.turn % EXCHANGES]
 

@@ -48,10 +48,10 @@ def check_refusals(sizes: Array) -> None:
 
 
 def owners(collectives: Collectives) -> tuple[int, ...]:
-    """The ranks that have a region of the vector, ascending: all, or on several hosts the agents of all hosts."""
+    """The ranks that have a region of the vector, ascending: all, or on several hosts the leaders of all hosts."""
     if isinstance(collectives, TwoLevelCall):
         hosts = collectives.hosts
-        return tuple(sorted(rank for ranks in hosts.ranks for rank in ranks[: hosts.agents]))
+        return tuple(sorted(rank for ranks in hosts.ranks for rank in ranks[: hosts.leaders]))
     return tuple(range(collectives.size))
 
 
@@ -88,7 +88,7 @@ async def deal_parts(collectives: Collectives, given: Part, edges: Array) -> Par
     hosts, within, between = collectives.hosts, collectives.within, collectives.between
     slices = dict(zip(regions, _split(given, regions.values()), strict=True))
     of_teams = [join([slices[rank] for rank in sorted(team)]) for team in hosts.teams]
-    idle = [nothing(given)] * (len(hosts.here) - hosts.agents)
+    idle = [nothing(given)] * (len(hosts.here) - hosts.leaders)
     here = sum_parts(await _alltoall(within, [*of_teams, *idle]), 0, int(edges[-1]))
     if not between:
         return here
