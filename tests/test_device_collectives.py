@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -295,7 +295,8 @@ def test_a_call_that_is_cancelled_at_any_time():
             assert device.route <= {"blocks"}
 
     for seed in range(60):
-        simulate(3, lambda comm, seed=seed: main(comm, seed), seed=seed, shared_memory=True)
+        with suppress(AbortedError):  # of a rank whose call is over, and which leaves as the others hear of the end
+            simulate(3, lambda comm, seed=seed: main(comm, seed), seed=seed, shared_memory=True)
     assert ends == {"over", "cancelled", "aborted"}
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import functools
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from conftest import looped
 
 from asyncoll import AVG, MAX, AbortedError, MismatchError, PeerLostError, UsageError
 from asyncoll.algorithms.rounds import operation_registry
+from asyncoll.algorithms.rounds.agent import Agent
 from asyncoll.algorithms.rounds.agent_signals import AGAIN, AGENTS, ASK, CLAIM, HERE, OPEN, RESULT, TEAM, step_of
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
@@ -150,6 +153,65 @@ def test_processes_that_stop_delay_nobody_as_long_as_one_of_their_host_runs(coun
             assert rank in stopped or ended < 10, (seed, rank)
             assert all(results[other][2].get(number, x) == x for other in range(rank) for number, x in sums.items())
     assert amid.count(True) > 3
+
+
+class Resumed:
+    """Processes that stop, and read from their connections in any order when they go on.
+
+    `Pause` keeps the order in which messages were sent. Of a process that was stopped, only the order of each source
+    holds.
+    """
+
+    def __init__(self, rank, at_s, seed, patch):
+        self.at_s, self.until_s = at_s, at_s + 0.7
+        self._rank = rank
+        self._random = random.Random(seed)
+        self._held = collections.defaultdict(list)  # by source
+        self._received = Agent.received
+        patch.setattr(Agent, "received", lambda agent, *signal: self._signalled(agent, signal))
+
+    def _signalled(self, agent, signal):
+        loop = asyncio.get_running_loop()
+        if agent._port.group.rank != self._rank or not self.at_s <= loop.time() < self.until_s:
+            self._received(agent, *signal)
+            return
+        if not self._held:
+            loop.call_at(self.until_s, self._resume, agent)
+        self._held[signal[0]].append(signal)
+
+    def _resume(self, agent):
+        while self._held:
+            source = self._random.choice(sorted(self._held))
+            asyncio.get_running_loop().call_soon(self._received, agent, *self._held[source].pop(0))
+            if not self._held[source]:
+                del self._held[source]
+
+
+@looped("count, seed", [(count, seed) for count in (3, 3000) for seed in (4, 5, 23, 31, 41, 47)])
+def test_no_attempt_is_left_when_a_stopped_process_has_gone_on(count, seed, monkeypatch):
+    hosts, stopped, at_s = (0, 0, 0, 1, 1, 1), (0, 1, 3, 4)[seed % 4], 0.04 + 0.0007 * seed
+
+    async def main(comm):
+        now, given, taken, round_ = asyncio.get_running_loop().time, 0, 0.0, 0
+        random_ = random.Random(100 * seed + comm.rank)
+        while now() < 1:
+            x = np.ones(count)
+            reduction = await comm.solo_allreduce(x, history=1000)
+            given, round_ = given + 1, reduction.round
+            taken += sum(result[0] for result in reduction.results())
+            await asyncio.sleep(random_.uniform(0.0025, 0.0075))
+        await asyncio.sleep(1)
+        agent = comm._core.backend.operations.known["solo"]._agent
+        left = [key for key in agent._attempts if key[0] < round_]
+        last = await comm.join("solo", np.zeros(count))
+        taken += sum(result[0] for result in last.results()) if last else 0
+        return given, taken, left
+
+    resumed = Resumed(stopped, at_s, seed, monkeypatch)
+    network = Network(jitter_s=1e-3, faults=[Pause(stopped, resumed.at_s, 0.7 - 1e-6)])
+    given, taken, left = zip(*on_hosts(hosts, main, network, seed).results, strict=True)
+    assert set(taken) == {sum(given)}
+    assert left == ([],) * len(hosts)
 
 
 def test_models_of_groups_while_agents_are_stopped():

@@ -5,99 +5,152 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from asyncoll.algorithms.rounds.alarm import PATIENCE_S, TIMES_MAX, Alarm
 from asyncoll.algorithms.rounds.attempts import ATTEMPTS_MAX, Attempts
 from asyncoll.algorithms.rounds.reminder import Reminder
-from asyncoll.algorithms.rounds.watch import LOOKS_MAX, PATIENCE_S, Situation, Watch
+from asyncoll.algorithms.rounds.watch import Situation, Watch
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
-OVER = Situation(8, 0, frozenset(), is_incomplete=False)
+
+class Clock:
+    """Rings alarms, by hand."""
+
+    def __init__(self):
+        self.delays, self.cancelled, self.now_s = [], 0, 0.0
+        self.alarm = Alarm(self._ring_after)
+
+    def _ring_after(self, delay_s, serial):
+        self.delays.append(round(delay_s / PATIENCE_S, 3))
+        self.serial = serial
+        return self
+
+    def cancel(self):
+        self.cancelled += 1
+
+    def ring(self, act):
+        self.now_s += self.delays[-1] * PATIENCE_S
+        act(self.serial)
 
 
-class Watched:
+class Watched(Clock):
     """A watch of the round `now`, and what it does."""
 
     def __init__(self):
+        super().__init__()
         self.now = Situation(7, 1, frozenset([2, 5]), is_incomplete=False)
-        self.delays, self.asked, self.again = [], [], []
+        self.asked, self.again = [], []
         self.watch = Watch(
             lambda: self.now,
             lambda now: self.asked.append(now.number),
             lambda now, looks: self.again.append((now.attempt, looks)),
-            self.delays.append,
+            lambda: self.now_s,
+            self.alarm,
         )
+        self.watch.begin(7)
+
+    def look(self):
+        self.ring(self.watch.act)
+
+    def hear(self, *ranks):
+        for rank in ranks:
+            self.watch.heard(rank, self.now.number)
 
 
 def test_ranks_that_answer_are_asked_after_longer_and_longer_times():
     it = Watched()
-    it.watch.begin()
     for _ in range(4):
-        it.watch.act()
-        it.watch.heard(5)
-        it.watch.heard(2)
-    assert it.delays == [PATIENCE_S * factor for factor in (1, 1, 2, 4, 8)]
+        it.look()
+        it.hear(5, 2)
+    assert it.delays == [1, 1, 2, 4, 8]
     assert it.asked == [7] * 4
     assert not it.again
 
 
 def test_one_that_does_not_answer_has_another_attempt_begun():
     it = Watched()
-    it.watch.begin()
-    it.watch.act()
-    it.watch.heard(5)
+    it.look()
+    it.hear(5)
     assert not it.again
-    it.watch.act()
+    it.look()
     assert it.again == [(1, 1)]
     it.now = it.now._replace(attempt=2, awaited=frozenset([5]))
-    it.watch.act()  # the next attempt was not asked for yet
-    assert it.again == [(1, 1)]
-    it.watch.heard(5)
-    it.watch.act()
+    it.look()  # the next attempt was not asked for yet
+    it.hear(5)
+    it.look()
     assert it.again == [(1, 1)]
 
 
 def test_a_host_that_takes_no_part_has_another_attempt_begun():
     it = Watched()
     it.now = Situation(7, 1, frozenset(), is_incomplete=True)
-    it.watch.begin()
-    it.watch.act()
-    it.watch.act()
+    it.look()
+    it.look()
     assert it.again == [(1, 1)]
+
+
+def test_a_rank_that_waits_for_none_at_the_moment_looks_again():
+    it = Watched()
+    it.now = Situation(7, 1, frozenset(), is_incomplete=False)
+    it.look()
+    it.now = it.now._replace(awaited=frozenset([2]))
+    it.look()
+    it.look()
+    assert it.again == [(1, 2)]
 
 
 def test_a_watch_ends_with_the_round_and_after_many_looks():
     it = Watched()
-    it.watch.begin()
-    it.watch.begin()
+    it.watch.begin(7)
     assert len(it.delays) == 1
-    it.watch.act()
-    it.now = OVER
-    it.watch.act()
-    assert len(it.delays) == 2
-    it.now = it.now._replace(is_incomplete=True)
-    it.watch.begin()
-    for _ in range(2 * LOOKS_MAX):
-        it.watch.act()
-    assert len(it.again) == LOOKS_MAX - 1
-    assert it.delays[-1] == PATIENCE_S * 2 ** (LOOKS_MAX - 1)
+    it.look()
+    it.now = Situation(8, 0, frozenset(), is_incomplete=False)
+    it.look()
+    it.look()
+    assert it.asked == [7]
+    it.now = it.now._replace(attempt=1, is_incomplete=True)
+    it.watch.begin(8)
+    for _ in range(2 * TIMES_MAX):
+        it.look()
+    assert len(it.again) == TIMES_MAX - 1
+    it.watch.begin(9)
+    assert it.delays[-1] == 1  # a round has its own times, however long the one before took
+
+
+def test_slow_answers_make_a_watch_patient_and_quick_ones_impatient_again():
+    it = Watched()
+    it.look()
+    it.now_s += 6 * PATIENCE_S
+    it.hear(2)  # while the round lasts: its data are slow
+    it.watch.begin(8)
+    assert it.delays[-1] == 12
+    it.now = it.now._replace(number=8)
+    it.look()
+    it.now_s += 100
+    it.watch.begin(9)
+    it.watch.heard(2, 8)  # of an older round: that rank was stopped
+    for _ in range(20):
+        it.watch.learn(0.0)
+    it.watch.begin(10)
+    it.watch.begin(11, attempt=3)
+    assert it.delays[-2:] == [1, 4]
 
 
 def test_a_reminder_goes_on_with_the_newest_round():
-    over, reminded, delays = 0, [], []
-    reminder = Reminder(
-        lambda number: number > over, lambda number, times: reminded.append((number, times)), delays.append
-    )
+    it, over, reminded = Clock(), 0, []
+    reminder = Reminder(lambda number: number > over, lambda number, times: reminded.append((number, times)), it.alarm)
     reminder.begin(1)
+    early = it.serial
     over = 1
     reminder.begin(2)
-    assert delays == [PATIENCE_S]
-    reminder.act()
-    reminder.act()
-    reminder.act()
-    assert reminded == [(2, 1), (2, 2)]
-    assert delays == [PATIENCE_S * factor for factor in (1, 1, 2, 4)]
+    reminder.act(early)  # it was on its way already
+    for _ in range(3):
+        it.ring(reminder.act)
+    assert reminded == [(2, 1), (2, 2), (2, 3)]
+    assert it.delays == [1, 1, 1, 2, 4]
     over = 2
-    reminder.act()
-    assert len(delays) == 4
+    it.ring(reminder.act)
+    it.ring(reminder.act)
+    assert len(reminded) == 3
 
 
 @pytest.fixture
@@ -145,6 +198,9 @@ def test_a_host_gives_the_same_in_each_attempt_until_the_round_is_forgotten(host
 def test_a_timer_that_an_event_sets_comes_before_a_later_one():
     """The selector has looked for the next timer before it runs the event."""
     loop, came = VirtualTimeLoop(), []
+    for _ in range(200):  # asyncio makes a new list of timers
+        loop.call_later(20, loop.stop).cancel()
+    loop.call_later(0.5, list)
     loop.call_later(10, loop.stop)
     loop.happen_at(1.0, lambda: loop.call_later(2, lambda: came.append(loop.time())))
     loop.happen_at(5.0, lambda: came.append(loop.time()))

@@ -29,7 +29,7 @@ class _JumpingSelector(selectors.BaseSelector):
         self.now = 0.0
         self.on_deadlock: Callable[[], Exception] = lambda: DeadlockError("nothing is ready and no timer is set")
         self.ready: Sized = ()  # the loop's queue of callbacks that can run now
-        self.timers: Sized = ()  # those of the loop
+        self.count_timers: Callable[[], int] = lambda: 0  # of the loop
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
@@ -42,13 +42,13 @@ class _JumpingSelector(selectors.BaseSelector):
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events, ready, timers = self.events, self.ready, len(self.timers)
+        events, ready, timers = self.events, self.ready, self.count_timers()
         until = math.inf if timeout is None else self.now + timeout
         while events and events[0][0] <= until:
             when, _, callback, args = heapq.heappop(events)
             self.now = max(when, self.now)
             callback(*args)
-            if ready or len(self.timers) > timers:  # a new timer may come before `until`
+            if ready or self.count_timers() > timers:  # a new timer may come before `until`
                 return []
         if timeout is None:
             raise self.on_deadlock()
@@ -70,7 +70,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
         self.set_debug(False)  # debug mode measures real time, and makes a simulation several times slower
         self._jumping.ready = self._ready  # type: ignore[attr-defined]
-        self._jumping.timers = self._scheduled  # type: ignore[attr-defined]
+        # Not the list itself: asyncio makes a new one when many of its timers were cancelled.
+        self._jumping.count_timers = lambda: len(self._scheduled)  # type: ignore[attr-defined]
         self._events = self._jumping.events
         self._count = itertools.count()  # events of equal time run in the order of their creation
 

@@ -16,11 +16,12 @@ these signals:
 
 Steps 2 to 5 are an attempt. Each agent watches those that it waits for (`watch`): it asks them now and then (ASK). If
 one does not answer (HERE), the agents of the round's host are told so (AGAIN), and one of them begins the next attempt
-with step 2. That is told to two more ranks of each host, which then act as agents do. The callers, too, tell two more
-ranks of the round's host if the round does not begin (`reminder`). In each attempt the hosts give the same
-(`attempts`), so the result has the same bits, and the first attempt that is over on a host counts there. A rank that
-was stopped, and goes on, carries its attempt to its end with those that have waited for it. Each reduction between
-hosts is in a block of its own, so that disturbs no other attempt.
+with step 2. That is told to twice as many ranks of each host, which then act as agents do. The callers, too, tell
+further ranks of the round's host if the round does not begin (`reminder`). In each attempt the hosts give the same
+(`attempts`), so the result has the same bits, and the first attempt that is over on a host counts there. The opener of
+an attempt answers each claim once: TEAM, RESULT, or NEVER if there is a newer attempt. So a rank that was stopped, and
+goes on, carries its attempt to its end with those that have waited for it. Each reduction between hosts is in a block
+of its own, so that disturbs no other attempt.
 
 A process that stops while it reduces a chunk, or while it holds the lock of the memory, delays the round until it goes
 on: these are microseconds.
@@ -30,7 +31,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from asyncoll.algorithms.rounds.agent_signals import (
     AGAIN,
@@ -41,6 +41,7 @@ from asyncoll.algorithms.rounds.agent_signals import (
     END_EVENTS,
     EVENTS,
     HERE,
+    NEVER,
     OPEN,
     REMIND,
     RESULT,
@@ -52,6 +53,7 @@ from asyncoll.algorithms.rounds.agent_signals import (
     ranks_of,
     step_of,
 )
+from asyncoll.algorithms.rounds.alarm import Alarm
 from asyncoll.algorithms.rounds.attempt import Attempt, Exchange, Part
 from asyncoll.algorithms.rounds.engine import ARRIVED, CoordinatedRound
 from asyncoll.algorithms.rounds.host_record import HostRecord
@@ -87,12 +89,13 @@ class Agent:
         self._size = port.group.size
         self._exchange = Exchange(port, operation, hosts, part, describe)
         self._rules = SignalRules(hosts, self._exchange.short_bytes())
-        self._watch = Watch(self._situation, self._ask, self._try_again, partial(self._alarm, WATCH))
-        self._reminder = Reminder(self._waits_for, self._remind, partial(self._alarm, REMIND))
+        self._watch = Watch(self._situation, self._ask, self._try_again, port.now_s, self._alarm(WATCH))
+        self._reminder = Reminder(self._waits_for, self._remind, self._alarm(REMIND))
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (rank, step, payload)
         self._attempts: dict[Key, Attempt] = {}  # in which this agent takes part
         # At the opener of an attempt, by host: the agent that takes part, and what has come with its claim.
         self._claims: dict[Key, dict[int, tuple[int, Buffer]]] = {}
+        self._begun_s: dict[Key, float] = {}  # of those
         self._arm(1)
 
     def _arm(self, number: int) -> None:
@@ -103,9 +106,7 @@ class Agent:
             del self._early[old]  # these signals came too late, and have no effect any more
         # All hosts are done with the round before the last one.
         for key in [key for key in self._claims if key[0] < number - 1]:
-            del self._claims[key]
-        for key in [key for key in self._attempts if key[0] < number - 1]:
-            self._attempts[key].answer(None)
+            self._give_up(key)
 
     # -- what this rank tells ---------------------------------------------------------------------
 
@@ -125,15 +126,19 @@ class Agent:
     def _remind(self, number: int, times: int) -> None:
         """A caller waits for long: the agents of the round's host may have stopped, or one that acts in the round."""
         if self._record.running:
-            self._watch.begin()
+            self._watch.begin(self._record.latest + 1)
         else:
-            first = AGENTS * times
-            told = self._hosts.first_ranks(self._leading_host(number), first + AGENTS)[first:]
+            told = self._hosts.first_ranks(self._leading_host(number), _told(times + 1))[_told(times) :]
             self._send(told, number, ARRIVED)
 
-    def _alarm(self, kind: int, delay_s: float) -> None:
-        """Have the signal `kind` come to this rank after `delay_s`. As a signal: a stopped process does not act."""
-        asyncio.get_running_loop().call_later(delay_s, self._port.send, self._port.group.rank, 0, kind)
+    def _alarm(self, kind: int) -> Alarm:
+        """An alarm that rings by the signal `kind` to this rank: a process that is stopped does not act."""
+
+        def ring_after(delay_s: float, serial: int) -> asyncio.TimerHandle:
+            loop, me = asyncio.get_running_loop(), self._port.group.rank
+            return loop.call_later(delay_s, self._port.send, me, serial, kind)
+
+        return Alarm(ring_after)
 
     # -- signals ----------------------------------------------------------------------------------
 
@@ -144,16 +149,17 @@ class Agent:
         """
         kind, attempt = kind_of(step)
         if step == WATCH:
-            self._watch.act()
+            self._watch.act(number)
         elif step == REMIND:
-            self._reminder.act()
+            self._reminder.act(number)
         elif step != END:
             self._check(rank, number, step, payload)
             waits = kind in EVENTS or kind == OPEN
             if waits and number > self._record.latest and not self._record.is_over():
                 self._early.setdefault(number, []).append((rank, step, payload))
                 if number > self._record.latest + 1:
-                    self._watch.begin()  # other hosts are done with the next round, and this one is not
+                    # Other hosts are done with the next round, and this one is not.
+                    self._watch.begin(self._record.latest + 1)
             elif kind not in EVENTS:
                 self._act(rank, number, kind, attempt, payload)
         self.look()
@@ -209,24 +215,24 @@ class Agent:
             is_opener = self._record.open_for_all(number)
         if is_opener:
             self._begin(number, 1)
-        self._watch.begin()
+        self._watch.begin(number)
 
     def _act(self, rank: int, number: int, kind: int, attempt: int, payload: Buffer) -> None:
         """A signal that is no event: it has an effect also for the last round, which may not be over elsewhere."""
         if kind == OPEN:
             self._port.spawn(self._take_part(number, attempt, rank))
-            self._watch.begin()
+            self._watch.begin(number, attempt)
         elif kind == CLAIM:
             self._claimed(rank, number, attempt, payload)
-        elif kind in (TEAM, RESULT):
+        elif kind in (TEAM, RESULT, NEVER):
             if (mine := self._attempts.get((number, attempt))) is not None:
-                mine.answer(payload)
+                mine.answer(payload if kind != NEVER else None)
         elif kind == AGAIN:
             self._begin_again(number, attempt)
         elif kind == ASK:
             self._port.send(rank, number, HERE)
         elif kind == HERE:
-            self._watch.heard(rank)
+            self._watch.heard(rank, number)
 
     def _send(self, dests: Sequence[int], number: int, step: int, payload: Buffer = b"") -> None:
         for dest in dests:
@@ -241,8 +247,9 @@ class Agent:
     def _begin(self, number: int, attempt: int) -> None:
         """This agent is the opener of an attempt. Each attempt is told to further ranks, in place of stopped agents."""
         self._claims[number, attempt] = {}
+        self._begun_s[number, attempt] = self._port.now_s()
         hosts = range(len(self._hosts.ranks))
-        told = {rank for host in hosts for rank in self._hosts.first_ranks(host, AGENTS * attempt)}
+        told = {rank for host in hosts for rank in self._hosts.first_ranks(host, _told(attempt))}
         self._send(sorted({self._port.group.rank, *told}), number, step_of(OPEN, attempt))
 
     def _begin_again(self, number: int, attempt: int) -> None:
@@ -252,18 +259,29 @@ class Agent:
         if following:
             self._begin(number, following)
 
+    def _give_up(self, key: Key) -> None:
+        """There is a newer attempt, or all hosts are done with the round."""
+        self._begun_s.pop(key)
+        self._send([rank for rank, _ in self._claims.pop(key).values()], key[0], step_of(NEVER, key[1]))
+
     def _claimed(self, rank: int, number: int, attempt: int, payload: Buffer) -> None:
-        claims = self._claims.get((number, attempt))
+        key = number, attempt
+        claims = self._claims.get(key)
         if claims is None:
+            self._send([rank], number, step_of(NEVER, attempt))
             return
         claims[self._hosts.host(rank)] = rank, payload
+        if number > self._record.latest:
+            self._watch.learn(self._port.now_s() - self._begun_s[key])
         if len(claims) < len(self._hosts.ranks):
             return
-        del self._claims[number, attempt]
         with self._record.control_block:
             is_newest = self._record.attempts.is_newest(number, attempt)
         if is_newest:
+            del self._claims[key], self._begun_s[key]
             self._answer_claims(number, attempt, [claim for _, claim in sorted(claims.items())])
+        else:
+            self._give_up(key)
 
     def _answer_claims(self, number: int, attempt: int, claims: Sequence[tuple[int, Buffer]]) -> None:
         """All hosts take part, by these claims in the order of hosts."""
@@ -281,13 +299,16 @@ class Agent:
         key = number, attempt
         mine = self._attempts.get(key)
         awaited = {*(self._hosts.here[place] for place in places), *(mine.awaited if mine is not None else ())}
-        return Situation(*key, frozenset(awaited - {self._port.group.rank}), self._is_incomplete(key))
+        others = frozenset(awaited - {self._port.group.rank})
+        progress = mine.traffic.messages_received if mine is not None else 0
+        return Situation(*key, others, self._is_incomplete(key), progress)
 
     def _is_incomplete(self, key: Key) -> bool:
         """Whether this agent has begun the attempt, and waits for a host with ranks that were not told of it."""
-        claims, told = self._claims.get(key), AGENTS * key[1]
-        hosts = enumerate(self._hosts.ranks)
-        return claims is not None and any(host not in claims and len(ranks) > told for host, ranks in hosts)
+        if (claims := self._claims.get(key)) is None:
+            return False
+        told = _told(key[1])
+        return any(host not in claims and len(ranks) > told for host, ranks in enumerate(self._hosts.ranks))
 
     def _ask(self, now: Situation) -> None:
         self._send(sorted(now.awaited), now.number, ASK)
@@ -298,7 +319,7 @@ class Agent:
         if leads == self._hosts.mine:
             self._begin_again(now.number, now.attempt)
         else:
-            told = self._hosts.first_ranks(leads, AGENTS * (1 + looks))
+            told = self._hosts.first_ranks(leads, _told(1 + looks))
             self._send(told, now.number, step_of(AGAIN, now.attempt))
 
     async def _take_part(self, number: int, attempt: int, opener: int) -> None:
@@ -314,3 +335,8 @@ class Agent:
             await mine.run(taken)
             del self._attempts[number, attempt]
         self.look()
+
+
+def _told(attempt: int) -> int:
+    """How many ranks of each host are told of an attempt: twice as many as of the one before."""
+    return AGENTS << attempt - 1

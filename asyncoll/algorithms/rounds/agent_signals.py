@@ -26,11 +26,12 @@ TEAM = 249  # from the opener to the agents that take part: who they are
 RESULT = 248  # the same, instead of TEAM: the result of the round
 AGAIN = 246  # from an agent to those that open the round: a rank that acts in this attempt does not answer any more
 ASK, HERE = 245, 244  # a question of an agent to a rank that it waits for, and the answer
+NEVER = 241  # from the opener to an agent that takes part, in place of TEAM and RESULT: the attempt is given up
 WATCH, REMIND = 243, 242  # of an agent to itself: it is time to look for stopped ranks, or to tell further ones
 END = 247  # from a rank to the agents of its host: it makes no more calls
 
 EVENTS = (ARRIVED, LATE, GONE, JOINED)
-_OF_ATTEMPTS = (OPEN, CLAIM, TEAM, RESULT, AGAIN)
+_OF_ATTEMPTS = (OPEN, CLAIM, TEAM, RESULT, NEVER, AGAIN)
 _KIND_BITS = 8
 
 # The agents of a host tell which of its ranks make no more calls: their signals GONE and JOINED carry these ranks.

@@ -19,6 +19,7 @@ from asyncoll.algorithms.rounds.packing import packed, unpack
 from asyncoll.algorithms.rounds.wait_avoiding import Parts
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
+from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, combiner, storage
 from asyncoll.transport.wire import Buffer
 
@@ -150,6 +151,7 @@ class Attempt:
 
     def __init__(self, exchange: Exchange, number: int, attempt: int, opener: int) -> None:
         self.awaited: Sequence[int] = [opener]  # the ranks that it waits for
+        self.traffic = Traffic()  # with them, in the exchange under way
         self._exchange = exchange
         self._number = number
         self._attempt = attempt
@@ -219,6 +221,7 @@ class Attempt:
         group = exchange.port.group.subset(tuple([team[host] for host in hosts]))
         lane_number = exchange.lane_number(number, self._attempt, share)
         with exchange.port.lane(group, lane_number, partial(exchange.text, number), participation) as lane:
+            self.traffic = lane.traffic
             for array, combine in zip(exchange.part.arrays(block), exchange.combines, strict=True):
                 await on_lane.allreduce(lane, array, combine)
         return share._replace(block=block)

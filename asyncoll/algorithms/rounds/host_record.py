@@ -173,7 +173,7 @@ class HostRecord(RoundRecord):
         return Share(members, block, tuple([rank for rank in members if bitmap >> rank & 1]), self.blocks.weight(block))
 
     def _is_next(self, number: int) -> bool:
-        return not self.running and self.latest + 1 == number
+        return not self.running and self.latest + 1 == number and not self.is_over()
 
     def _divided(self, number: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         """The groups of a round that have members here: all of their members, and the places of those that are here."""

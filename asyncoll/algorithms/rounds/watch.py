@@ -1,6 +1,6 @@
 """An agent watches those that it waits for in the middle of a round: a process that has stopped does not answer.
 
-It asks now and then, and only as long as a round lasts. A round that is over soon costs nothing.
+It asks now and then, and only as long as a round lasts.
 """
 
 from __future__ import annotations
@@ -8,19 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-# Long for a process that runs, even if it waits for a processor, and short beside the time after which a stopped one
-# counts as lost.
-PATIENCE_S = 0.05
-LOOKS_MAX = 16  # at one round, each after twice the time: a world in which nothing happens any more comes to rest
+from asyncoll.algorithms.rounds.alarm import PATIENCE_S, Alarm
+
+_PATIENCE_MAX_S = 2.0  # learnt from answers: of a slow network, or of a rank that was stopped and has no substitute
 
 
 class Situation(NamedTuple):
     """A round that is not over, as an agent sees it."""
 
     number: int
-    attempt: int
+    attempt: int  # 0 if the round has not begun
     awaited: frozenset[int]  # the ranks that it waits for
     is_incomplete: bool  # whether no rank of some host takes part yet, and further ranks of it could be told
+    progress: int = 0  # what it has exchanged with other hosts: as long as that changes, none of them has stopped
 
 
 class Watch:
@@ -31,48 +31,55 @@ class Watch:
         look: Callable[[], Situation],
         ask: Callable[[Situation], None],
         again: Callable[[Situation, int], None],
-        alarm: Callable[[float], None],
+        now_s: Callable[[], float],
+        alarm: Alarm,
     ) -> None:
         """`look` gives the newest round. `ask` asks the ranks that are awaited, which answer (`heard`).
 
-        `again` is called if one does not, with the number of earlier looks. `alarm(delay_s)` has `act` called after
-        that time.
+        `again` is called if one does not, with the number of earlier looks.
         """
         self._look = look
         self._ask = ask
         self._again = again
+        self._now_s = now_s
         self._alarm = alarm
-        self._is_waiting = False  # for `act`
+        self._patience_s = PATIENCE_S
         self._last: Situation | None = None
-        self._looks = 0  # at that round
-        self._silent: set[int] = set()  # the ranks that have not answered yet
+        self._silent: dict[int, float] = {}  # when each rank was asked first that has not answered yet
 
-    def begin(self) -> None:
-        """A round has begun."""
-        if not self._is_waiting:
-            self._looks = 0
-            self._wait()
+    def begin(self, number: int, attempt: int = 1) -> None:
+        """An attempt at round `number` has begun."""
+        if self._alarm.number != number:
+            self._alarm.set(number, self._patience_s * 2 ** (attempt - 1))
 
-    def heard(self, rank: int) -> None:
-        """`rank` has answered."""
-        self._silent.discard(rank)
+    def heard(self, rank: int, number: int) -> None:
+        """`rank` has answered to the question of round `number`."""
+        asked_s = self._silent.pop(rank, None)
+        if asked_s is not None and number == self._alarm.number:
+            self.learn(self._now_s() - asked_s)
 
-    def act(self) -> None:
-        """The time is over."""
-        self._is_waiting = False
-        now = self._look()
-        if not (now.awaited or now.is_incomplete) or self._looks == LOOKS_MAX:
-            self._last = None
+    def learn(self, delay_s: float) -> None:
+        """An answer has come after that time, while the round lasts.
+
+        In a slow network an answer waits behind the data of the round. It must not be taken for a stopped process
+        again and again: each attempt would send all data once more.
+        """
+        self._patience_s = max(PATIENCE_S, self._patience_s * 7 / 8, min(2 * delay_s, _PATIENCE_MAX_S))
+
+    def act(self, serial: int) -> None:
+        """The alarm rings."""
+        if not self._alarm.rings(serial):
             return
-        if self._last is None or now.number != self._last.number:
-            self._looks = 0
-        elif now == self._last and (self._silent or now.is_incomplete):
-            self._again(now, self._looks)
-        self._last, self._silent = now, set(now.awaited)
+        now = self._look()
+        if now.number != self._alarm.number or not now.attempt:
+            self._alarm.off()
+            self._last = None
+            if now.attempt:  # the next round has begun meanwhile
+                self.begin(now.number, now.attempt)
+            return
+        if now == self._last and (self._silent or now.is_incomplete):
+            self._again(now, self._alarm.times - 1)
+        self._last = now
+        asked_s = self._now_s()
+        self._silent = {rank: self._silent.get(rank, asked_s) for rank in now.awaited}
         self._ask(now)
-        self._wait()
-        self._looks += 1
-
-    def _wait(self) -> None:
-        self._is_waiting = True
-        self._alarm(PATIENCE_S * 2**self._looks)
