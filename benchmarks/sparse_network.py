@@ -317,14 +317,14 @@ def machine_busy_s() -> float:
 
 
 async def link_speed(comm: asyncoll.Communicator) -> float:
-    """Gbit/s of payload that one TCP connection carries from rank 1 to rank 0 while nothing else moves."""
+    """Gbit/s of payload that one TCP connection carries from the second host to rank 0 while nothing else moves."""
     speed = np.zeros(1)
     listener = socket.create_server((address(0), PROBE_PORT)) if comm.rank == 0 else None
     await comm.barrier()
     if listener is not None:
         with listener, listener.accept()[0] as connection:
             speed[0] = received_gbit_per_s(connection)
-    elif comm.rank == 1:
+    elif comm.rank == comm.local_size:  # the first rank of the second host
         with socket.create_connection((address(0), PROBE_PORT)) as connection:
             connection.sendall(bytes(PROBE_BYTES))
     await comm.broadcast(speed, root=0)
