@@ -16,7 +16,19 @@ from conftest import looped
 from asyncoll import AVG, MAX, AbortedError, MismatchError, PeerLostError, UsageError
 from asyncoll.algorithms.rounds import operation_registry
 from asyncoll.algorithms.rounds.agent import Agent
-from asyncoll.algorithms.rounds.agent_signals import AGAIN, AGENTS, ASK, CLAIM, HERE, OPEN, RESULT, TEAM, step_of
+from asyncoll.algorithms.rounds.agent_signals import (
+    AGAIN,
+    AGENTS,
+    ASK,
+    CLAIM,
+    HERE,
+    OPEN,
+    REMIND,
+    RESULT,
+    TEAM,
+    WATCH,
+    step_of,
+)
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.errors import ProtocolError
@@ -358,6 +370,7 @@ def test_a_signal_that_no_agent_sends_is_refused(count):
             led, other = sorted(next_two, key=agent._leading_host)  # the first is opened on this host
             strange = [(1, number, ARRIVED, b"") for number in range(other + 3, other + 9)]
             strange += [(4, led, step_of(OPEN, 1), b""), (1, other, step_of(OPEN, 1), b""), (1, led, 77, b"")]
+            strange += [(1, led, WATCH, b""), (1, led, REMIND, b"")]
             strange += [(4, other, step_of(kind, 1), b"") for kind in (CLAIM, AGAIN)] + [(4, other, ARRIVED, b"")]
             strange += [(1, led, step_of(kind, attempt), b"") for kind in (OPEN, AGAIN) for attempt in (0, 1 << 10)]
             strange += [(1, led, step_of(ASK, 1), b""), (1, led, HERE, one)]

@@ -114,6 +114,8 @@ def test_a_watch_ends_with_the_round_and_after_many_looks():
     assert len(it.again) == TIMES_MAX - 1
     it.watch.begin(9)
     assert it.delays[-1] == 1  # a round has its own times, however long the one before took
+    it.watch.begin(8)
+    assert it.alarm.number == 9
 
 
 def test_slow_answers_make_a_watch_patient_and_quick_ones_impatient_again():

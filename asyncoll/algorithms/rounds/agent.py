@@ -148,10 +148,8 @@ class Agent:
         Its fields are untrusted; raises ProtocolError.
         """
         kind, attempt = kind_of(step)
-        if step == WATCH:
-            self._watch.act(number)
-        elif step == REMIND:
-            self._reminder.act(number)
+        if rank == self._port.group.rank and step in (WATCH, REMIND):
+            (self._watch if step == WATCH else self._reminder).act(number)
         elif step != END:
             self._check(rank, number, step, payload)
             waits = kind in EVENTS or kind == OPEN

@@ -49,7 +49,7 @@ class Watch:
 
     def begin(self, number: int, attempt: int = 1) -> None:
         """An attempt at round `number` has begun."""
-        if self._alarm.number != number:
+        if self._alarm.number < number:  # a late signal of an older round must not end the watch of this one
             self._alarm.set(number, self._patience_s * 2 ** (attempt - 1))
 
     def heard(self, rank: int, number: int) -> None:
