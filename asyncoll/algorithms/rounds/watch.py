@@ -50,6 +50,8 @@ class Watch:
     def begin(self, number: int, attempt: int = 1) -> None:
         """An attempt at round `number` has begun."""
         if self._alarm.number < number:  # a late signal of an older round must not end the watch of this one
+            # Less patience in each round: a process that was stopped, and has gone on, has answered late, too.
+            self._patience_s = max(PATIENCE_S, self._patience_s * 15 / 16)
             self._alarm.set(number, self._patience_s * 2 ** (attempt - 1))
 
     def heard(self, rank: int, number: int) -> None:
@@ -64,7 +66,7 @@ class Watch:
         In a slow network an answer waits behind the data of the round. It must not be taken for a stopped process
         again and again: each attempt would send all data once more.
         """
-        self._patience_s = max(PATIENCE_S, self._patience_s * 7 / 8, min(2 * delay_s, _PATIENCE_MAX_S))
+        self._patience_s = max(self._patience_s, min(2 * delay_s, _PATIENCE_MAX_S))
 
     def act(self, serial: int) -> None:
         """The alarm rings."""
