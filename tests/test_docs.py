@@ -61,7 +61,6 @@ REFERENCE = re.compile(
 MEMBER = re.compile(r"`(?P<name>[A-Z]\w*[a-z]\w*(?:\.\w+)*|_\w+)`")  # `Class`, `Class.name`, `_private`
 INFO = re.compile(r"(?P<language>\w*)(?P<attributes>[^\n]*)\n")
 NAME = re.compile(r"# (?P<name>\w+\.py)\n")
-NEWS_OF_JOINING = re.compile(r"^(\d+: )?rank \d+: waiting for .*\n", re.MULTILINE)  # if ranks are slow to start
 ON_HOSTS = re.compile(r"# On each of (?P<count>\d) hosts\.\n")
 PORT = re.compile(r"(?<=[:=])29\d{3}\b")
 LAUNCH = re.compile(
@@ -313,9 +312,9 @@ def _run_shell(block: Block, folder: Path) -> str:
     with _free_ports(block.source) as source, ThreadPoolExecutor(hosts) as threads:
         commands = [threads.submit(_run_command, source, folder, str(host) if found else "") for host in range(hosts)]
         done = [command.result() for command in commands]
-    for code, printed in done:
-        assert code == 0, f"line {block.line}:\n{block.source}\n{printed}"
-    return NEWS_OF_JOINING.sub("", "".join(printed for _, printed in done))
+    for command in done:
+        assert command.returncode == 0, f"line {block.line}:\n{block.source}\n{command.stdout}{command.stderr}"
+    return "".join(command.stdout for command in done)
 
 
 @contextlib.contextmanager
@@ -326,8 +325,8 @@ def _free_ports(source: str) -> Iterator[str]:
         yield PORT.sub(lambda found: str(ports[found[0]]), source)
 
 
-def _run_command(source: str, folder: Path, host: str) -> tuple[int, str]:
-    """The exit code and the output of a shell, on one of several hosts if `host` is its name."""
+def _run_command(source: str, folder: Path, host: str) -> subprocess.CompletedProcess[str]:
+    """A shell that has ended, on one of several hosts if `host` is its name."""
     home = os.environ["STUB_HOSTS"]
     of_host = {}
     if host:
@@ -335,16 +334,14 @@ def _run_command(source: str, folder: Path, host: str) -> tuple[int, str]:
         of_host = {"TMPDIR": f"{home}/{host}", "PET_LOCAL_ADDR": "localhost"}  # torchrun's --local-addr
         Path(home, host).mkdir()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    done = subprocess.run(
+    return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", source],
         env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "HOME": home, **of_host},
         cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        capture_output=True,
         text=True,
         timeout=PATIENCE_S,
     )
-    return done.returncode, done.stdout
 
 
 def _launches_of_worlds(block: Block, folder: Path) -> list[re.Match[str]]:
