@@ -205,6 +205,8 @@ REPLACED = {
     "test_device_collectives.py": {"shared_block._PATIENCE_S": "so that the test does not wait for it"},
     "test_rounds_between_hosts.py": {
         "Agent.received": "the order in which a process that was stopped reads from its connections",
+        "HostRecord._publish": "a process that is stopped between two steps",
+        "HostRecord.conclude": "a process that is stopped between two steps",
         "OperationRegistry.enter": "the free memory of one host of several",
         "operation_registry.MAX_OPERATIONS": "the operations up to the real limit take seconds",
     },

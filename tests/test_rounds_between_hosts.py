@@ -30,6 +30,7 @@ from asyncoll.algorithms.rounds.agent_signals import (
     step_of,
 )
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, LATE
+from asyncoll.algorithms.rounds.host_record import HostRecord
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.errors import ProtocolError
 from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate
@@ -165,6 +166,34 @@ def test_processes_that_stop_delay_nobody_as_long_as_one_of_their_host_runs(coun
             assert rank in stopped or ended < 10, (seed, rank)
             assert all(results[other][2].get(number, x) == x for other in range(rank) for number, x in sums.items())
     assert amid.count(True) > 3
+
+
+@pytest.mark.parametrize("count", [3, 3000], ids=["through the opener", "among agents"])
+def test_a_process_that_stops_before_it_wakes_the_others_delays_nobody(count, monkeypatch):
+    """It has changed the memory, and released the lock. Here it never rings."""
+    lost = []
+
+    def silent(change):
+        def change_silently(record, *arguments):
+            change(record, *arguments)
+            lost.extend(record.control_block._ringing)
+            record.control_block._ringing.clear()
+
+        return change_silently
+
+    async def main(comm):
+        x = np.ones(count)
+        await comm.barrier()
+        for _ in range(10):
+            x[:] = 1
+            await comm.solo_allreduce(x, name="x", sync_every=1)
+        return asyncio.get_running_loop().time()
+
+    monkeypatch.setattr(HostRecord, "_publish", silent(HostRecord._publish))
+    monkeypatch.setattr(HostRecord, "conclude", silent(HostRecord.conclude))
+    ended = on_hosts((0, 1, 0, 1, 0, 1, 0), main).results
+    assert len(lost) > 10
+    assert max(ended) < 3
 
 
 class Resumed:

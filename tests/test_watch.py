@@ -35,7 +35,7 @@ class Clock:
 class Watched(Clock):
     """A watch of the round `now`, and what it does."""
 
-    def __init__(self):
+    def __init__(self, nbytes=1 << 25):
         super().__init__()
         self.now = Situation(7, 1, frozenset([2, 5]), is_incomplete=False)
         self.asked, self.again = [], []
@@ -45,6 +45,7 @@ class Watched(Clock):
             lambda now, looks: self.again.append((now.attempt, looks)),
             lambda: self.now_s,
             self.alarm,
+            nbytes,
         )
         self.watch.begin(7)
 
@@ -136,6 +137,18 @@ def test_slow_answers_make_a_watch_patient_and_quick_ones_impatient_again():
     assert it.delays[-2:] == [1, 4]
 
 
+@pytest.mark.parametrize(("nbytes", "most"), [(0, 1), (1000, 1.002), (10**6, 3), (10**9, 40)])
+def test_a_watch_is_no_more_patient_than_the_data_of_the_round_take(nbytes, most):
+    it = Watched(nbytes)
+    it.look()
+    it.now_s += 100  # a rank was stopped
+    it.hear(2)
+    for number in range(8, 11):
+        it.watch.learn(100)
+        it.watch.begin(number)
+        assert it.delays[-1] == pytest.approx(max(1, most * 15 / 16), abs=1e-3)
+
+
 def test_a_reminder_goes_on_with_the_newest_round():
     it, over, reminded = Clock(), 0, []
     reminder = Reminder(lambda number: number > over, lambda number, times: reminded.append((number, times)), it.alarm)
@@ -188,8 +201,9 @@ def test_a_host_gives_the_same_in_each_attempt_until_the_round_is_forgotten(host
     assert not first.claim(4, 2)
     assert first.in_charge(4) == (3, {1})
     for number in (4, 5):
-        blocks, ends, times_s = second.given(number)
-        assert (blocks, ends, times_s[1, 2]) == ([number, 0, 9], (0, 1, 2), 5.0 + number)
+        given = second.given(number)
+        assert (given.blocks.tolist(), given.ends.tolist()) == ([number, 0, 9], [0, 1, 2])
+        assert given.times_s[1, 2] == 5.0 + number
     assert second.forget(4) == [4, 0, 9]
     assert not first.forget(4)
     assert first.given(4) is None

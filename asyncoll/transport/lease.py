@@ -43,6 +43,7 @@ class Lease:
         self.look = arena.look
         self.wait = arena.wait
         self.wait_for_turn = arena.wait_for_turn
+        self.recheck = arena.recheck
 
     def allocate(self, nbytes: int) -> int:
         address = self._arena.allocate(nbytes)

@@ -24,7 +24,7 @@ goes on, carries its attempt to its end with those that have waited for it. Each
 of its own, so that disturbs no other attempt.
 
 A process that stops while it reduces a chunk, or while it holds the lock of the memory, delays the round until it goes
-on: these are microseconds.
+on. These are some hundred microseconds of a round.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ class Agent:
         self._size = port.group.size
         self._exchange = Exchange(port, operation, hosts, part, describe)
         self._rules = SignalRules(hosts, self._exchange.short_bytes())
-        self._watch = Watch(self._situation, self._ask, self._try_again, port.now_s, self._alarm(WATCH))
+        self._watch = Watch(
+            self._situation, self._ask, self._try_again, port.now_s, self._alarm(WATCH), operation.nbytes
+        )
         self._reminder = Reminder(self._waits_for, self._remind, self._alarm(REMIND))
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (rank, step, payload)
         self._attempts: dict[Key, Attempt] = {}  # in which this agent takes part
@@ -150,6 +152,7 @@ class Agent:
         kind, attempt = kind_of(step)
         if rank == self._port.group.rank and step in (WATCH, REMIND):
             (self._watch if step == WATCH else self._reminder).act(number)
+            self._part.recheck()
         elif step != END:
             self._check(rank, number, step, payload)
             waits = kind in EVENTS or kind == OPEN
@@ -191,10 +194,10 @@ class Agent:
     def _note_ends(self) -> None:
         """Note which ranks make no more calls: those that the last round has told of, and those of this host."""
         record, number = self._record, self._next.number
+        if record.ends() == self._told_ends:  # without the lock: after a change END comes, and this rank looks again
+            return
         with record.control_block:
             ends, known = record.ends(), record.known_ends()
-        if ends == self._told_ends:
-            return
         is_first, self._told_ends = not self._told_ends, ends
         leads = self._leading_host(number)
         if is_first and leads == self._hosts.mine:

@@ -33,8 +33,8 @@ ALL_SHORT_BYTES = 1 << 18
 class Part(Protocol):
     """The part of a host in a round. On the runtime's loop.
 
-    All but `arrays` take the lock of the host's memory. They raise the failure of the world if a rank of the host has
-    died with that lock. `claim` and `copied` raise UsageError if the host has no memory left for a block.
+    All but `arrays` and `recheck` take the lock of the host's memory. They raise the failure of the world if a rank of
+    the host has died with that lock. `claim` and `copied` raise UsageError if the host has no memory left for a block.
     """
 
     def claim(self, number: int, attempt: int) -> Taken | None:
@@ -64,6 +64,12 @@ class Part(Protocol):
 
     def drop(self, blocks: Sequence[int]) -> None:
         """The caller keeps these blocks no longer."""
+
+    def recheck(self) -> None:
+        """Have the calls of this rank that wait in memory look at it again.
+
+        A process may have stopped after it has changed the memory, and before it has woken those that wait for that.
+        """
 
     def conclude(self, number: int, outcome: Outcome) -> None:
         """Round `number` is over: publish its result on this host, and wake the callers that wait. Never waits.

@@ -17,6 +17,14 @@ from asyncoll.tensors.reductions import Array
 ATTEMPTS_MAX = 1 << 10  # at one round
 
 
+class Given(NamedTuple):
+    """What a host gives to a round: by place, as of `Taken`."""
+
+    blocks: Array
+    ends: Array
+    times_s: Array
+
+
 class _Cells(NamedTuple):
     """The cells of one round: these, and for each place of the host a block, an end, and two times."""
 
@@ -39,10 +47,10 @@ class Attempts:
     def __init__(self, cells: memoryview, first: int, size: int, place: int) -> None:
         """The cells begin with number `first`. This rank has this place among the `size` ranks of its host."""
         self._cells = cells
-        self._size = size
         self._place = place
         length = self.cells(size) // _ROUNDS
         self._rounds = [_Cells(*[first + nth * length + cell for cell in _CELLS]) for nth in range(_ROUNDS)]
+        self._given = [_views(cells[at.blocks : at.blocks + 4 * size], size) for at in self._rounds]
 
     @staticmethod
     def cells(size: int) -> int:
@@ -78,19 +86,15 @@ class Attempts:
     # -- on every host ----------------------------------------------------------------------------
 
     def give(self, number: int, blocks: Sequence[int], ends: Sequence[int], times_s: Array) -> None:
-        """What this host gives to round `number`: by place, as of `Taken`. The caller lets it keep the blocks."""
-        at = self._of(number)
+        """This host gives this to round `number`, as of `Given`. The caller lets it keep the blocks."""
+        at, given = self._of(number), self._given[number % _ROUNDS]
         self._cells[at.given], self._cells[at.claimed] = number, 0
-        kept, its_ends, its_times = self._arrays(at)
-        kept[:], its_ends[:], its_times[:] = blocks, ends, times_s
+        given.blocks[:], given.ends[:], given.times_s[:] = blocks, ends, times_s
 
-    def given(self, number: int) -> tuple[list[int], tuple[int, ...], Array] | None:
-        """What this host has given to round `number`, as of `give`; None if it has given nothing, or forgotten it."""
-        at = self._of(number)
-        if self._cells[at.given] != number:
-            return None
-        blocks, ends, times_s = self._arrays(at)
-        return blocks.tolist(), tuple(ends.tolist()), times_s.copy()
+    def given(self, number: int) -> Given | None:
+        """What this host has given to round `number`, until it forgets that; None if it has given nothing."""
+        is_there = self._cells[self._of(number).given] == number
+        return self._given[number % _ROUNDS] if is_there else None
 
     def forget(self, number: int) -> list[int]:
         """No host needs what this one has given to round `number` any more. Returns the blocks, to be dropped."""
@@ -98,7 +102,7 @@ class Attempts:
         if self._cells[at.given] != number:
             return []
         self._cells[at.given] = 0
-        blocks: list[int] = self._arrays(at)[0].tolist()
+        blocks: list[int] = self._given[number % _ROUNDS].blocks.tolist()
         return blocks
 
     def claim(self, number: int, attempt: int) -> bool:
@@ -126,9 +130,8 @@ class Attempts:
     def _of(self, number: int) -> _Cells:
         return self._rounds[number % _ROUNDS]
 
-    def _arrays(self, at: _Cells) -> tuple[Array, Array, Array]:
-        """The blocks, ends and times: views of the cells."""
-        size = self._size
-        integers = np.frombuffer(self._cells[at.blocks : at.blocks + 2 * size], np.int64).reshape(2, size)
-        times_s = np.frombuffer(self._cells[at.blocks + 2 * size : at.blocks + 4 * size], np.float64).reshape(2, size)
-        return integers[0], integers[1], times_s
+
+def _views(cells: memoryview, size: int) -> Given:
+    """What a host of so many ranks gives to a round, as views of its cells."""
+    integers = np.frombuffer(cells[: 2 * size], np.int64).reshape(2, size)
+    return Given(integers[0], integers[1], np.frombuffer(cells[2 * size :], np.float64).reshape(2, size))

@@ -90,6 +90,7 @@ class HostRounds(OneSidedRounds):
 
     def claim(self, number: int, attempt: int) -> Taken | None:
         rounds = self._rounds
+        rounds.sections(number)  # computed once, here: others wait for the lock
         while True:
             with self._control_block:
                 needed = rounds.blocks_needed(number)
@@ -102,11 +103,8 @@ class HostRounds(OneSidedRounds):
         return self._drive(self._reduce_taken(number))
 
     async def _reduce_taken(self, number: int) -> None:
-        rounds = self._rounds
-        with self._control_block:
-            running, work = rounds.running, rounds.work() if rounds.is_help_wanted() else []
-        await self._help(running, work)
-        await until(self._control_block, lambda: rounds.is_reduced(number))
+        await self._help(number)
+        await until(self._control_block, lambda: self._rounds.is_reduced(number))
 
     def until_over(self, number: int) -> Coroutine[Any, Any, None]:
         return self._drive(self._until_over(number))
@@ -130,6 +128,9 @@ class HostRounds(OneSidedRounds):
 
     def drop(self, blocks: Sequence[int]) -> None:
         self._drop(blocks)
+
+    def recheck(self) -> None:
+        self.arena.recheck()
 
     def conclude(self, number: int, outcome: Outcome) -> None:
         with self._control_block:

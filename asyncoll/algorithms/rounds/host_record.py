@@ -23,6 +23,14 @@ from asyncoll.tensors.reductions import Array
 GONE, JOINED = 1, 2  # in the cell of a rank that makes no more calls; JOINED: it waits until no rank does
 
 
+class Section(NamedTuple):
+    """The part of a group that is on this host."""
+
+    members: tuple[int, ...]  # of the group: ranks of any host
+    places: tuple[int, ...]  # of those that are here
+    rows: slice | Array  # of these places
+
+
 class Share(NamedTuple):
     """What a host gives to a group of a round, and what becomes of it."""
 
@@ -83,6 +91,7 @@ class HostRecord(RoundRecord):
         self.reduces_at_once = False
         self._here = hosts.here
         self._ranks = ranks
+        self._divided: tuple[int, list[Section]] = (0, [])  # for the round of that number
         self._at = _More(*[self.more + cell for cell in _MORE])
         self.attempts = Attempts(self.cells, self.more + attempts, here, hosts.place)
         ends, times = self._at.ends, self._at.ends + ranks
@@ -132,7 +141,7 @@ class HostRecord(RoundRecord):
 
     def blocks_needed(self, number: int) -> int:
         """How many blocks have to be free for `take`, if there are fewer; otherwise 0."""
-        needed = len(self._groups_of(number)) if self._is_next(number) else 0
+        needed = len(self.sections(number)) if self._is_next(number) else 0
         return needed if self.blocks.free_count() < needed else 0
 
     def take(self, number: int, attempt: int, now_ns: int) -> Taken | None:
@@ -146,16 +155,16 @@ class HostRecord(RoundRecord):
         given = self.attempts.given(number)
         if given is None or not self.attempts.claim(number, attempt):
             return None
-        blocks, ends, times_s = given
-        shares = [self._share(members, blocks[places[0]]) for members, places in self._divided(number)]
-        return Taken(tuple(shares), ends, times_s)
+        blocks = given.blocks.tolist()
+        shares = [self._share(section.members, blocks[section.places[0]]) for section in self.sections(number)]
+        return Taken(tuple(shares), tuple(given.ends.tolist()), given.times_s.copy())
 
     def _open_here(self, number: int, now_ns: int) -> None:
         """Open round `number` on this host, and take all that is staged."""
         self._open(now_ns)
         times_s = self._table[:, COLUMN.waited_ns : COLUMN.late_ns + 1].T / 1e9
         blocks = [NONE] * self.size
-        for _, places in self._divided(number):
+        for _, places, _ in self.sections(number):
             # Until the round is over, this block is the reduction of what the host gives, and not a result.
             blocks[places[0]] = block = self.cells[self._row[places[0]].block]
             if block:
@@ -175,18 +184,27 @@ class HostRecord(RoundRecord):
     def _is_next(self, number: int) -> bool:
         return not self.running and self.latest + 1 == number and not self.is_over()
 
-    def _divided(self, number: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """The groups of a round that have members here: all of their members, and the places of those that are here."""
-        groups = [(group, set(group)) for group in self._operation.groups(number, self._ranks)]
-        places = [
-            (group, tuple([place for place, rank in enumerate(self._here) if rank in its])) for group, its in groups
-        ]
-        return [(group, its) for group, its in places if its]
+    def sections(self, number: int) -> list[Section]:
+        """The groups of round `number` that have members here, in their order. Also without the lock."""
+        if not self._keeps:
+            number = -1  # all rounds have the same one
+        of, sections = self._divided  # read once: a caller's thread and the runtime's may both be here
+        if of != number:
+            sections = self._divide(number)
+            self._divided = number, sections
+        return sections
+
+    def _divide(self, number: int) -> list[Section]:
+        sections = []
+        for group in self._operation.groups(number, self._ranks):
+            its = set(group)
+            places = tuple([place for place, rank in enumerate(self._here) if rank in its])
+            if places:
+                sections.append(Section(group, places, np.array(places) if self._keeps else slice(None)))
+        return sections
 
     def _groups_of(self, number: int) -> Groups:
-        if not self._keeps:
-            return self._all
-        return [(places, np.array(places)) for _, places in self._divided(number)]
+        return [(places, rows) for _, places, rows in self.sections(number)]
 
     def _may_be_result(self, block: int) -> bool:
         # A contribution that stays is in later rounds too, with other contributors.

@@ -164,9 +164,9 @@ class OneSidedRounds:
         while True:
             with self._control_block:
                 missing, is_over = rounds.close(self._now_ns()), rounds.is_over()
-                running, work = rounds.running, rounds.work() if rounds.is_help_wanted() else []
+                running = rounds.running
             rounds.blocks.provide(missing)
-            await self._help(running, work)
+            await self._help(running)
             if not missing:
                 return is_over
 
@@ -228,11 +228,10 @@ class OneSidedRounds:
             with self._control_block:
                 missing = self._come(call)
                 running = rounds.running
-                work = rounds.work() if rounds.is_help_wanted() and call.kept is None else []
             if call.kept is None:
                 # Outside the lock. Another rank may take the new blocks first, or open the round: the loop looks again.
                 rounds.blocks.provide(missing)
-                await self._help(running, work)
+                await self._help(running)
                 if not missing:
                     return False
         return True
@@ -240,14 +239,15 @@ class OneSidedRounds:
     def _is_needed(self) -> bool:
         return self._rounds.is_help_wanted() or self._rounds.may_open()
 
-    async def _help(self, number: int, work: Sequence[Chunk]) -> None:
-        """Reduce chunks of round `number`, as long as there are any.
+    async def _help(self, number: int) -> None:
+        """Reduce chunks of round `number`, as long as there are any. 0: no round was running.
 
         A cancellation is raised only at the end, because there may be no other rank that could carry the round out.
         """
-        if not work:
+        if not number or not self._rounds.is_help_wanted():
             return
         interrupted: BaseException | None = None
+        work = self._rounds.work(number)
         with self._control_block:
             index = self._rounds.claim(number)
         while index >= 0:

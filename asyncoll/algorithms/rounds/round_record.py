@@ -310,10 +310,13 @@ class RoundRecord:
 
     # -- carrying it out --------------------------------------------------------------------------
 
-    def work(self) -> list[Chunk]:
-        """The chunks of the running round, in the same order at all ranks. They are valid until the round is over."""
+    def work(self, number: int) -> list[Chunk]:
+        """The chunks of round `number`, which runs, in the same order at all ranks. Without the lock.
+
+        They are valid if a later `claim` of that round finds one: until then its cells have not changed.
+        """
         chunks: list[Chunk] = []
-        for ranks, index in self._groups_of(self.running):
+        for ranks, index in self._groups_of(number):
             blocks, addresses = self._table[index, COLUMN.source : COLUMN.source_at + 1].T.tolist()
             sources = tuple([address for block, address in zip(blocks, addresses, strict=True) if block != NONE])
             dest = self.cells[self._row[ranks[0]].block]

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from asyncoll.algorithms.rounds.alarm import PATIENCE_S, Alarm
 
-_PATIENCE_MAX_S = 2.0  # learnt from answers: of a slow network, or of a rank that was stopped and has no substitute
+_PATIENCE_MAX_S = 2.0  # learnt from answers
+_SLOWEST_BYTES_S = 1e7  # on slower networks rounds may take superfluous attempts
 
 
 class Situation(NamedTuple):
@@ -33,10 +34,11 @@ class Watch:
         again: Callable[[Situation, int], None],
         now_s: Callable[[], float],
         alarm: Alarm,
+        nbytes: int,
     ) -> None:
         """`look` gives the newest round. `ask` asks the ranks that are awaited, which answer (`heard`).
 
-        `again` is called if one does not, with the number of earlier looks.
+        `again` is called if one does not, with the number of earlier looks. `nbytes` is the size of a contribution.
         """
         self._look = look
         self._ask = ask
@@ -44,6 +46,7 @@ class Watch:
         self._now_s = now_s
         self._alarm = alarm
         self._patience_s = PATIENCE_S
+        self._patience_max_s = min(PATIENCE_S + nbytes / _SLOWEST_BYTES_S, _PATIENCE_MAX_S)
         self._last: Situation | None = None
         self._silent: dict[int, float] = {}  # when each rank was asked first that has not answered yet
 
@@ -64,9 +67,10 @@ class Watch:
         """An answer has come after that time, while the round lasts.
 
         In a slow network an answer waits behind the data of the round. It must not be taken for a stopped process
-        again and again: each attempt would send all data once more.
+        again and again: each attempt would send all data once more. An answer that is later than those data may be was
+        not delayed by them: its process was stopped.
         """
-        self._patience_s = max(self._patience_s, min(2 * delay_s, _PATIENCE_MAX_S))
+        self._patience_s = max(self._patience_s, min(2 * delay_s, self._patience_max_s))
 
     def act(self, serial: int) -> None:
         """The alarm rings."""
