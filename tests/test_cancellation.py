@@ -15,7 +15,12 @@ from cancelling import cancelled_in_turn, interrupt, nothing_is_pending
 from conftest import LIGHT, PATIENCE_S
 
 from asyncoll import AbortedError, Communicator
+from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing import Network, run_ranks, simulate
+from asyncoll.transport.messages import inproc
+from asyncoll.transport.virtual_time import VirtualTimeLoop
+from asyncoll.world.world import World
 
 ROOT = Path(__file__).parent.parent
 WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
@@ -180,3 +185,37 @@ def test_collectives_are_cancelled_across_threads_and_processes(transport, loop,
     done = subprocess.run([*launch, *program], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.count("all right") == 3, done.stdout + done.stderr
     assert done.returncode == 0
+
+
+# -- joining --------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_is_cancelled_between_joining_and_its_next_step_leaves_the_world():
+    """The other rank is in the world by then, and would wait for it."""
+    told = []
+
+    async def rank(transport, inside):
+        try:
+            async with World(Endpoint(transport), SharedLoop()) as comm:
+                inside.append(comm.rank)
+                await comm.barrier()
+        except AbortedError as error:
+            told.append(str(error))
+
+    async def cancelled_after(turns: int) -> bool:
+        """Whether the rank came inside before it was cancelled."""
+        inside: list[int] = []
+        first, second = (asyncio.create_task(rank(transport, inside)) for transport in inproc.world(2))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first, second])
+        return 0 in inside
+
+    turns, was_inside = 2, False  # after the first of them it has not joined yet
+    while not was_inside:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:  # which notices that nothing goes on
+            was_inside = runner.run(cancelled_after(turns))
+        turns += 1
+    assert turns > 3
+    assert set(told) == {"rank 0 aborted: CancelledError: "}
