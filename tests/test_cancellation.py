@@ -15,6 +15,7 @@ from cancelling import cancelled_in_turn, interrupt, nothing_is_pending
 from conftest import LIGHT, PATIENCE_S
 
 from asyncoll import AbortedError, Communicator
+from asyncoll.algorithms.arrival import to_its_end
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing import Network, run_ranks, simulate
@@ -185,6 +186,24 @@ def test_collectives_are_cancelled_across_threads_and_processes(transport, loop,
     done = subprocess.run([*launch, *program], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.count("all right") == 3, done.stdout + done.stderr
     assert done.returncode == 0
+
+
+# -- what is around a call ------------------------------------------------------------------------
+
+
+def test_a_timeout_that_is_put_off_is_a_timeout():
+    async def goes_on():
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return "its end"
+
+    async def main():
+        async with asyncio.timeout(0):
+            assert await to_its_end(goes_on()) == "its end"
+            await asyncio.sleep(0)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
 
 
 # -- joining --------------------------------------------------------------------------------------

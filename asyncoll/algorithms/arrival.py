@@ -82,5 +82,6 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled and (waiting := asyncio.current_task()) is not None:
+        waiting.uncancel()  # otherwise they count as two, and `asyncio.timeout` raises TimeoutError for one only
         waiting.cancel()
     return task.result()
