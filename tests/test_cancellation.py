@@ -238,3 +238,23 @@ def test_a_rank_that_is_cancelled_between_joining_and_its_next_step_leaves_the_w
         turns += 1
     assert turns > 3
     assert set(told) == {"rank 0 aborted: CancelledError: "}
+
+
+def test_a_rank_that_is_cancelled_while_it_leaves_closes_its_connections():
+    async def main():
+        (transport,) = inproc.world(1)
+        endpoint = Endpoint(transport)
+
+        async def rank():
+            async with World(endpoint, SharedLoop()):
+                endpoint.spawn(asyncio.Event().wait(), 0)  # leaving waits for the end of it
+
+        leaving = asyncio.create_task(rank())
+        while not endpoint.closed:
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert leaving.cancelled()
+        assert transport._closed
+
+    asyncio.run(main())

@@ -131,8 +131,10 @@ class SplitTransport:
     async def close(self, *, flush: bool = False) -> None:
         """Close the messages last: when that stream ends, peers assume that all payloads have come."""
         self._reassembly.close()
-        await self._payloads.close(flush=flush)
-        await self._messages.close(flush=flush)
+        try:
+            await self._payloads.close(flush=flush)
+        finally:
+            await self._messages.close(flush=flush)
 
     def _collect(self) -> None:
         self._payloads.collect()
