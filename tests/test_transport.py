@@ -27,7 +27,7 @@ from asyncoll.runtime.router import Router
 from asyncoll.statistics import Traffic
 from asyncoll.testing import Disconnect, Network, check_transport, run_ranks
 from asyncoll.testing.contract import _Recorder, _World
-from asyncoll.transport import MAX_FRAME_BYTES
+from asyncoll.transport import MAX_FRAME_BYTES, Loss, wire
 from asyncoll.transport.memory import fd_passing
 from asyncoll.transport.messages import inproc, split, zeromq
 from asyncoll.transport.messages.monitor import Monitor
@@ -218,6 +218,18 @@ def test_messages_of_two_streams_are_delivered_in_the_order_in_which_they_were_s
         else:
             reassembly.received(0, messages.sent.pop(0))
     assert received == list(range(20))
+
+
+def test_a_rank_that_ends_in_the_middle_of_a_long_message_can_still_say_why():
+    told = []
+    reassembly = split._Reassembly(frozenset({0}), lambda: None, lambda _: None)
+    reassembly.receiver = SimpleNamespace(received=lambda _, frames: told.append(frames), lost=told.append)
+    why = wire.encode_control(wire.Abort(1, 0, "out of memory"))
+    for frames in ([wire.encode(wire.DATA), b"short"], why, [b"nothing that was ever sent", b""]):
+        reassembly.received(0, [*split._counted(1, frames)])
+    assert told == []
+    reassembly.lost(Loss(0, "its connection closed"))
+    assert told == [why, Loss(0, "its connection closed")]
 
 
 def test_a_direct_send_stays_within_the_window():
