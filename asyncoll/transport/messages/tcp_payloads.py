@@ -352,7 +352,7 @@ class TcpPayloads:
         except BlockingIOError:
             return
         except OSError:
-            pass
+            pass  # it has ended by a reset, which is no other loss than an end in good order
         self._lose(rank, self._peers[rank].cause)
 
     # -- receiving --------------------------------------------------------------------------------
