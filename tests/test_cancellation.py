@@ -19,6 +19,7 @@ from asyncoll.algorithms.arrival import to_its_end
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing import Network, run_ranks, simulate
+from asyncoll.transport.joining import Joining
 from asyncoll.transport.messages import inproc
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world.world import World
@@ -207,6 +208,23 @@ def test_a_timeout_that_is_put_off_is_a_timeout():
 
 
 # -- joining --------------------------------------------------------------------------------------
+
+
+def test_a_cancellation_at_the_end_of_a_wait_for_the_others_is_not_lost():
+    async def is_over_after(turns: int) -> bool:
+        waiting = asyncio.create_task(Joining(0, 2).over(asyncio.sleep(0), lambda: [1], "not there yet"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not waiting.cancel():
+            return True
+        await asyncio.wait([waiting])
+        assert waiting.cancelled(), turns
+        return False
+
+    turns = 1
+    while not asyncio.run(is_over_after(turns)):
+        turns += 1
+    assert turns > 2
 
 
 def test_a_rank_that_is_cancelled_between_joining_and_its_next_step_leaves_the_world():
