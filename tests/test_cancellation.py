@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +25,7 @@ from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.messages import inproc
 from asyncoll.transport.virtual_time import VirtualTimeLoop
+from asyncoll.world import join
 from asyncoll.world.world import World
 
 ROOT = Path(__file__).parent.parent
@@ -208,6 +212,35 @@ def test_a_timeout_that_is_put_off_is_a_timeout():
 
 
 # -- joining --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_rank_that_is_cancelled_again_while_it_meets_the_others_closes_its_connections(times, monkeypatch):
+    """The thread in which it meets them cannot be cancelled, and opens what nothing else would close."""
+    closed, go_on = [], threading.Event()
+
+    async def close():
+        closed.append("transport")
+
+    def meet(*_):
+        until_joined = contextlib.ExitStack()
+        until_joined.callback(closed.append, "until joined")
+        go_on.wait()
+        return SimpleNamespace(until_joined=until_joined, arena=None, transport=SimpleNamespace(close=close))
+
+    async def main():
+        meeting = asyncio.create_task(join._meet(None, Joining(0, 2)))
+        for _ in range(times):
+            await asyncio.sleep(0)
+            meeting.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait([meeting])
+        assert meeting.cancelled()
+
+    monkeypatch.setattr(join, "meet", meet)
+    asyncio.run(main())
+    assert closed == ["until joined", "transport"]
 
 
 def test_a_cancellation_at_the_end_of_a_wait_for_the_others_is_not_lost():
