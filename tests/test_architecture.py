@@ -168,6 +168,7 @@ REPLACED = {
         "pages._left": "the free memory of the host",
     },
     "test_bench.py": {"algorithms.allreduce": _LAW},
+    "test_cancellation.py": {"join.meet": "the moment at which the ranks have met"},
     "test_collectives.py": {"on_lane.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"},
     "test_selection.py": {"_core.native": "the same without the compiled core"},
     "test_cuda.py": {

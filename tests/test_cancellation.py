@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +18,15 @@ from cancelling import cancelled_in_turn, interrupt, nothing_is_pending
 from conftest import LIGHT, PATIENCE_S
 
 from asyncoll import AbortedError, Communicator
+from asyncoll.algorithms.arrival import to_its_end
+from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing import Network, run_ranks, simulate
+from asyncoll.transport.joining import Joining
+from asyncoll.transport.messages import inproc
+from asyncoll.transport.virtual_time import VirtualTimeLoop
+from asyncoll.world import join
+from asyncoll.world.world import World
 
 ROOT = Path(__file__).parent.parent
 WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
@@ -180,3 +191,121 @@ def test_collectives_are_cancelled_across_threads_and_processes(transport, loop,
     done = subprocess.run([*launch, *program], env=environment, capture_output=True, text=True, check=False)
     assert done.stdout.count("all right") == 3, done.stdout + done.stderr
     assert done.returncode == 0
+
+
+# -- what is around a call ------------------------------------------------------------------------
+
+
+def test_a_timeout_that_is_put_off_is_a_timeout():
+    async def goes_on():
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return "its end"
+
+    async def main():
+        async with asyncio.timeout(0):
+            assert await to_its_end(goes_on()) == "its end"
+            await asyncio.sleep(0)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+
+
+# -- joining --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_a_rank_that_is_cancelled_again_while_it_meets_the_others_closes_its_connections(times, monkeypatch):
+    """The thread in which it meets them cannot be cancelled, and opens what nothing else would close."""
+    closed, go_on = [], threading.Event()
+
+    async def close():
+        closed.append("transport")
+
+    def meet(*_):
+        until_joined = contextlib.ExitStack()
+        until_joined.callback(closed.append, "until joined")
+        go_on.wait()
+        return SimpleNamespace(until_joined=until_joined, arena=None, transport=SimpleNamespace(close=close))
+
+    async def main():
+        meeting = asyncio.create_task(join._meet(None, Joining(0, 2)))
+        for _ in range(times):
+            await asyncio.sleep(0)
+            meeting.cancel()
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.wait([meeting])
+        assert meeting.cancelled()
+
+    monkeypatch.setattr(join, "meet", meet)
+    asyncio.run(main())
+    assert closed == ["until joined", "transport"]
+
+
+def test_a_cancellation_at_the_end_of_a_wait_for_the_others_is_not_lost():
+    async def is_over_after(turns: int) -> bool:
+        waiting = asyncio.create_task(Joining(0, 2).over(asyncio.sleep(0), lambda: [1], "not there yet"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        if not waiting.cancel():
+            return True
+        await asyncio.wait([waiting])
+        assert waiting.cancelled(), turns
+        return False
+
+    turns = 1
+    while not asyncio.run(is_over_after(turns)):
+        turns += 1
+    assert turns > 2
+
+
+def test_a_rank_that_is_cancelled_between_joining_and_its_next_step_leaves_the_world():
+    """The other rank is in the world by then, and would wait for it."""
+    told = []
+
+    async def rank(transport, inside):
+        try:
+            async with World(Endpoint(transport), SharedLoop()) as comm:
+                inside.append(comm.rank)
+                await comm.barrier()
+        except AbortedError as error:
+            told.append(str(error))
+
+    async def cancelled_after(turns: int) -> bool:
+        """Whether the rank came inside before it was cancelled."""
+        inside: list[int] = []
+        first, second = (asyncio.create_task(rank(transport, inside)) for transport in inproc.world(2))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        first.cancel()
+        await asyncio.wait([first, second])
+        return 0 in inside
+
+    turns, was_inside = 2, False  # after the first of them it has not joined yet
+    while not was_inside:
+        with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:  # which notices that nothing goes on
+            was_inside = runner.run(cancelled_after(turns))
+        turns += 1
+    assert turns > 3
+    assert set(told) == {"rank 0 aborted: CancelledError: "}
+
+
+def test_a_rank_that_is_cancelled_while_it_leaves_closes_its_connections():
+    async def main():
+        (transport,) = inproc.world(1)
+        endpoint = Endpoint(transport)
+
+        async def rank():
+            async with World(endpoint, SharedLoop()):
+                endpoint.spawn(asyncio.Event().wait(), 0)  # leaving waits for the end of it
+
+        leaving = asyncio.create_task(rank())
+        while not endpoint.closed:
+            await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert leaving.cancelled()
+        assert transport._closed
+
+    asyncio.run(main())

@@ -27,6 +27,7 @@ from asyncoll.runtime.router import Router
 from asyncoll.statistics import Traffic
 from asyncoll.testing import Disconnect, Network, check_transport, run_ranks
 from asyncoll.testing.contract import _Recorder, _World
+from asyncoll.transport import MAX_FRAME_BYTES, Loss, wire
 from asyncoll.transport.memory import fd_passing
 from asyncoll.transport.messages import inproc, split, zeromq
 from asyncoll.transport.messages.monitor import Monitor
@@ -219,6 +220,18 @@ def test_messages_of_two_streams_are_delivered_in_the_order_in_which_they_were_s
     assert received == list(range(20))
 
 
+def test_a_rank_that_ends_in_the_middle_of_a_long_message_can_still_say_why():
+    told = []
+    reassembly = split._Reassembly(frozenset({0}), lambda: None, lambda _: None)
+    reassembly.receiver = SimpleNamespace(received=lambda _, frames: told.append(frames), lost=told.append)
+    why = wire.encode_control(wire.Abort(1, 0, "out of memory"))
+    for frames in ([wire.encode(wire.DATA), b"short"], why, [b"nothing that was ever sent", b""]):
+        reassembly.received(0, [*split._counted(1, frames)])
+    assert told == []
+    reassembly.lost(Loss(0, "its connection closed"))
+    assert told == [why, Loss(0, "its connection closed")]
+
+
 def test_a_direct_send_stays_within_the_window():
     stream, size = Stream(), executions._DIRECT_MAX_BYTES
     router = Router(stream, Traffic())
@@ -276,6 +289,29 @@ def test_a_rank_without_its_stream_for_payloads_is_lost(monkeypatch):
             assert world.recorders[0].losses == [(1, 1)]
             for transport in transports:
                 await transport.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("flush", [False, True])
+def test_a_transport_whose_close_is_cancelled_is_closed(flush):
+    async def main():
+        with in_two_streams(2) as transports:
+            world = _World(transports)
+            await world.start()
+            if flush:  # the other rank does not read it
+                transports[1]._payloads._loop.remove_reader(transports[1]._payloads._peers[0].reader.connection)
+                for _ in range(40):
+                    transports[0].send(1, [b"header", bytes(MAX_FRAME_BYTES)])
+            closing = asyncio.create_task(transports[0].close(flush=flush))
+            await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait([closing])
+            found = closing.cancelled(), transports[0]._payloads._closed, transports[0]._messages._context.closed
+            for transport in transports:
+                transport._payloads.discard()
+                transport._messages.discard()
+            assert found == (True, True, True)
 
     asyncio.run(main())
 

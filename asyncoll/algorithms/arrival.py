@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.backend import Body, Collectives
@@ -73,7 +73,7 @@ async def unless_failed(member: Member, work: Callable[[], Coroutine[Any, Any, N
         await (ended if ended.done() else task)
 
 
-async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+async def to_its_end(work: Awaitable[T]) -> T:
     """The result of `work`. A cancellation is put off to the next time that this task waits."""
     task, is_cancelled = asyncio.ensure_future(work), False
     while not task.done():
@@ -82,5 +82,6 @@ async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled and (waiting := asyncio.current_task()) is not None:
+        waiting.uncancel()  # otherwise they count as two, and `asyncio.timeout` raises TimeoutError for one only
         waiting.cancel()
     return task.result()

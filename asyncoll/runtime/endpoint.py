@@ -124,8 +124,10 @@ class Endpoint:
         self.closed = True
         for service in list(self._services):
             service.cancel()
-        await asyncio.gather(*self._services, return_exceptions=True)
-        await self.transport.close(flush=flush)
+        try:
+            await asyncio.gather(*self._services, return_exceptions=True)
+        finally:  # also if the task that leaves is cancelled meanwhile
+            await self.transport.close(flush=flush)
 
     async def end(self) -> None:
         """After `close`: await the callbacks of `at_end`."""

@@ -218,7 +218,7 @@ class PendingCalls:
             self._timer = asyncio.get_running_loop().call_later(next_check_s - now_s, self._check_overdue)
 
     async def _give_up(self, overdue: PendingCall) -> None:
-        async with self._asking:  # one question at a time, because an answer does not say which question it is for
+        async with self._asking:  # one question at a time: in answers the number is 0 for all rounds and messages
             await self._report_overdue(overdue)
 
     async def _report_overdue(self, overdue: PendingCall) -> None:

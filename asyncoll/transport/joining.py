@@ -148,9 +148,10 @@ class Joining:
                     self.check(missing, reason, is_told=is_told)
             return task.result()
         finally:
-            task.cancel()
-            with contextlib.suppress(BaseException):
-                await asyncio.wait([task])
+            if not task.done():
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):  # a second one; the first leaves this method
+                    await asyncio.wait([task])
 
     def _describe(self, missing: Sequence[int], reason: str) -> str:
         status = f"missing: {_named(missing)}" if missing else "all ranks have come, but one of them does not go on"

@@ -88,6 +88,14 @@ def decode(frames: list[Buffer]) -> Header:
     return Header(kind, step, context, number, fingerprint)
 
 
+def is_control(frames: list[Buffer]) -> bool:
+    """Whether a message, whose frames are untrusted, is a CONTROL message."""
+    try:
+        return decode(frames).kind == CONTROL
+    except ProtocolError:
+        return False
+
+
 class Announce(NamedTuple):
     """Announces a persistent operation, so that a rank can take part before its own first call of it."""
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import uvloop
 
 from asyncoll import forks
+from asyncoll.algorithms.arrival import to_its_end
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import remaining_s
@@ -230,7 +231,7 @@ async def _meet(environment: Environment, joining: Joining) -> PeerLinks:
     except asyncio.CancelledError as error:
         joining.cancel()
         with contextlib.suppress(AsyncollError):
-            met = await links
+            met = await to_its_end(links)
             met.until_joined.__exit__(type(error), error, None)
             if met.arena is not None:
                 met.arena.close()

@@ -2,8 +2,8 @@
 
 The end that accepts sends a nonce. The end that connects answers with its rank, a nonce of its own, and a proof over
 both nonces and both ranks. The end that accepts answers with another proof over the same. So a recorded handshake
-proves nothing in another connection, and neither end talks to a stranger. The payloads that follow are neither
-encrypted nor authenticated.
+proves nothing in another connection, and neither end talks to a stranger. What follows is not encrypted; all but
+the payloads is proved (`payload_stream`).
 """
 
 from __future__ import annotations

@@ -229,7 +229,7 @@ class SegmentStream:
         try:
             self._written(self._put(list(itertools.islice(self._unsent, _VECTOR))))
         except BlockingIOError:
-            pass
+            pass  # the rest waits for room, below
         except OSError as error:
             self._fail(error)
             self._drop_unsent()

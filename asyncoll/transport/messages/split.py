@@ -15,7 +15,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from asyncoll.transport import Buffer, Loss, Receiver, check_frames
+from asyncoll.transport import Buffer, Loss, Receiver, check_frames, wire
 from asyncoll.transport.messages import payload_stream
 from asyncoll.transport.messages.payload_stream import Long
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
@@ -131,8 +131,10 @@ class SplitTransport:
     async def close(self, *, flush: bool = False) -> None:
         """Close the messages last: when that stream ends, peers assume that all payloads have come."""
         self._reassembly.close()
-        await self._payloads.close(flush=flush)
-        await self._messages.close(flush=flush)
+        try:
+            await self._payloads.close(flush=flush)
+        finally:
+            await self._messages.close(flush=flush)
 
     def _collect(self) -> None:
         self._payloads.collect()
@@ -177,8 +179,18 @@ class _Reassembly:
         if loss.rank in self._remote:
             self._collect()  # what has come completes what waits
             self._drop(loss.rank)  # after a silence it is still open, and what waits to be sent there would wait on
+            self._deliver_news(loss.rank)
         self._lost.add(loss.rank)
         self.receiver.lost(loss)
+
+    def _deliver_news(self, source: int) -> None:
+        """Deliver the control messages of a lost rank that wait for a long one, which will not come whole any more.
+
+        They may say why the rank has ended. Other messages would be out of order.
+        """
+        for _, frames in self._came[source].encrypted:
+            if wire.is_control(frames):
+                self.receiver.received(source, frames)
 
     def close(self) -> None:
         """Deliver nothing more."""

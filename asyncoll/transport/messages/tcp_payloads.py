@@ -171,14 +171,20 @@ class TcpPayloads:
 
     async def close(self, *, flush: bool = False) -> None:
         """Stop at once. With `flush`, payloads first get a short time to leave. Idempotent."""
-        if flush and not self._closed:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_FLUSH_S):
-                    for rank in list(self._peers):
-                        await self.drain(rank)
-        tasks: list[asyncio.Future[Any]] = [*self._strangers.values(), *(peer.made for peer in self._peers.values())]
-        self.discard()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        try:
+            if flush and not self._closed:
+                await self._drain_all()
+        finally:
+            made = [peer.made for peer in self._peers.values()]
+            tasks: list[asyncio.Future[Any]] = [*self._strangers.values(), *made]
+            self.discard()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _drain_all(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_FLUSH_S):
+                for rank in list(self._peers):
+                    await self.drain(rank)
 
     def discard(self) -> None:
         """Close all connections. Idempotent."""
@@ -346,7 +352,7 @@ class TcpPayloads:
         except BlockingIOError:
             return
         except OSError:
-            pass
+            pass  # it has ended by a reset, which is no other loss than an end in good order
         self._lose(rank, self._peers[rank].cause)
 
     # -- receiving --------------------------------------------------------------------------------
