@@ -37,9 +37,9 @@ REFUSALS = ("agreement", "refused_when_made", "refused_buckets", "refused_steps"
     ids=["all", "one rank", "two ranks", "five ranks", "by message"],
 )
 def test_hooks(forked_world, size, cases, more):
-    for rank, each in enumerate(forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "20"} | more, size, SCRIPT, *cases)):
-        code, out, err = each.end()
-        assert (code, out) == (0, "passed\n"), (rank, code, out, err)
+    ranks = forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "20"} | more, size, SCRIPT, *cases)
+    ended = [each.end() for each in ranks]
+    assert [(code, out) for code, out, _ in ended] == [(0, "passed\n")] * size, "\n".join(err for _, _, err in ended)
 
 
 @pytest.mark.slow
