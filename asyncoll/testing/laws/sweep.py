@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 
@@ -16,7 +16,7 @@ from asyncoll.errors import UsageError
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
 from asyncoll.testing.laws.story import ALL_KINDS
 
-_BATCH = 20  # the most worlds that a process checks between two updates of the progress bar
+_BATCH = 20  # the most worlds that a process checks between two updates of the progress bar; it starts for so many
 _SHOWN = 3  # broken worlds that are shown; the others are counted, and usually have the same cause
 
 World = tuple[str, int, int]  # kind, size, seed
@@ -62,11 +62,13 @@ def _whole_numbers(first: str, last: str) -> range:
 
 
 def sweep(
-    kinds: Iterable[str], sizes: Sequence[int], seeds: Sequence[int], jobs: int, transport: str, devices: bool
+    kinds: Sequence[str], sizes: Sequence[int], seeds: Sequence[int], jobs: int, transport: str, devices: bool
 ) -> bool:
-    """Check a world of every kind and seed, at the sizes in turn. Prints a line for each kind. Returns whether all laws
-    hold."""
+    """Check a world of every kind and seed, at the sizes in turn, in up to `jobs` processes.
 
+    Prints a line for each kind. Returns whether all laws hold.
+    """
+    jobs = max(1, min(jobs, len(kinds) * len(seeds) // _BATCH))  # a process takes a second to start
     console = Console(stderr=True)
     lawful = True
     spawning = multiprocessing.get_context("spawn")
