@@ -137,14 +137,14 @@ def test_slow_answers_make_a_watch_patient_and_quick_ones_impatient_again():
     assert it.delays[-2:] == [1, 4]
 
 
-@pytest.mark.parametrize(("nbytes", "most"), [(0, 1), (1000, 1.002), (10**6, 3), (10**9, 40)])
-def test_a_watch_is_no_more_patient_than_the_data_of_the_round_take(nbytes, most):
+@pytest.mark.parametrize(
+    ("nbytes", "latency", "most"), [(0, 0, 1), (0, 4, 9), (10**6, 0, 3), (10**6, 1, 5), (10**9, 0, 40)]
+)
+def test_a_watch_is_no_more_patient_than_the_network_and_the_data_of_the_round_need(nbytes, latency, most):
     it = Watched(nbytes)
-    it.look()
-    it.now_s += 100  # a rank was stopped
-    it.hear(2)
+    it.watch.learn(2, latency * PATIENCE_S)
     for number in range(8, 11):
-        it.watch.learn(100)
+        it.watch.learn(2, 100)  # that rank was stopped
         it.watch.begin(number)
         assert it.delays[-1] == pytest.approx(max(1, most * 15 / 16), abs=1e-3)
 

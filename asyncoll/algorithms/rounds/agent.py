@@ -273,7 +273,7 @@ class Agent:
             return
         claims[self._hosts.host(rank)] = rank, payload
         if number > self._record.latest:
-            self._watch.learn(self._port.now_s() - self._begun_s[key])
+            self._watch.learn(rank, self._port.now_s() - self._begun_s[key])
         if len(claims) < len(self._hosts.ranks):
             return
         with self._record.control_block:

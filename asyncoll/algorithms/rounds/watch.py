@@ -46,7 +46,8 @@ class Watch:
         self._now_s = now_s
         self._alarm = alarm
         self._patience_s = PATIENCE_S
-        self._patience_max_s = min(PATIENCE_S + nbytes / _SLOWEST_BYTES_S, _PATIENCE_MAX_S)
+        self._data_s = nbytes / _SLOWEST_BYTES_S  # how long the data of a round may delay an answer
+        self._least_s: dict[int, float] = {}  # by rank: its quickest answer, the latency of the network
         self._last: Situation | None = None
         self._silent: dict[int, float] = {}  # when each rank was asked first that has not answered yet
 
@@ -61,16 +62,18 @@ class Watch:
         """`rank` has answered to the question of round `number`."""
         asked_s = self._silent.pop(rank, None)
         if asked_s is not None and number == self._alarm.number:
-            self.learn(self._now_s() - asked_s)
+            self.learn(rank, self._now_s() - asked_s)
 
-    def learn(self, delay_s: float) -> None:
-        """An answer has come after that time, while the round lasts.
+    def learn(self, rank: int, delay_s: float) -> None:
+        """An answer of `rank` has come after that time, while the round lasts.
 
         In a slow network an answer waits behind the data of the round. It must not be taken for a stopped process
-        again and again: each attempt would send all data once more. An answer that is later than those data may be was
-        not delayed by them: its process was stopped.
+        again and again: each attempt would send all data once more. An answer that is later than those data and the
+        latency of the network allow was not delayed by them: its process was stopped.
         """
-        self._patience_s = max(self._patience_s, min(2 * delay_s, self._patience_max_s))
+        least_s = self._least_s[rank] = min(delay_s, self._least_s.get(rank, delay_s))
+        most_s = min(PATIENCE_S + 2 * least_s + self._data_s, _PATIENCE_MAX_S)
+        self._patience_s = max(self._patience_s, min(2 * delay_s, most_s))
 
     def act(self, serial: int) -> None:
         """The alarm rings."""
