@@ -141,6 +141,18 @@ def test_ranks_meet_again_after_one_of_them_was_interrupted(tmp_path, interrupte
     assert again[0] == again[1] != entered[0]
 
 
+def test_a_rank_tells_in_the_folder_once_why_it_ends_joining_and_may_do_so_before_its_attempt_ends(tmp_path):
+    waiting, ending = Joining(1, 2, 10.0), Joining(0, 2, 10.0)
+    attempt = Attempt(tmp_path, 0, 2, ending).__enter__()
+    Attempt(tmp_path, 1, 2, waiting).__enter__()
+    asyncio.run(ending.fail(asyncio.CancelledError()))
+    with pytest.raises(PeerLostError, match="rank 0 is gone: it was interrupted"):
+        waiting.check(list, "not here")
+    attempt.__exit__(ValueError, ValueError("later"), None)
+    with pytest.raises(PeerLostError, match="rank 0 is gone: it was interrupted"):
+        waiting.check(list, "not here")
+
+
 # -- several worlds --------------------------------------------------------------------------------
 
 
