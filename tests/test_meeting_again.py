@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from asyncoll.errors import AbortedError, ClosedError, DeadlineError, PeerLostError
+from asyncoll.errors import AbortedError, ClosedError, DeadlineError, PeerLostError, UsageError
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.transport.joining import Joining
 from asyncoll.world import join, rendezvous
@@ -184,3 +184,24 @@ def test_a_rank_that_is_cancelled_as_all_have_joined_leaves_the_world_and_tells_
 
     asyncio.run(main())
     assert not [name for name in store.written if name.endswith("/failed")]
+
+
+class FailsAtItsEnd(Joining):
+    """The last step of its meeting raises an error."""
+
+    def fails_by(self, tell):
+        raise UsageError("at the end")
+
+
+def test_an_error_in_the_last_step_of_a_meeting_closes_all_connections(opened):
+    store = NotedStore()
+
+    async def main():
+        ranks = [Environment.of_store(store, rank, 2, {}) for rank in range(2)]
+        meetings = [join._meet(environment, FailsAtItsEnd(environment.rank, 2)) for environment in ranks]
+        for error in await asyncio.gather(*meetings, return_exceptions=True):
+            assert isinstance(error, UsageError), error
+
+    asyncio.run(main())
+    assert len(opened) == 2
+    assert all(transport._closed and transport._context.closed for transport in opened)
