@@ -240,7 +240,7 @@ def test_a_rank_that_is_cancelled_again_while_it_meets_the_others_closes_its_con
 
     monkeypatch.setattr(join, "meet", meet)
     asyncio.run(main())
-    assert closed == ["until joined", "transport"]
+    assert closed == ["transport", "until joined"]
 
 
 def test_a_cancellation_at_the_end_of_a_wait_for_the_others_is_not_lost():

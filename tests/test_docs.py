@@ -332,7 +332,7 @@ def _run_command(source: str, folder: Path, host: str) -> subprocess.CompletedPr
     if host:
         source = source.replace("host0", "localhost")
         of_host = {"TMPDIR": f"{home}/{host}", "PET_LOCAL_ADDR": "localhost"}  # torchrun's --local-addr
-        Path(home, host).mkdir()
+        Path(home, host).mkdir(exist_ok=True)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", source],

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ from conftest import LIGHT, PATIENCE_S
 
 import asyncoll
 from asyncoll import testing
-from asyncoll.errors import DeadlineError, PeerLostError, UsageError, describe
+from asyncoll.errors import DeadlineError, PeerLostError, ServiceLostError, UsageError, describe
 from asyncoll.transport.joining import Joining
+from asyncoll.transport.keys import Key
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
 from asyncoll.world.meeting_folder import meeting_folder
+from asyncoll.world.sealed_store import SealedStore
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -139,6 +142,70 @@ def test_ranks_meet_again_after_one_of_them_was_interrupted(tmp_path, interrupte
         early.__enter__()
     again = [attempt.__enter__().folder for attempt in attempts()]
     assert again[0] == again[1] != entered[0]
+
+
+def test_a_rank_tells_in_the_folder_once_why_it_ends_joining_and_may_do_so_before_its_attempt_ends(tmp_path):
+    waiting, ending = Joining(1, 2, 10.0), Joining(0, 2, 10.0)
+    attempt = Attempt(tmp_path, 0, 2, ending).__enter__()
+    Attempt(tmp_path, 1, 2, waiting).__enter__()
+    asyncio.run(ending.fail(asyncio.CancelledError()))
+    with pytest.raises(PeerLostError, match="rank 0 is gone: it was interrupted"):
+        waiting.check(list, "not here")
+    attempt.__exit__(ValueError, ValueError("later"), None)
+    with pytest.raises(PeerLostError, match="rank 0 is gone: it was interrupted"):
+        waiting.check(list, "not here")
+
+
+class UntilTheStoreEnds(Joining):
+    """The store ends when this rank waits there for the next world."""
+
+    def __init__(self, rank, size, store):
+        super().__init__(rank, size)
+        self.store = store
+
+    def check(self, missing, reason, **more):
+        if reason == "not in the store yet":
+            self.store.is_over = True
+        super().check(missing, reason, **more)
+
+
+class EndingStore:
+    def __init__(self, store):
+        self._store = store
+        self.is_over = False
+
+    def __getattr__(self, name):
+        method = getattr(self._store, name)
+
+        def call(*arguments):
+            if self.is_over:
+                raise RuntimeError("the connection was closed")
+            return method(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("is_of_rank_0", "error", "text"),
+    [
+        (True, UsageError, r"settings of WORLD_SIZE: 4 \(rank 2\), 2 \(rank 0\); give all the same"),
+        (False, ServiceLostError, "the store of this job is gone"),  # earlier processes may have left a world there
+    ],
+)
+def test_a_rank_beyond_the_world_of_rank_0_names_both_sizes_if_the_store_is_that_of_rank_0(is_of_rank_0, error, text):
+    distributed = pytest.importorskip("torch.distributed")
+    store = EndingStore(distributed.HashStore())
+
+    def meet(rank, size, joining):
+        entered = SealedStore(store, "job", rank, size, Key(b""), joining, serves=is_of_rank_0)
+        entered.begin_turn()
+        entered.begin_session()
+
+    with ThreadPoolExecutor(2) as ranks:
+        for met in [ranks.submit(meet, rank, 2, Joining(rank, 2)) for rank in range(2)]:
+            met.result()
+    with pytest.raises(error, match=text):
+        meet(2, 4, UntilTheStoreEnds(2, 4, store))
 
 
 # -- several worlds --------------------------------------------------------------------------------

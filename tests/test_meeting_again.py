@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from datetime import timedelta
 
 import pytest
 
-from asyncoll.errors import ClosedError, DeadlineError, PeerLostError
+from asyncoll.errors import AbortedError, ClosedError, DeadlineError, PeerLostError, UsageError
+from asyncoll.runtime.progress import SharedLoop
 from asyncoll.transport.joining import Joining
-from asyncoll.world import rendezvous
+from asyncoll.world import join, rendezvous
 from asyncoll.world.environment import Environment
 
 SIZE = 3
+INTERRUPTED = "it was interrupted before all ranks had joined"
 
 
 class UntilInterrupted(Joining):
@@ -80,8 +83,125 @@ def test_the_others_hear_at_once_of_an_interrupt(monkeypatch, opened, interrupte
     assert len(errors) == SIZE - 1
     for error in errors.values():
         assert isinstance(error, PeerLostError)
-        assert (error.rank, error.cause) == (interrupted, "it was interrupted before all ranks had joined")
+        assert (error.rank, error.cause) == (interrupted, INTERRUPTED)
         # The rank may have noticed first that the folder of the interrupted one is gone.
         assert not isinstance(error.__cause__, DeadlineError), "it has waited for its deadline"
     assert len(opened) == SIZE
+    assert all(transport._closed and transport._context.closed for transport in opened)
+
+
+# -- after the ranks have met -----------------------------------------------------------------------
+
+
+class NotedStore:
+    """A store of torch that notes which threads have called it, and what they have written."""
+
+    def __init__(self):
+        distributed = pytest.importorskip("torch.distributed")
+        self._store = distributed.HashStore()
+        self._store.set_timeout(timedelta(seconds=60))
+        self.callers, self.written = set(), set()
+
+    def __getattr__(self, name):
+        if name not in ("add", "check", "get", "set"):
+            raise AttributeError(name)
+
+        def call(*arguments):
+            self.callers.add(threading.current_thread())
+            if name == "set":
+                self.written.add(arguments[0])
+            return getattr(self._store, name)(*arguments)
+
+        return call
+
+
+class CancelledAsItHasMet(Joining):
+    """The joining of a task of the loop that runs here, which is cancelled in the last step of its meeting."""
+
+    def __init__(self, rank, size):
+        super().__init__(rank, size)
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._is_cancelled = threading.Event()
+
+    def fails_by(self, tell):
+        super().fails_by(tell)
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._is_cancelled.wait()
+
+    def cancel(self):
+        super().cancel()
+        self._is_cancelled.set()
+
+
+class CancelledAsItHasJoined(SharedLoop):
+    """The runner of a rank that is cancelled when it has joined, before its task goes on."""
+
+    is_inside = False
+
+    async def within(self, work):
+        result = await super().within(work)
+        if not self.is_inside:
+            self.is_inside = True
+            raise asyncio.CancelledError
+        return result
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+def test_a_rank_that_is_cancelled_as_all_have_met_tells_it_and_blocks_no_loop(cancelled):
+    """The other rank is on its loop, and waits for connections."""
+    store = NotedStore()
+
+    async def give_up():
+        await join._meet(Environment.of_store(store, cancelled, 2, {}), CancelledAsItHasMet(cancelled, 2))
+
+    async def main():
+        giving_up = asyncio.create_task(give_up())
+        with pytest.raises(PeerLostError) as lost:
+            async with join.joined(SharedLoop(), Environment.of_store(store, 1 - cancelled, 2, {})):
+                pass
+        assert (lost.value.rank, lost.value.cause) == (cancelled, INTERRUPTED)
+        await asyncio.wait([giving_up])
+        assert giving_up.cancelled()
+        assert threading.current_thread() not in store.callers
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
+def test_a_rank_that_is_cancelled_as_all_have_joined_leaves_the_world_and_tells_nothing_in_the_store(cancelled):
+    store = NotedStore()
+
+    async def rank(runner, number):
+        async with join.joined(runner, Environment.of_store(store, number, 2, {})) as comm:
+            await comm.barrier()
+
+    async def main():
+        leaving = asyncio.create_task(rank(CancelledAsItHasJoined(), cancelled))
+        with pytest.raises(AbortedError, match=f"rank {cancelled} aborted: CancelledError"):
+            await rank(SharedLoop(), 1 - cancelled)
+        await asyncio.wait([leaving])
+        assert leaving.cancelled()
+
+    asyncio.run(main())
+    assert not [name for name in store.written if name.endswith("/failed")]
+
+
+class FailsAtItsEnd(Joining):
+    """The last step of its meeting raises an error."""
+
+    def fails_by(self, tell):
+        raise UsageError("at the end")
+
+
+def test_an_error_in_the_last_step_of_a_meeting_closes_all_connections(opened):
+    store = NotedStore()
+
+    async def main():
+        ranks = [Environment.of_store(store, rank, 2, {}) for rank in range(2)]
+        meetings = [join._meet(environment, FailsAtItsEnd(environment.rank, 2)) for environment in ranks]
+        for error in await asyncio.gather(*meetings, return_exceptions=True):
+            assert isinstance(error, UsageError), error
+
+    asyncio.run(main())
+    assert len(opened) == 2
     assert all(transport._closed and transport._context.closed for transport in opened)

@@ -39,16 +39,23 @@ class Attempt:
                 self._joining.check(lambda: [0], "it has not begun to join yet")
                 time.sleep(self._joining.pause_s)  # noqa: TID251 (no loop runs yet)
         self._joining.listen(self._check_failed)
+        self._joining.fails_by(self.tell)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self.tell(error)
+
+    def tell(self, error: BaseException) -> None:
+        """Leave `error` to the other ranks as the reason of the failure. The first call does it, in any thread."""
         if not isinstance(error, Exception | asyncio.CancelledError):
             return
         own = self.folder / f"failed-{self._rank}"
-        with contextlib.suppress(OSError):  # another rank was the first, or the job has ended
-            own.write_text(json.dumps(words_of(error, self._rank)))
+        with contextlib.suppress(OSError):  # this rank or another one was the first, or the job has ended
+            with own.open("x") as file:
+                file.write(json.dumps(words_of(error, self._rank)))
             os.link(own, self._failed)
 
     @property

@@ -183,11 +183,16 @@ async def joined(
     with _claimed(environment):
         joining = _joining(environment)
         links = await _meet(environment, joining)
-        with links.until_joined:
-            endpoint = _endpoint(links, environment)
-            async with World(endpoint, runner, links.hosts, joining, departs=departs) as comm:
-                links.until_joined.close()
-                yield comm
+        world = World(_endpoint(links, environment), runner, links.hosts, joining, departs=departs)
+        async with contextlib.AsyncExitStack() as inside:
+            try:
+                comm = await inside.enter_async_context(world)
+            except BaseException as error:
+                # The others are in the world if this rank was cancelled as it had joined: they read nothing more.
+                await _end_joining(links, None if world.has_joined else error)
+                raise
+            links.until_joined.close()
+            yield comm
 
 
 @contextlib.contextmanager
@@ -225,18 +230,39 @@ async def _meet(environment: Environment, joining: Joining) -> PeerLinks:
 
     When this is cancelled, it waits for the thread to end: nothing else would close what the thread has opened.
     """
-    links = asyncio.wrap_future(in_daemon_thread(lambda: meet(environment, joining)))
+    meeting = asyncio.wrap_future(in_daemon_thread(lambda: meet(environment, joining)))
     try:
-        return await asyncio.shield(links)
+        return await asyncio.shield(meeting)
     except asyncio.CancelledError as error:
         joining.cancel()
-        with contextlib.suppress(AsyncollError):
-            met = await to_its_end(links)
-            met.until_joined.__exit__(type(error), error, None)
-            if met.arena is not None:
-                met.arena.close()
-            await met.transport.close()
+        await to_its_end(_give_up(meeting, joining, error))
         raise
+
+
+async def _give_up(meeting: asyncio.Future[PeerLinks], joining: Joining, error: BaseException) -> None:
+    """End joining with `error`, if the meeting has not done so.
+
+    The connections end once the others can read why, and before this rank waits for them to read it: as long as it
+    listens, they wait for its answer.
+    """
+    with contextlib.suppress(AsyncollError):
+        links = await meeting
+        await joining.fail(error)
+        if links.arena is not None:
+            links.arena.close()
+        await links.transport.close()
+        await _end_joining(links, error)
+
+
+async def _end_joining(links: PeerLinks, error: BaseException | None) -> None:
+    """Release what this rank has held until all had joined. `error` is what has prevented that.
+
+    In a thread, because rank 0 may wait for ten seconds until the others have read it; and to its end, also if this is
+    cancelled meanwhile. Raises what another rank has told before, if `error` may be a consequence of that.
+    """
+    kind = None if error is None else type(error)
+    ending = in_daemon_thread(lambda: links.until_joined.__exit__(kind, error, None))
+    await to_its_end(asyncio.wrap_future(ending))
 
 
 def _endpoint(links: PeerLinks, environment: Environment) -> Endpoint:

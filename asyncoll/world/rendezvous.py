@@ -164,10 +164,10 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         # Last, because peers connect as soon as they know the address, and this rank must then answer soon.
         addresses = _exchange_addresses(environment, store, streams, own_place, has_arena=arena is not None)
         _check_reachable(addresses.messages, hosts.names)
-        links.pop_all()
+        transport = _transport(streams, addresses, hosts.neighbours, folder)
         joining.fails_by(store.tell)
         joining.listen(None)  # from now on a connection tells of a failure, and the store would block the loop
-        transport = _transport(streams, addresses, hosts.neighbours, folder)
+        links.pop_all()
         return PeerLinks(
             transport, arena, hosts.names, hosts.machines, addresses.all_have_arenas, until_joined=undo.pop_all()
         )

@@ -49,6 +49,7 @@ class SealedStore:
         self._failure = ToldFailure(self._entries, prefix)
         self._rank = rank
         self._size = size
+        self._size_of_rank_0 = str(size)  # that of its world, as it has said
         self._key = key
         self._joining = joining
 
@@ -65,10 +66,16 @@ class SealedStore:
 
         Raises UsageError if a rank has another version of asyncoll, or expects another number of ranks.
         """
-        said = self._exchange_nonces()
-        while said is None:
-            self.begin_turn()
+        try:
             said = self._exchange_nonces()
+            while said is None:
+                self.begin_turn()
+                said = self._exchange_nonces()
+        except PeerLostError as error:
+            # The end of an agent's store is no PeerLostError: a world of another size may be of earlier processes.
+            if self._entries.is_gone and self._size_of_rank_0 != str(self._size):
+                raise self._different_sizes(0, self._size_of_rank_0) from error
+            raise
         self.know_machines([host for _, host, *_ in said])  # until more is known
         space = process_space()
         for peer, (_, _, _, its_space, pid, _) in enumerate(said):
@@ -149,7 +156,8 @@ class SealedStore:
             return said
         try:
             self._joining.listen(self._hear_of_newer_world)
-            self.look("nonce", 0, len(own))  # raises the error for different keys, also at the rank with the odd one
+            # This raises the error for different keys, also at the rank with the odd one.
+            self._size_of_rank_0 = self.look("nonce", 0, len(own))[-1]
             self._await("nonce", range(self._size), until=self._name("session", 0))
         except _NewerWorldError:
             return None
@@ -162,10 +170,13 @@ class SealedStore:
         """Raise UsageError if one of `ranks`, which have posted their nonces, expects another number of ranks."""
         for peer in ranks:
             if (size := self.look("nonce", peer)[-1]) != str(self._size):
-                raise UsageError(
-                    f"the ranks have different settings of WORLD_SIZE: {self._size} (rank {self._rank}), {size} (rank "
-                    f"{peer}); give all the same"
-                )
+                raise self._different_sizes(peer, size)
+
+    def _different_sizes(self, peer: int, size: str) -> UsageError:
+        return UsageError(
+            f"the ranks have different settings of WORLD_SIZE: {self._size} (rank {self._rank}), {size:.100} (rank "
+            f"{peer}); give all the same"
+        )
 
     def _check_version(self, peer: int, release: str, host: str) -> None:
         if release != _version():

@@ -55,7 +55,7 @@ class World:
         self._joining = joining
         self._choose = choose
         self._departs = departs
-        self._has_joined = False
+        self.has_joined = False  # so all ranks are connected
         self._inside = contextlib.ExitStack()  # contexts of the task that is in the world
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size
         self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
@@ -67,7 +67,7 @@ class World:
         try:
             comm = await self._runner.within(self._join())
         except BaseException as error:
-            if self._has_joined:  # as this task was cancelled: the others are in the world, and wait for this rank
+            if self.has_joined:  # as this task was cancelled: the others are in the world, and wait for this rank
                 await self.__aexit__(type(error), error, error.__traceback__)
             raise
         self._inside.enter_context(self._core.memory.as_current())
@@ -185,7 +185,7 @@ class World:
                 await self._let_go()
             raise
         self._core = Core(Member(self._endpoint, self._group, self._runner), self._choose)
-        self._has_joined = True
+        self.has_joined = True
         return Communicator(self._core, self._hosts)
 
     async def _meet(self) -> None:
