@@ -138,6 +138,12 @@ async def _exits(comm):
     await comm.barrier()
 
 
+async def _exits_well(comm):
+    if comm.rank == 1:
+        os._exit(0)
+    await comm.barrier()
+
+
 async def _leaves(comm):
     if comm.rank == 1:
         sys.exit()
@@ -162,6 +168,7 @@ class Score:
         (_is_killed, PeerLostError, r"^rank 1 \(host .*, pid \d+\) is gone: it was killed by SIGKILL$"),
         (_is_ended, PeerLostError, "it was killed by SIGTERM$"),
         (_exits, PeerLostError, r"is gone: it ended with exit code 3$"),
+        (_exits_well, PeerLostError, r"^rank 1 \(host .*, pid \d+\) is gone: as rank [02] reports: rank 1 .* is gone"),
         (_leaves, RemoteError, r"(?s)^asyncoll.*UsageError at rank 1: main has raised SystemExit\(\),.*sys.exit"),
         (_leaves_last, RemoteError, r"^asyncoll.*UsageError at rank 1: main has raised SystemExit\('enough'\), "),
     ],
