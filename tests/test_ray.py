@@ -63,6 +63,12 @@ def test_a_killed_rank_is_the_cause(told):
     assert error["text"].startswith("rank 1 (host ")
 
 
+def test_a_rank_that_aborts_and_ends_well_is_not_called_lost(told):
+    error = told["abort"]
+    assert error["type"] == "RemoteError"
+    assert error["text"].startswith("AbortedError at rank 0: rank 1 aborted: enough")
+
+
 def test_a_node_that_is_lost_ends_its_ranks_and_is_the_cause(told):
     ((rank, has_ended),) = told["ranks there"]
     assert has_ended
