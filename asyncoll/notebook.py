@@ -104,12 +104,15 @@ def _result(main: Callable[..., Coroutine[Any, Any, T]], args: Sequence[Any]) ->
 def _raise_failure(outcome: Outcome) -> None:
     if outcome.root is None:
         return
-    rank, summary = outcome.root.rank, outcome.root.summary
-    if outcome.root.traceback:
-        kind, _, text = summary.partition(": ")
+    rank, summary, code, lost = outcome.root.rank, outcome.root.summary, outcome.root.code, outcome.root.blames
+    kind, _, text = summary.partition(": ")
+    if lost is not None and kind == f"{PeerLostError.__module__}.{PeerLostError.__name__}":
+        # The lost rank has reported nothing: it was stopped, or has ended with exit code 0.
+        rank, cause = lost, f"as rank {rank} reports: {text}"
+    elif outcome.root.traceback:
         raise RemoteError(rank, kind, text, outcome.root.traceback)
-    code = outcome.root.code
-    cause = summary or (f"it was killed by {signal_name(-code)}" if code < 0 else f"it ended with exit code {code}")
+    else:
+        cause = summary or (f"it was killed by {signal_name(-code)}" if code < 0 else f"it ended with exit code {code}")
     raise PeerLostError(rank, cause, socket.gethostname(), outcome.pids.get(rank, 0))
 
 

@@ -99,6 +99,20 @@ def test_a_cell_has_a_running_loop_an_output_for_text_and_pools_of_threads(monke
     assert sorted(capfd.readouterr().err.splitlines()) == ["0: to stderr", "1: to stderr"]
 
 
+def test_a_rank_that_replaces_its_output_keeps_the_descriptor():
+    """The next socket of the rank would take it, and uvloop ends a process that closes such a socket."""
+
+    async def main(comm):
+        sys.stdin, sys.stdout, sys.stderr = io.StringIO(), io.StringIO(), io.StringIO()
+        return [os.fstat(descriptor).st_ino > 0 for descriptor in range(3)]
+
+    async def within(comm):
+        return notebook.run(main, ranks=1) if comm.rank == 1 else None
+
+    assert notebook.run(main, ranks=2) == [[True] * 3] * 2
+    assert notebook.run(within, ranks=2) == [None, [[True] * 3]]
+
+
 async def _raises(comm):
     await comm.barrier()
     if comm.rank == 1:
@@ -121,6 +135,12 @@ async def _is_ended(comm):
 async def _exits(comm):
     if comm.rank == 1:
         os._exit(3)
+    await comm.barrier()
+
+
+async def _exits_well(comm):
+    if comm.rank == 1:
+        os._exit(0)
     await comm.barrier()
 
 
@@ -148,6 +168,7 @@ class Score:
         (_is_killed, PeerLostError, r"^rank 1 \(host .*, pid \d+\) is gone: it was killed by SIGKILL$"),
         (_is_ended, PeerLostError, "it was killed by SIGTERM$"),
         (_exits, PeerLostError, r"is gone: it ended with exit code 3$"),
+        (_exits_well, PeerLostError, r"^rank 1 \(host .*, pid \d+\) is gone: as rank [02] reports: rank 1 .* is gone"),
         (_leaves, RemoteError, r"(?s)^asyncoll.*UsageError at rank 1: main has raised SystemExit\(\),.*sys.exit"),
         (_leaves_last, RemoteError, r"^asyncoll.*UsageError at rank 1: main has raised SystemExit\('enough'\), "),
     ],

@@ -63,6 +63,12 @@ def test_a_killed_rank_is_the_cause(told):
     assert error["text"].startswith("rank 1 (host ")
 
 
+def test_a_rank_that_aborts_and_ends_well_is_not_called_lost(told):
+    error = told["abort"]
+    assert error["type"] == "RemoteError"
+    assert error["text"].startswith("AbortedError at rank 0: rank 1 aborted: enough")
+
+
 def test_a_node_that_is_lost_ends_its_ranks_and_is_the_cause(told):
     ((rank, has_ended),) = told["ranks there"]
     assert has_ended
@@ -117,3 +123,22 @@ def test_the_ranks_for_which_bundles_have_room():
     assert room([one, one, one], one, one) == 2
     assert room([one, {"CPU": 1.0, "GPU": 1.0}], one, {"GPU": 1}) == 1
     assert room([{"CPU": 2.0}], tenth, one) == 1
+
+
+def test_the_last_second_of_a_wait_for_room_is_not_full_of_warnings(caplog, monkeypatch):
+    placement = pytest.importorskip("asyncoll.ray.placement")
+    now_s = [0.0]
+    waits = []
+
+    class Full:
+        def wait(self, seconds):  # of a placement group: for whole seconds
+            waits.append(int(seconds))
+            now_s[0] += int(seconds) + 0.01
+            return False
+
+    monkeypatch.setattr(placement.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(placement, "_shortage", lambda *_: "they need more")
+    with pytest.raises(placement.DeadlineError, match="after 8 s: start nodes"):
+        placement._await_room(Full(), 2, {"CPU": 1}, "pack", 8)
+    assert waits == [5, 3]
+    assert [record.args[1] for record in caplog.records] == [5.01]

@@ -123,7 +123,8 @@ def _serve(size: int, act: Callable[[], None], channel: socket.socket, folder: P
 
 def _be_rank(act: Callable[[], None], channel: socket.socket) -> None:
     """Run `act`. The process ends without the interpreter's end, which would run what the notebook has registered."""
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115 (until the process ends)
+    # `closefd`: a program that replaces one of them must not close it, or its next socket would take that descriptor.
+    sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in enumerate("rww"))  # noqa: SIM115
     builtins.input = getpass.getpass = _refuse_input  # a kernel's own would wait for an answer to the kernel
     if "torch" in sys.modules and (count := os.environ.get(THREADS[0])):  # torch has read it before
         sys.modules["torch"].set_num_threads(int(count))

@@ -117,7 +117,8 @@ def _places(actors: Sequence[Any], ends_s: float) -> list[Place]:
     _, late = ray.wait(calls, num_returns=len(calls), timeout=max(ends_s - time.monotonic(), 0.0))
     if late:
         missing = tuple(rank for rank, call in enumerate(calls) if call in late)
-        raise DeadlineError(f"the actors of ranks {missing} have not started in time", missing=missing)
+        which = ", ".join(map(str, missing))
+        raise DeadlineError(f"the actors of these ranks have not started in time: {which}", missing=missing)
     return [_place(rank, call) for rank, call in enumerate(calls)]
 
 

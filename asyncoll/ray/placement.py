@@ -116,7 +116,8 @@ def _fit(available: Mapping[str, float], needed: Mapping[str, float]) -> int:
 def _await_room(group: PlacementGroup, size: int, needed: dict[str, float], placement: str, limit_s: float) -> None:
     began_s = time.monotonic()
     pause_s = _LOOK_S
-    while not group.wait(min(pause_s, max(limit_s - (time.monotonic() - began_s), 0.1))):
+    # Ray waits for whole seconds, and rounds down: a wait for less than one would return at once, again and again.
+    while not group.wait(math.ceil(min(pause_s, max(limit_s - (time.monotonic() - began_s), 0.1)))):
         waited_s = time.monotonic() - began_s
         shortage = _shortage(size, needed, placement)
         missing = f"{size} ranks of {needed} (placement={placement}) have no room yet: {shortage}"

@@ -86,9 +86,11 @@ class Watch:
 
     def _error(self, root: Failure) -> AsyncollError:
         error: AsyncollError
-        if root.blames is not None and root.blames not in self._supervisor.failures:  # it could not report by itself
-            error = self._lost(root.blames, f"as rank {root.rank} reports: {root.summary}")
-        elif (raised := self._raised.get(root.rank)) is not None:
+        raised = self._raised.get(root.rank)
+        is_lost = raised is not None and raised.type_name == PeerLostError.__name__
+        if is_lost and root.blames is not None and root.blames not in self._supervisor.failures:
+            error = self._lost(root.blames, f"as rank {root.rank} reports: {root.summary}")  # which could not by itself
+        elif raised is not None:  # its own, or that of a rank which has aborted and then ended well
             error = RemoteError(root.rank, raised.type_name, raised.message, raised.traceback)
             place = self._places[root.rank]
             error.add_note(f"rank {root.rank} ran on host {place.host} (pid {place.pid})")

@@ -67,6 +67,8 @@ def write_key(path: Path, key: bytes | None = None) -> None:
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise UsageError(f"{path} exists: if it is a key of yours, use that one; else give another file") from error
     except OSError as error:
         raise UsageError(f"cannot write a key to {path}: {error.strerror}") from error
     with open(descriptor, "wb") as file:

@@ -35,6 +35,9 @@ async def fail(comm, how):
     if comm.rank == 1:
         if how == "raise":
             raise ValueError("boom")
+        if how == "abort":
+            comm.abort("enough")
+            return
         os.kill(os.getpid(), signal.SIGKILL)
     await comm.barrier()
 
@@ -135,6 +138,7 @@ def cases(folder, cluster, far):
         under_way = {
             "raise": pool.submit(outcome, fail, "raise", ranks=3),
             "kill": pool.submit(outcome, fail, "kill"),
+            "abort": pool.submit(outcome, fail, "abort"),
             "a result": pool.submit(outcome, lock, ranks=1),
             "trial": pool.submit(trials),
             "no room": pool.submit(without_room),
