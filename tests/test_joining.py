@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from asyncoll import testing
 from asyncoll.errors import DeadlineError, PeerLostError, ServiceLostError, UsageError, describe
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
+from asyncoll.transport.memory import fd_passing
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
 from asyncoll.world.meeting_folder import meeting_folder
@@ -445,3 +447,21 @@ def test_a_folder_that_a_killed_rank_has_left_is_removed_by_the_next_world(tmp_p
         assert {*tmp_path.iterdir()} == {first, second, other}
         assert first.stat().st_mode & 0o777 == 0o700
     assert [*tmp_path.iterdir()] == [other]
+
+
+def test_a_rank_that_closes_its_connection_as_it_gives_up_tells_why_a_moment_later(tmp_path):
+    """The first rank of a host notices the death of a third one before it has read the hello of this one."""
+    joining, has_closed, looks = Joining(1, 3), threading.Event(), []
+
+    def hear():
+        looks.extend([1] * has_closed.is_set())
+        if len(looks) > 2:
+            raise PeerLostError(2, "its process has ended")
+
+    joining.listen(hear)
+    with fd_passing._listen(tmp_path / "arena", 3) as first, ThreadPoolExecutor(1) as ranks:
+        joined = ranks.submit(fd_passing.join, tmp_path, 1, (0, 1, 2), joining)
+        first.accept()[0].close()
+        has_closed.set()
+        error = joined.exception(PATIENCE_S)
+    assert (type(error), error.rank) == (PeerLostError, 2)

@@ -302,6 +302,7 @@ def _join_as_other(
         _receive_outcome(link, check)
         return _confirm(link, own, ranks, check)
     except (OSError, ProtocolError) as error:
+        joining.await_cause(ranks[0])
         raise PeerLostError(ranks[0], f"{_CLOSED} ({error})") from error
 
 
