@@ -305,12 +305,20 @@ def _left(before: dict[str, set]) -> dict[str, set]:
     return {kind: after[kind] - before[kind] for kind in after if after[kind] - before[kind]}
 
 
+def _await_threads(but: set[str]) -> None:
+    """A thread that has given its result holds what it has used until it ends, a moment later."""
+    for thread in threading.enumerate():
+        if thread.daemon and thread.name not in but:
+            thread.join(1)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left():
     """No descriptor, thread, process, shared memory or pending task outlives a test."""
     before = _state()
     yield
     if _left(before):  # objects in a reference cycle are garbage, not a leak
+        _await_threads(before["threads"])
         _collect_and_exempt()
     if _left(before):  # something that an earlier test kept alive may be garbage now
         gc.unfreeze()
