@@ -16,6 +16,7 @@ import signal
 import sys
 import tempfile
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -272,5 +273,5 @@ def give_up(*_):
 if __name__ == "__main__":
     signal.signal(signal.SIGALRM, give_up)
     cases = [json.loads(case) for case in sys.argv[1:]]
-    with multiprocessing.get_context("fork").Pool(len(cases)) as players:
-        print(json.dumps(players.map(play, cases, chunksize=1)))
+    with ProcessPoolExecutor(len(cases), multiprocessing.get_context("fork")) as players:  # `Pool` may hang at its end
+        print(json.dumps(list(players.map(play, cases))))
