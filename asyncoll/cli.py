@@ -136,7 +136,7 @@ def doctor(as_json: bool, gpu: bool) -> None:
     "--jobs",
     type=click.IntRange(min=1),
     default=os.cpu_count() or 1,
-    help="Most processes, one for every 20 worlds.  [default: one for each CPU]",
+    help="The most processes; one is started for every 20 worlds.  [default: one for each CPU]",
 )
 @click.option(
     "--transport",

@@ -146,7 +146,7 @@ def test_processes_that_stop_delay_nobody_as_long_as_one_of_their_host_runs(coun
         if comm.rank in stopped:
             await asyncio.sleep(moment - now())
             agent = comm._core.backend.operations.known["solo"]._agent
-            amid = bool(agent._claims or agent._attempts)  # the opener, or it takes part for its host
+            amid = bool(agent._opened or agent._attempts)  # the opener, or it takes part for its host
             await asyncio.sleep(20 - now())
         while newest < 20:
             await asyncio.sleep(0.005)

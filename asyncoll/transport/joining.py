@@ -27,7 +27,7 @@ Reason: TypeAlias = str | Callable[[], str]  # what ranks have not done yet; a f
 _FIRST_WARNING_S = 5.0  # the time to each further warning doubles
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.005, 0.1
 _EXTRA_TIME_S = 1.0  # for a rank that expects another rank to tell it which ranks are missing
-_TELLING_S = 2.0  # for a rank that gives up to tell the others why
+TELLING_S = 2.0  # for a rank that gives up to tell the others why
 _CLOSED = "which has closed its connection"
 logger = logging.getLogger("asyncoll")
 
@@ -127,7 +127,7 @@ class Joining:
 
         Returns if it has not told for a short time. Blocks the thread.
         """
-        ends_s = _now_s() + _TELLING_S
+        ends_s = _now_s() + TELLING_S
         self.check(lambda: [rank], _CLOSED)
         while self._hear is not None and _now_s() < ends_s:
             time.sleep(self.pause_s)  # noqa: TID251 (no loop runs yet)

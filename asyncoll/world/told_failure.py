@@ -9,9 +9,9 @@ import time
 from collections.abc import Sequence
 
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, PeerLostError, UsageError, describe
+from asyncoll.transport.joining import TELLING_S
 from asyncoll.world.sealed_entries import SealedEntries, Store, seal, unseal
 
-_TELLING_S = 2.0  # time to publish the failure of this rank in the store
 _FAREWELL_S = 10.0  # time for the other ranks to read why the store of rank 0 ends; they may wait for a processor
 _BESIDE_LOST_S = 1.0  # in place of that, for ranks whose host may be gone
 
@@ -68,11 +68,11 @@ class ToldFailure:
             lost = error.ranks if isinstance(error, PeerLostError) else ()
             is_gone = self._entries.is_gone or (self._entries.serves and len(lost) > 1 and 0 in lost)
             if isinstance(error, Exception | asyncio.CancelledError) and not is_gone:
-                # In a thread, which is abandoned after `_TELLING_S`: the process that serves the store may be stopped.
+                # In a thread, which is abandoned after `TELLING_S`: the process that serves the store may be stopped.
                 work = self._entries.raw(), error, self._told
                 telling = threading.Thread(target=self._publish, args=work, daemon=True)
                 telling.start()
-                telling.join(_TELLING_S)
+                telling.join(TELLING_S)
         return self._told[0] if self._told else None
 
     def await_readers(self, error: BaseException | None) -> None:

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from asyncoll.algorithms.rounds.agent_signals import (
     AGAIN,
@@ -68,6 +69,13 @@ from asyncoll.transport.wire import Buffer
 Key = tuple[int, int]  # a round, and an attempt at it
 
 
+class _Opened(NamedTuple):
+    """An attempt at its opener."""
+
+    begun_s: float
+    claims: dict[int, tuple[int, Buffer]]  # by host: the agent that takes part, and what has come with its claim
+
+
 class Agent:
     """The signals and rounds of one operation at one agent. On the runtime's loop."""
 
@@ -95,9 +103,7 @@ class Agent:
         self._reminder = Reminder(self._waits_for, self._remind, self._alarm(REMIND))
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (rank, step, payload)
         self._attempts: dict[Key, Attempt] = {}  # in which this agent takes part
-        # At the opener of an attempt, by host: the agent that takes part, and what has come with its claim.
-        self._claims: dict[Key, dict[int, tuple[int, Buffer]]] = {}
-        self._begun_s: dict[Key, float] = {}  # of those
+        self._opened: dict[Key, _Opened] = {}  # until their claims are answered
         self._arm(1)
 
     def _arm(self, number: int) -> None:
@@ -107,7 +113,7 @@ class Agent:
         for old in [each for each in self._early if each < number]:
             del self._early[old]  # these signals came too late, and have no effect any more
         # All hosts are done with the round before the last one.
-        for key in [key for key in self._claims if key[0] < number - 1]:
+        for key in [key for key in self._opened if key[0] < number - 1]:
             self._give_up(key)
 
     # -- what this rank tells ---------------------------------------------------------------------
@@ -247,8 +253,7 @@ class Agent:
 
     def _begin(self, number: int, attempt: int) -> None:
         """This agent is the opener of an attempt. Each attempt is told to further ranks, in place of stopped agents."""
-        self._claims[number, attempt] = {}
-        self._begun_s[number, attempt] = self._port.now_s()
+        self._opened[number, attempt] = _Opened(self._port.now_s(), {})
         hosts = range(len(self._hosts.ranks))
         told = {rank for host in hosts for rank in self._hosts.first_ranks(host, _told(attempt))}
         self._send(sorted({self._port.group.rank, *told}), number, step_of(OPEN, attempt))
@@ -262,24 +267,24 @@ class Agent:
 
     def _give_up(self, key: Key) -> None:
         """There is a newer attempt, or all hosts are done with the round."""
-        self._begun_s.pop(key)
-        self._send([rank for rank, _ in self._claims.pop(key).values()], key[0], step_of(NEVER, key[1]))
+        _, claims = self._opened.pop(key)
+        self._send([rank for rank, _ in claims.values()], key[0], step_of(NEVER, key[1]))
 
     def _claimed(self, rank: int, number: int, attempt: int, payload: Buffer) -> None:
         key = number, attempt
-        claims = self._claims.get(key)
-        if claims is None:
+        if (opened := self._opened.get(key)) is None:
             self._send([rank], number, step_of(NEVER, attempt))
             return
+        claims = opened.claims
         claims[self._hosts.host(rank)] = rank, payload
         if number > self._record.latest:
-            self._watch.learn(rank, self._port.now_s() - self._begun_s[key])
+            self._watch.learn(rank, self._port.now_s() - opened.begun_s)
         if len(claims) < len(self._hosts.ranks):
             return
         with self._record.control_block:
             is_newest = self._record.attempts.is_newest(number, attempt)
         if is_newest:
-            del self._claims[key], self._begun_s[key]
+            del self._opened[key]
             self._answer_claims(number, attempt, [claim for _, claim in sorted(claims.items())])
         else:
             self._give_up(key)
@@ -306,10 +311,10 @@ class Agent:
 
     def _is_incomplete(self, key: Key) -> bool:
         """Whether this agent has begun the attempt, and waits for a host with ranks that were not told of it."""
-        if (claims := self._claims.get(key)) is None:
+        if (opened := self._opened.get(key)) is None:
             return False
         told = _told(key[1])
-        return any(host not in claims and len(ranks) > told for host, ranks in enumerate(self._hosts.ranks))
+        return any(host not in opened.claims and len(ranks) > told for host, ranks in enumerate(self._hosts.ranks))
 
     def _ask(self, now: Situation) -> None:
         self._send(sorted(now.awaited), now.number, ASK)

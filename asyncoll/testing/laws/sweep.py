@@ -16,7 +16,8 @@ from asyncoll.errors import UsageError
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
 from asyncoll.testing.laws.story import ALL_KINDS
 
-_BATCH = 20  # the most worlds that a process checks between two updates of the progress bar; it starts for so many
+_BATCH = 20  # the most worlds that a process checks between two updates of the progress bar
+_WORTH = 20  # worlds that take as long as the start of a process
 _SHOWN = 3  # broken worlds that are shown; the others are counted, and usually have the same cause
 
 World = tuple[str, int, int]  # kind, size, seed
@@ -68,7 +69,7 @@ def sweep(
 
     Prints a line for each kind. Returns whether all laws hold.
     """
-    jobs = max(1, min(jobs, len(kinds) * len(seeds) // _BATCH))  # a process takes a second to start
+    jobs = max(1, min(jobs, len(kinds) * len(seeds) // _WORTH))
     console = Console(stderr=True)
     lawful = True
     spawning = multiprocessing.get_context("spawn")
