@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from asyncoll.errors import AsyncollError, DeadlineError
+from asyncoll.errors import AsyncollError, DeadlineError, UsageError
 from asyncoll.torch.errors import of_torch
+from asyncoll.torch.reductions import reduction
 
 CPU = torch.device("cpu")
 MINUTE = timedelta(minutes=1)
@@ -192,3 +194,10 @@ def test_a_message_to_oneself_is_refused_with_what_to_do(whole):
         dist.batch_isend_irecv([dist.P2POp(dist.isend, ones(), 0), dist.P2POp(dist.irecv, ones(), 0)])
     with pytest.raises(dist.DistBackendError, match="the rank 7 is not one of the ranks 0 to 0 of the group"):
         whole.send([ones()], 7, 0)
+
+
+def test_a_reduction_whose_factor_torch_does_not_tell_is_refused():
+    """As before torch 2.13."""
+    hidden = SimpleNamespace(op=dist.ReduceOp.RedOpType.PREMUL_SUM)
+    with pytest.raises(UsageError, match=r"PREMUL_SUM needs torch 2\.13 or newer.*multiply the tensor, and use SUM"):
+        reduction(hidden)
