@@ -587,7 +587,7 @@ def checkpoints():
 
 
 def copies():
-    """A wrapped model with a hook can be copied and saved. The copy has no hook, as with torch's own; it may get one."""
+    """A wrapped model with a hook can be copied and saved. The copy has no hook, as with torch's, and may get one."""
     for hook in MAKERS:
         state, ddp, optimizer = new(hook)
         for batch in batches(1, 3):

@@ -175,8 +175,8 @@ class HookState(ABC):
     def _check_original(self) -> None:
         if self._is_copy:
             raise UsageError(
-                "this is the copy of a state, and the copy of a wrapped model has no hook: make a state for the copy, load "
-                "the state_dict() of the first one, and register the hook"
+                "this is the copy of a state, and the copy of a wrapped model has no hook: make a state for the copy, "
+                "load the state_dict() of the first one, and register the hook"
             )
 
     def _check_whole(self) -> None:
