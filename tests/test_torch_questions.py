@@ -163,7 +163,7 @@ def test_no_feature_is_claimed_that_is_missing(whole):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("get_reconfigure_handle", "has no reconfiguration of a group: make another world"),
+        ("get_reconfigure_handle", "has no reconfiguration of a group: destroy the default"),
         ("new_window", "has no windows: use send and recv"),
         ("register_abort_hook", "has no hooks for aborts: every call that a failure ends"),
         ("_register_on_completion_hook", "has no hooks for completed calls: use the future of a Work"),

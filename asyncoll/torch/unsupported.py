@@ -14,7 +14,7 @@ from asyncoll.errors import UsageError
 from asyncoll.torch.errors import of_torch
 from asyncoll.torch.name import NAME
 
-_MEMBERS = "make another world instead: destroy the default process group at all ranks, and initialize it again"
+_MEMBERS = "destroy the default process group at all ranks, and initialize it again"
 _ERRORS = "every call that a failure ends raises an error, which names it"
 
 
