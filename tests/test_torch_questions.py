@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from asyncoll.errors import AsyncollError, DeadlineError, UsageError
 from asyncoll.torch.errors import of_torch
+from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.reductions import reduction
 
 CPU = torch.device("cpu")
@@ -151,6 +154,24 @@ def test_each_call_of_torch_has_an_answer(whole):
     assert not names - CALLS.keys() - ATTRIBUTES, "torch has new calls: answer them"
     wrong = [asked(dist.new_group([0]), name) for name in sorted(names | {"get_error"})]
     assert not [each for each in wrong if each]
+
+
+def test_each_call_runs_the_hooks_and_is_checked_for_nan(whole, monkeypatch):
+    """All that begin a call: also those that another change adds."""
+    monkeypatch.setattr(sys.modules[__name__], "ones", lambda: torch.full((2,), torch.nan))
+    monkeypatch.setenv("TORCH_DIST_NAN_CHECK", "1")
+    calls = [name for name in CALLS if hasattr(getattr(ProcessGroup, name, None), "__wrapped__")]
+    assert len(calls) > 20
+    for name in calls:
+        group, seen = dist.new_group([0]), []
+        group.register_pre_hook(1, seen.append)
+        if name in ("barrier", "recv", "recv_anysource"):  # give nothing
+            with contextlib.suppress(UsageError):
+                getattr(group, name)(*CALLS[name]())
+            assert len(seen) == 1, name
+        else:
+            with pytest.raises(UsageError, match="NaN found in input tensor"):
+                getattr(group, name)(*CALLS[name]())
 
 
 def test_no_feature_is_claimed_that_is_missing(whole):
