@@ -1,6 +1,8 @@
 # Everything a newcomer needs: `make demo` and `make test` set up a virtual environment in this folder first.
+# Another Python or other versions, in an environment of their own: see CONTRIBUTING.md.
 PYTHON ?= python3
 VENV := .venv
+CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 C := $(wildcard asyncoll/_core/*.[ch] tests/stand_in/*.cpp)
@@ -72,13 +74,13 @@ lint: style
 docs: core
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir build/site
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 $(VENV)/.frameworks: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[frameworks]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[frameworks]'
 	touch $@
 
 clean:

@@ -15,7 +15,10 @@ methods are the collectives. Each method's docstring has its whole contract.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -92,11 +95,23 @@ __all__ = sorted([*(name for names in _HOMES.values() for name in names), *_REDU
 
 def __getattr__(name: str) -> Any:
     """Load a public name at its first use, so that the launcher starts without numpy, ZeroMQ or torch."""
+    home = "rpc" if name == "rpc" else next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None and name not in _REDUCTIONS:
+        raise AttributeError(f"module 'asyncoll' has no attribute {name!r}")
+    _check()
     if name in _REDUCTIONS:
         return getattr(importlib.import_module("asyncoll.tensors.reductions").ReduceOp, name)
-    if name == "rpc":
-        return importlib.import_module("asyncoll.rpc")
-    for home, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(f"asyncoll.{home}"), name)
-    raise AttributeError(f"module 'asyncoll' has no attribute {name!r}")
+    module = importlib.import_module(f"asyncoll.{home}")
+    return module if name == "rpc" else getattr(module, name)
+
+
+@functools.cache
+def _check() -> None:
+    """Raise UsageError if a package is too old, and warn if torch has not taken the backend.
+
+    Not when this module is imported, because `import torch` imports it, and must not fail or print by it.
+    """
+    importlib.import_module("asyncoll.world.versions").check()
+    backend = sys.modules.get("asyncoll.torch")
+    if backend is not None and backend.refusal:
+        warnings.warn(backend.refusal, RuntimeWarning, stacklevel=3)

@@ -23,8 +23,9 @@ from asyncoll.transport.keys import find_key
 from asyncoll.world.launchers import read_launcher
 from asyncoll.world.network import addresses, place
 from asyncoll.world.rendezvous import files_for
+from asyncoll.world.versions import too_old
 
-PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop")
+PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop", "click", "rich", "typeguard")
 WORLD = (
     "RANK",
     "WORLD_SIZE",
@@ -75,7 +76,7 @@ def examine(*, with_gpu: bool = False) -> Findings:
     }
     if with_gpu:
         sections["gpu"] = _gpus()
-    return Findings(sections, [*_odd_world(), *_odd_host_name(), *_few_files()])
+    return Findings(sections, [*too_old(), *_odd_world(), *_odd_host_name(), *_few_files()])
 
 
 def render(findings: Findings, as_json: bool) -> str:

@@ -269,6 +269,10 @@ def _is_spared(item):
     return chosen.get("run") == "shm" and chosen.get("size") in SPARED
 
 
+# The tasks of all loops: those of one set until Python 3.11, of two since 3.12.
+_TASKS = [vars(asyncio.tasks).get(name, ()) for name in ("_all_tasks", "_scheduled_tasks", "_eager_tasks")]
+
+
 def _descriptors() -> set[tuple[str, str]]:
     found = set()
     for name in os.listdir("/proc/self/fd"):
@@ -296,7 +300,7 @@ def _state() -> dict[str, set]:
         # Other programs of the machine use /dev/shm, too, so only names of this library count. Memory without a name
         # is found among the descriptors.
         "/dev/shm": {name for name in os.listdir("/dev/shm") if name.startswith("asyncoll")},
-        "tasks": {repr(task) for task in asyncio.tasks._all_tasks if not task.done()},
+        "tasks": {repr(task) for kind in _TASKS for task in kind if not task.done()},
     }
 
 

@@ -286,12 +286,6 @@ def test_which_memory_a_gpu_reads(known):
         first.index_of(known[3].bytes)
 
 
-def test_torch_without_uuids(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name="H0"))
-    with pytest.raises(RefusedError, match=r"does not tell the UUID of a GPU: torch 2.5 or newer is needed"):
-        Gpu(0, at_once)
-
-
 @pytest.mark.usefixtures("known")
 def test_torch_that_copies_memory_of_another_gpu(monkeypatch):
     memory = torch.zeros(8, dtype=torch.uint8)

@@ -46,6 +46,8 @@ def test_what_a_group_promises(forked_world):
         "monitored",
         "aborted",
         "recorded",
+        "hooked",
+        "not_a_number",
     ]
     play(forked_world, 3, *cases, "joins", "mixed")
 

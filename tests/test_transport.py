@@ -7,6 +7,7 @@ import contextlib
 import os
 import random
 import resource
+import socket
 import stat
 import threading
 from functools import partial
@@ -293,12 +294,22 @@ def test_a_rank_without_its_stream_for_payloads_is_lost(monkeypatch):
     asyncio.run(main())
 
 
+def begin_handshake(payloads):
+    """A connection to `payloads` that says nothing. Without one a close that flushes nothing waits for nothing."""
+    connection, accepted = socket.socketpair()
+    accepted.setblocking(False)
+    payloads._strangers[accepted] = task = payloads._loop.create_task(payloads._welcome(accepted, "a stranger"))
+    task.add_done_callback(partial(payloads._welcomed, accepted))
+    return connection
+
+
 @pytest.mark.parametrize("flush", [False, True])
 def test_a_transport_whose_close_is_cancelled_is_closed(flush):
     async def main():
-        with in_two_streams(2) as transports:
+        with contextlib.ExitStack() as stack, in_two_streams(2) as transports:
             world = _World(transports)
             await world.start()
+            stack.enter_context(begin_handshake(transports[0]._payloads))
             if flush:  # the other rank does not read it
                 transports[1]._payloads._loop.remove_reader(transports[1]._payloads._peers[0].reader.connection)
                 for _ in range(40):

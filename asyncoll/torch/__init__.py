@@ -6,19 +6,21 @@ import it. It does if TORCH_DEVICE_BACKEND_AUTOLOAD is 0.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from asyncoll.torch.name import DEVICES, NAME
 
-_OLDEST = (2, 7)  # before it, C++ code loses the Python part of the works that it gets, and waits for them forever
+refusal = ""
+"""Why torch has not taken the backend."""
 
 
 def register() -> None:
     """Register the backend with torch.distributed, for tensors of the CPU and of CUDA. Without effect the second time.
 
-    Raises nothing, because `import torch` would fail with it: init_process_group refuses a torch that is too old.
+    Raises and prints nothing, because `import torch` would: what is wrong is told by init_process_group, or by the
+    first use of asyncoll.
     """
+    global refusal
     import torch.distributed as dist
 
     if not dist.is_available() or hasattr(dist.Backend, NAME.upper()):
@@ -26,21 +28,18 @@ def register() -> None:
     try:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
     except Exception as error:
-        text = f"torch has not taken the backend {NAME}, so that init_process_group will not know it: {error!r}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        refusal = f"torch has not taken the backend {NAME}, so that init_process_group will not know it: {error!r}"
 
 
 def _create(options: Any, _: Any) -> Any:
-    import torch
-
     from asyncoll.errors import UsageError
     from asyncoll.torch.errors import of_torch
+    from asyncoll.world import versions
 
-    version: Any = torch.__version__  # compares with tuples
-    if version < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
-        text = f"the backend {NAME} needs torch {oldest} or newer, and this is torch {version}"
-        raise of_torch(UsageError(f"{text}: pip install 'torch>={oldest}'"))
+    try:
+        versions.check()
+    except UsageError as error:
+        raise of_torch(error) from None
     from asyncoll.torch.group import make_group
 
     return make_group(options)

@@ -77,8 +77,13 @@ class Arguments:
     def peer(self, given: Any) -> int:
         """The rank `given`, if it is another one of the group."""
         rank = integer(given, "a rank")
-        if not 0 <= rank < self.size or rank == self.rank:
-            raise UsageError(f"rank {rank} is no other rank of the group of {self.size} at rank {self.rank}")
+        if rank == self.rank:
+            raise UsageError(
+                f"a message from rank {rank} of the group to itself: leave its send and its receive out, also of "
+                "batch_isend_irecv, and copy the tensor, as in received.copy_(sent)"
+            )
+        if not 0 <= rank < self.size:
+            raise UsageError(f"the rank {rank} is not one of the ranks 0 to {self.size - 1} of the group")
         return rank
 
     def part(self, ranks: Sequence[int]) -> list[int]:
@@ -103,17 +108,17 @@ class Arguments:
         self._fit("reduce_scatter", (f"input {self.rank}", mine.numel()), ("the output", output.numel()))
         return row_of([contribution(x, op, factor, fresh=True) for x in given]), into
 
-    def gathered(self, x: Tensor, into: Sequence[Tensor] | Tensor) -> tuple[Block, Row]:
+    def gathered(self, x: Tensor, into: Sequence[Tensor] | Tensor, call: str = "all_gather") -> tuple[Block, Row]:
         """The input and the outputs of an all_gather. `into` is an output for each rank, or one that is cut."""
         if isinstance(into, Tensor):
             self._same(x, into)
             parts = (f"{self.size} inputs", self.size * x.numel())
-            self._fit("all_gather", ("the output", into.numel()), parts)
+            self._fit(call, ("the output", into.numel()), parts)
             given = copyable(x)
             return given, cut(writable(into), [given.flat.size] * self.size)
         self.check_row(into, "outputs", x)
         mine = into[self.rank]
-        self._fit("all_gather", (f"output {self.rank}", mine.numel()), ("the input of this rank", x.numel()))
+        self._fit(call, (f"output {self.rank}", mine.numel()), ("the input of this rank", x.numel()))
         return copyable(x), outputs_of(into)
 
     def exchanged(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[Row, Row]:

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from asyncoll.blocking import BlockingCommunicator
-from asyncoll.errors import AsyncollError, DeviceError, UsageError
+from asyncoll.errors import AsyncollError, DeviceError, UsageError, describe
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.runtime.handles import Handle
 from asyncoll.torch import recording
 from asyncoll.torch.arguments import Arguments, check_timeout, only
+from asyncoll.torch.call_hooks import CallHooks, PreHookArgs
 from asyncoll.torch.calls import Calls
 from asyncoll.torch.devices import add_backend, own
 from asyncoll.torch.errors import of_torch
@@ -38,6 +39,7 @@ _NAMES = {  # of calls in errors, where profilers have other ones
     "_reduce_scatter_base": "reduce_scatter",
     "all_to_all": "alltoall",
 }
+_WITH_ROOT = {"broadcast", "reduce", "gather", "scatter"}
 _Base: Any = dist.ProcessGroup
 
 
@@ -50,6 +52,7 @@ def collective(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..
 
     def decorate(begin: Callable[..., Handle[Any]]) -> Callable[..., Any]:
         name, count = begin.__name__, begin.__code__.co_argcount - 2  # without `self` and the options
+        called = _NAMES.get(title, title)
 
         @uncompiled
         @functools.wraps(begin)
@@ -57,22 +60,29 @@ def collective(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..
             arguments, opts = given[:count], read(given[count:], named)
             outputs = _tensors(arguments[0]) if arguments else []
             inputs = _tensors(arguments[1]) if len(arguments) > 1 else outputs
+            hooked = self._run_hooks(called, arguments, opts) if self._hooks else None
             try:
                 tensors = outputs or inputs
                 if tensors and not tensors[0].is_cpu and (other := self._elsewhere(tensors[0].device)):
-                    return getattr(other, name)(*given, **named)
-                return self._work(title, lambda: begin(self, *arguments, opts), opts, outputs, inputs)
+                    work = getattr(other, name)(*given, **named)
+                else:
+                    work = self._work(title, lambda: begin(self, *arguments, opts), opts, outputs, inputs)
             except UsageError as error:
-                self._refuse(_NAMES.get(title, title), opts, error)
+                self._refuse(called, opts, str(error))
                 raise of_torch(error) from None
+            if hooked:
+                self._hooks.end(hooked, work)
+            return work
 
         return call
 
     return decorate
 
 
-def message(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..., Any]]:
+def message(title: str, peer: str = "") -> Callable[[Callable[..., Handle[Any]]], Callable[..., Any]]:
     """As `collective`, for a call of two ranks, with one tensor and no options.
+
+    `peer` is the name of the argument that says which rank the other one is, if there is one.
 
     The other rank is not told of a refusal: the message has no number yet, and this rank may make the call again.
     """
@@ -85,11 +95,19 @@ def message(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..., 
         def call(self: CallingGroup, tensors: Any, *given: Any, **named: Any) -> Any:
             try:
                 x = only(tensors)
+                hooked = None
+                if self._hooks:
+                    other_rank = named.get(peer, given[0] if given else -1) if peer else -1
+                    hooked = self._run_message_hooks(x, other_rank, is_sent=name == "send")
                 if not x.is_cpu and (other := self._elsewhere(x.device)):
-                    return getattr(other, name)(tensors, *given, **named)
-                return self._work(title, lambda: begin(self, x, *given, **named), None, [x], [x])
+                    work = getattr(other, name)(tensors, *given, **named)
+                else:
+                    work = self._work(title, lambda: begin(self, x, *given, **named), None, [x], [x])
             except UsageError as error:
                 raise of_torch(error) from None
+            if hooked:
+                self._hooks.end(hooked, work)
+            return work
 
         return call
 
@@ -114,6 +132,7 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         self._calls = Calls(comm)
         self._arguments = Arguments(comm.rank, comm.size)
         self._waiting = self._calls.waiting
+        self._hooks = CallHooks(comm.rank)
         self._store = store
         self.set_timeout(timeout)
         self._together: list[Work] | None = None  # the calls since `_start_coalescing`
@@ -151,10 +170,28 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
         seconds: float = limit.total_seconds() if limit is not None else 0.0
         return seconds if seconds > 0 else self._timeout.total_seconds()
 
-    def _refuse(self, name: str, opts: Any, error: UsageError) -> None:
+    def _refuse(self, name: str, opts: Any, reason: str) -> None:
         """Tell the other ranks that this rank has refused a collective call, in the place of that call."""
         with contextlib.suppress(AsyncollError), deadline(self._limit_s(opts)):  # the group may have ended
-            self._calls.refuse(name, str(error))
+            self._calls.refuse(name, reason)
+
+    def _run_hooks(self, name: str, arguments: Sequence[Any], opts: Any) -> PreHookArgs:
+        """Run the program's hooks before a collective call. If one of them raises, the call is a refused one."""
+        *outputs, inputs = [_tensors(each) for each in arguments[:2]] or [[]]
+        root = opts.rootRank if name in _WITH_ROOT else -1
+        try:
+            is_async = getattr(opts, "asyncOp", True)
+            return self._hooks.begin(name.upper(), inputs, *outputs, root=root, is_async=is_async)
+        except Exception as error:
+            self._together = None
+            self._refuse(name, opts, str(error) if isinstance(error, UsageError) else describe(error))
+            raise of_torch(error) from None
+
+    def _run_message_hooks(self, x: Tensor, peer: int, *, is_sent: bool) -> PreHookArgs:
+        """Run the program's hooks before a call of two ranks."""
+        if is_sent:
+            return self._hooks.begin("SEND", [x], root=peer)
+        return self._hooks.begin("RECV", [], [x], root=peer)
 
     def _abort(self, reason: str) -> None:
         """End the group at all ranks, unless it has ended."""

@@ -119,6 +119,16 @@ class Collectives(CallingGroup):
         self._arguments.check_row(row(outputs), "outputs", x)
         return self._calls.gather(copyable(x), outputs_of(row(outputs)), root)
 
+    @collective("gather")
+    def gather_single(self, output: Tensor, x: Tensor, opts: Any) -> Handle[Any]:
+        """Copy each rank's tensor into the part of the root's output with its index. Other ranks' outputs are left."""
+        root = self._arguments.root(opts)
+        if self._calls.rank != root:
+            return self._calls.gather(copyable(x), row_of([]), root)
+        return self._calls.gather(*self._arguments.gathered(x, output, "gather"), root)
+
+    gather_into_tensor = gather_single
+
     @collective("scatter")
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Handle[Any]:
         """Copy the root's inputs to the ranks with their indexes. They may differ in size."""

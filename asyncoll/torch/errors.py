@@ -26,7 +26,7 @@ def of_torch(error: BaseException) -> BaseException:
     kind = _class_of(type(error))
     text = str(error)
     if isinstance(error, DeadlineError):
-        text = f"the timeout of the process group has passed: {text}"
+        text = f"the process group timed out: {text}"
     made = kind.__new__(kind, text)
     made.args = (text,)
     made.__dict__.update(vars(error))

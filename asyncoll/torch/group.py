@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from asyncoll.blocking import BlockingCommunicator
-from asyncoll.errors import UsageError
+from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.torch import membership
 from asyncoll.torch.arguments import check_timeout, integer
+from asyncoll.torch.call_hooks import PostHookArgs, PreHookArgs
 from asyncoll.torch.calling import message
 from asyncoll.torch.collectives import Collectives
 from asyncoll.torch.errors import of_torch
@@ -24,7 +25,10 @@ from asyncoll.torch.name import NAME
 from asyncoll.torch.reducers import keep_works
 from asyncoll.torch.registered_pool import RegisteredPool
 from asyncoll.torch.uncompiled import uncompiled
+from asyncoll.torch.unsupported import Unsupported
 from asyncoll.torch.work import Work
+
+_ErrorType: Any = torch._C._distributed_c10d.ErrorType
 
 
 def make_group(options: Any) -> ProcessGroup:
@@ -40,7 +44,7 @@ def make_group(options: Any) -> ProcessGroup:
     return ProcessGroup(store, comm, timeout)
 
 
-class ProcessGroup(Collectives):
+class ProcessGroup(Unsupported, Collectives):
     """A process group of tensors of the CPU and of CUDA.
 
     The tensors of a device for which the user has named another backend go there.
@@ -70,12 +74,12 @@ class ProcessGroup(Collectives):
 
     # -- messages ---------------------------------------------------------------------------------
 
-    @message("send")
+    @message("send", "dest")
     def send(self, x: Tensor, dest: int, tag: int = 0) -> Handle[Any]:
         """Send the tensor to another rank; the call ends when the tensor may be reused."""
         return self._calls.send(copyable(x), self._arguments.peer(dest), integer(tag, "a tag"))
 
-    @message("recv")
+    @message("recv", "source")
     def recv(self, x: Tensor, source: int, tag: int = 0) -> Handle[Any]:
         """Receive a tensor of the same dtype and number of elements from another rank."""
         return self._calls.recv(writable(x), self._arguments.peer(source), integer(tag, "a tag"))
@@ -148,6 +152,52 @@ class ProcessGroup(Collectives):
         group._own_devices = self._own()
         return group
 
+    # -- hooks of the program ---------------------------------------------------------------------
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[[PreHookArgs], Any]) -> None:
+        """Call `hook` before each call of this group at this rank, in the thread that makes the call.
+
+        An error of the hook leaves the call, which is not made: the other ranks raise a MismatchError, which tells it.
+        Register and remove hooks while no other thread makes calls.
+
+        Args:
+            hook_id: any number: another hook with the same one takes the place of this one.
+            hook: gets `name` (torch's HookOpName), `async_op`, `input_tensors`, `output_tensors`, `root` (or the other
+                rank of a message; -1 for none) and `op_id`, which is another one for each call.
+        """
+        self._hooks.before[hook_id] = hook
+
+    def unregister_pre_hook(self, hook_id: int) -> None:
+        """Remove the hook with this number, if there is one."""
+        self._hooks.before.pop(hook_id, None)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], Any]) -> None:
+        """As `register_pre_hook`, once a call has begun. The hook gets `name`, `async_op`, `work` and `op_id`."""
+        self._hooks.after[hook_id] = hook
+
+    def unregister_post_hook(self, hook_id: int) -> None:
+        """Remove the hook with this number, if there is one."""
+        self._hooks.after.pop(hook_id, None)
+
+    # -- what torch asks of the group -------------------------------------------------------------
+
+    def get_error(self) -> Any:
+        """Why the group takes no more calls, as torch's ErrorType; SUCCESS if it does.
+
+        TIMEOUT after an overdue call, REMOTE_ERROR after the loss of a rank, and COMM_ERROR after any other failure.
+        """
+        member = self._comm._core.member
+        try:
+            member.check_open()
+            member.check()
+        except DeadlineError:
+            return _ErrorType.TIMEOUT
+        except PeerLostError:
+            return _ErrorType.REMOTE_ERROR
+        except AsyncollError:
+            return _ErrorType.COMM_ERROR
+        return _ErrorType.SUCCESS
+
     _set_default_timeout = Collectives.set_timeout
 
     def get_timeout(self) -> timedelta:
@@ -190,6 +240,13 @@ class ProcessGroup(Collectives):
         other = self._elsewhere(device)
         return self if other is None else other._get_backend(device)
 
+    get_backend = _get_backend
+
+    def _backend_id(self, backend_type: Any) -> int:
+        """The number of this group in this process: there is no backend apart from it."""
+        del backend_type
+        return int(self._id())
+
     def supports_tensor_alloc(self, device: torch.device) -> bool:
         """Whether `allocate_tensor` has memory for tensors of `device`: of the CPU alone. FSDP2 asks for it.
 
@@ -201,10 +258,6 @@ class ProcessGroup(Collectives):
         """A tensor of `size` elements in memory that the ranks of this host share. Its content is undefined."""
         del device
         return self._memory.allocate(size, dtype)
-
-    supports_splitting = False
-    supports_coalescing = False
-    supports_time_estimate = False
 
     def _set_sequence_number_for_group(self) -> None:
         """Without effect: calls are numbered from the first one."""

@@ -36,7 +36,14 @@ def reduction(given: Any) -> tuple[ReduceOp, Any]:
     op = _OPS.get(kind)
     if op is None:
         raise UsageError(f"{kind} is no reduction: use one of {', '.join(known.name for known in _OPS)}")
-    return op, given.factor if kind == _KINDS.PREMUL_SUM else None
+    if kind != _KINDS.PREMUL_SUM:
+        return op, None
+    if not hasattr(given, "factor"):
+        raise UsageError(
+            f"PREMUL_SUM needs torch 2.13 or newer, which tells its factor, and this is torch {torch.__version__}: "
+            "multiply the tensor, and use SUM"
+        )
+    return op, given.factor
 
 
 def contribution(x: Tensor, op: ReduceOp, factor: Any, *, fresh: bool = False) -> Block:

@@ -18,8 +18,7 @@ _dynamo: Any = eval_frame  # its types do not show all that it has
 
 def uncompiled(function: F) -> F:
     """`function`, which torch.compile runs as it is, with all that it calls."""
-    if hasattr(_dynamo, "set_code_exec_strategy"):  # since torch 2.7
-        code: Any = function
-        skip = _dynamo._FrameAction.SKIP
-        _dynamo.set_code_exec_strategy(code.__code__, _dynamo._FrameExecStrategy(skip, skip))
+    code: Any = function
+    skip = _dynamo._FrameAction.SKIP
+    _dynamo.set_code_exec_strategy(code.__code__, _dynamo._FrameExecStrategy(skip, skip))
     return function

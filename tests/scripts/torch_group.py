@@ -342,6 +342,19 @@ def gathers_and_scatters(dtype, layout, size):
         same(output, given(root, (count(me),), dtype, seed=me))
 
 
+@check(COPIED, ["plain", "strided"])
+def gathers_in_one(dtype, layout):
+    xs = [given(rank, (2, 3), dtype) for rank in ranks()]
+    into = laid(torch.zeros(2 * sizes(), 3, dtype=dtype), layout)
+    opts = dist.GatherOptions()
+    opts.rootRank = sizes() - 1
+    is_root = dist.get_rank() == opts.rootRank
+    output = into if is_root else torch.empty(0, dtype=dtype)
+    dist.group.WORLD.gather_single(output, laid(xs[dist.get_rank()], layout), opts).wait()
+    if is_root:
+        same(cat([into]), cat(xs))
+
+
 @check()
 def scatters_when_the_output_of_the_root_is_an_input():
     parts = [given(0, (4,), torch.float32, seed=to) for to in ranks()]
@@ -556,7 +569,8 @@ def overdue():
             assert isinstance(error, dist.DistBackendError)
             assert error.missing == (1,), error
             assert "rank 1 (host" in str(error), error
-            assert " timeout " in str(error), error
+            assert "the process group timed out" in str(error), error
+            assert pg.get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT
         dist.barrier()
     pg = dist.new_group()
     pg.set_timeout(timedelta(seconds=0.3))
@@ -785,6 +799,130 @@ def recorded():
     assert all(event.is_async for event in found.values())
 
 
+def hooked():
+    """Hooks run around each call with its tensors, its root and its Work, as those of torch do around Gloo's."""
+    me, size = dist.get_rank(), sizes()
+    x, y, row, other, wide = torch.ones(2), torch.zeros(2), *lists(2), torch.zeros(2 * size)
+    following, before = (me + 1) % size, (me - 1) % size
+    pg, seen, ended = dist.new_group(), [], []
+    pg.register_pre_hook(1, seen.append)
+    pg.register_post_hook(1, ended.append)
+    opts = dist.AllreduceCoalescedOptions()
+    for call, expected in (
+        (lambda: dist.all_reduce(x, group=pg), ("ALLREDUCE", [x], [], -1)),
+        (lambda: pg.allreduce_coalesced([x, y], opts).wait(), ("ALLREDUCE", [x, y], [], -1)),
+        (lambda: dist.reduce(x, size - 1, group=pg), ("REDUCE", [x], [], size - 1)),
+        (lambda: dist.broadcast(x, size - 1, group=pg), ("BROADCAST", [x], [], size - 1)),
+        (lambda: dist.all_gather(row, x, group=pg), ("ALLGATHER", [x], row, -1)),
+        (lambda: pg.all_gather_single(wide, x).wait(), ("ALLGATHER", [x], [wide], -1)),
+        (lambda: dist.reduce_scatter(x, row, group=pg), ("REDUCE_SCATTER", row, [x], -1)),
+        (lambda: pg.reduce_scatter_single(x, wide).wait(), ("REDUCE_SCATTER", [wide], [x], -1)),
+        (
+            lambda: dist.gather(x, row if me == 0 else None, group=pg),
+            ("GATHER", [x], row if me == 0 else [], 0),
+        ),
+        (
+            lambda: dist.scatter(x, row if me == 0 else None, group=pg),
+            ("SCATTER", row if me == 0 else [], [x], 0),
+        ),
+        (lambda: dist.all_to_all(row, other, group=pg), ("ALLTOALL", other, row, -1)),
+        (lambda: pg.barrier().wait(), ("BARRIER", [], [], -1)),
+    ):
+        call()
+        (name, _, inputs, outputs, root, number), (after, _, work, same) = seen.pop(), ended.pop()
+        assert (name.name, root) == (expected[0], expected[3]), expected
+        assert list(map(id, inputs)) == list(map(id, expected[1])), expected
+        assert list(map(id, outputs)) == list(map(id, expected[2])), expected
+        assert (after, same, work.is_completed()) == (name, number, True), expected
+    for work in [dist.isend(x, following, pg), dist.irecv(y, before, pg)]:
+        work.wait()
+    assert [(each.name.name, each.root) for each in seen] == [("SEND", following), ("RECV", before)]
+    assert list(map(id, [*seen[0].input_tensors, *seen[1].output_tensors])) == [id(x), id(y)]
+    pg.unregister_pre_hook(1)
+    pg.unregister_post_hook(1)
+    pg.barrier().wait()
+    assert (len(seen), len(ended)) == (2, 2)
+    refused_by_a_hook(pg)
+
+
+def lists(count):
+    return [[torch.zeros(2) for _ in ranks()] for _ in range(count)]
+
+
+def refused_by_a_hook(pg):
+    """The error of a hook leaves the call at its rank, and the other ranks are told."""
+
+    def refuse(call):
+        raise ValueError("no more")
+
+    if dist.get_rank() == 1:
+        pg.register_pre_hook(1, refuse)
+        caught(ValueError, pg.allreduce, [torch.ones(2)])
+    else:
+        error = caught(asyncoll.MismatchError, pg.allreduce([torch.ones(2)]).wait, SECONDS)
+        assert "ValueError: no more" in str(error), error
+    dist.barrier()
+
+
+def not_a_number():
+    """With TORCH_DIST_NAN_CHECK=1 a rank that gives NaN to a call raises an error, and the other ranks are told."""
+    os.environ["TORCH_DIST_NAN_CHECK"] = "1"
+    try:
+        groups = [dist.new_group() for _ in range(9)]
+    finally:
+        del os.environ["TORCH_DIST_NAN_CHECK"]
+    bad = dist.get_rank() == 1
+    nan = torch.tensor([1.0, torch.nan]) if bad else torch.ones(2)
+    few, fewer = nan.bfloat16(), nan.to(torch.float8_e4m3fn)
+    row = [torch.zeros(2) for _ in ranks()]
+    for group, call in zip(
+        groups,
+        (
+            lambda pg: pg.allreduce([nan]),
+            lambda pg: pg.allreduce([few]),
+            lambda pg: pg.allreduce([torch.complex(nan, nan)]),
+            lambda pg: pg.broadcast([fewer], 1),
+            lambda pg: pg.allreduce_coalesced([torch.ones(3), nan]),
+            lambda pg: pg.reduce_scatter([torch.ones(2)], [[*row[1:], nan]]),
+            lambda pg: pg.allgather([row], [nan]),
+            lambda pg: pg.gather([row] if dist.get_rank() == 0 else [], [nan]),
+            lambda pg: pg.alltoall(row, [*[torch.zeros(2) for _ in row[1:]], nan]),
+        ),
+        strict=True,
+    ):
+        if bad:
+            error = caught(asyncoll.UsageError, call, group)
+            assert isinstance(error, dist.DistBackendError)
+        else:
+            error = caught(asyncoll.MismatchError, lambda group=group, call=call: ended_in(group, call(group)))
+        assert "NaN found in input tensor" in str(error), error
+        assert "rank 1" in str(error), error
+        dist.barrier()
+    overwritten(nan)
+
+
+def ended_in(group, work):
+    """Wait for the call, and for the next one: a rank may be done with its part before it hears of the refusal."""
+    work.wait(SECONDS)
+    group.barrier().wait(SECONDS)
+
+
+def overwritten(nan):
+    """What a call only writes may hold NaN, and so may what an unchecked group sends."""
+    os.environ["TORCH_DIST_NAN_CHECK"] = "1"
+    try:
+        pg = dist.new_group()
+    finally:
+        del os.environ["TORCH_DIST_NAN_CHECK"]
+    pg.broadcast([nan], 0).wait()
+    assert (nan == 1).all()
+    row = [torch.full((2,), torch.nan) for _ in ranks()]
+    pg.allgather([row], [nan]).wait()
+    assert all((each == 1).all() for each in row)
+    pg.allreduce([torch.full((2,), torch.inf)]).wait()
+    dist.all_reduce(torch.full((2,), torch.nan))
+
+
 def joins():
     """DDP with uneven inputs (`Join`), a sparse gradient, and buffers: replicas stay equal."""
     torch.manual_seed(dist.get_rank())
@@ -838,6 +976,7 @@ def compiled():
 
 
 def main():
+    warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # of torch.compile
     torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.enable()
     dist.init_process_group("asyncoll", timeout=SECONDS)

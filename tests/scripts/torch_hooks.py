@@ -5,6 +5,7 @@ A late rank waits for messages that others send after a round, and never for an 
 
 import copy
 import gc
+import io
 import os
 import signal
 import sys
@@ -583,6 +584,38 @@ def checkpoints():
     _, saved = states[list(MAKERS).index(hooks.oktopk)]
     other = hooks.OkTopkState(ddp, algorithm="topka", density=0.1, name="of another algorithm")
     refused("of the algorithm 'oktopk'", other.load_state_dict, saved)
+
+
+def copies():
+    """A wrapped model with a hook can be copied and saved. The copy has no hook, as with torch's, and may get one."""
+    for hook in MAKERS:
+        state, ddp, optimizer = new(hook)
+        for batch in batches(1, 3):
+            step(ddp, optimizer, batch)
+        copied = copy.deepcopy(ddp)
+        assert torch.equal(bits(copied), bits(ddp)), hook
+        torch.save(ddp, io.BytesIO())
+        ((_, other),) = copied._comm_hooks
+        for act in (other.state_dict, other.finish, lambda other=other: other.load_state_dict({})):
+            refused("make a state for the copy", act)
+        step(copied, optimizer_of(copied), batch)
+        copied.register_comm_hook(other, hook)
+        refused("make a state for the copy", backward, copied, batch)
+
+        copied = copy.deepcopy(ddp)
+        optimizer_of_copy = optimizer_of(copied)
+        optimizer_of_copy.load_state_dict(optimizer.state_dict())
+        state_of_copy = MAKERS[hook](copied, optimizer_of_copy)
+        state_of_copy.load_state_dict(state.state_dict())
+        copied.register_comm_hook(state_of_copy, hook)
+        for batch in batches(2, 3):
+            step(copied, optimizer_of_copy, batch)
+        state_of_copy.finish()
+        step(ddp, optimizer, batch)
+        state.finish()
+        assert state_of_copy.round == state.round + 2, hook
+        for each in (copied, ddp):
+            assert_one_model(each, buffers=hook is not hooks.allreduce)
 
 
 def load_elsewhere(hook, saved, is_of_all):

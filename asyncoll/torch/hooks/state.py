@@ -35,6 +35,7 @@ class HookState(ABC):
     DistributedDataParallel with which the hook would train wrongly.
     """
 
+    _is_copy = False
     _is_saved_by_each_rank = False  # False: what one rank has saved is what all ranks have, however many there are
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -56,6 +57,10 @@ class HookState(ABC):
         self._has_begun = False  # with the first bucket, at all ranks
         self._gathered = 0  # parameters in the buckets of this step
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of the model, which torch makes without its hook. So the copy of a state belongs to no model."""
+        return {"_is_copy": True, "_has_ended": False, "round": self.round}
+
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook at this rank, for `torch.save`. It holds neither the model nor the optimizer.
 
@@ -76,6 +81,7 @@ class HookState(ABC):
         where each rank loads its own, or if the training has begun. The first `backward()` raises UsageError at all
         ranks if they have loaded different rounds.
         """
+        self._check_original()
         if self._has_begun or self._has_ended:
             raise UsageError("load the state of a hook before the first backward()")
         for what, here in self._origin().items():
@@ -130,6 +136,7 @@ class HookState(ABC):
         complete_on(trained(model)[0].device, self._comm, replicas.share_buffers(self._comm, model.module))
 
     def _model(self) -> DistributedDataParallel:
+        self._check_original()
         ddp = self._ddp()
         if ddp is None:
             raise UsageError("the model of this hook is gone")
@@ -165,7 +172,15 @@ class HookState(ABC):
             self._has_failed = True
             raise
 
+    def _check_original(self) -> None:
+        if self._is_copy:
+            raise UsageError(
+                "this is the copy of a state, and the copy of a wrapped model has no hook: make a state for the copy, "
+                "load the state_dict() of the first one, and register the hook"
+            )
+
     def _check_whole(self) -> None:
+        self._check_original()
         if self._has_failed:
             raise UsageError(
                 "the training of this hook has failed, so it has no state to save or to end with: go back to a "

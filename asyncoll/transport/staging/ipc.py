@@ -234,10 +234,7 @@ class Gpu:
 
 def _uuid(index: int) -> bytes:
     """The UUID of a device that this process sees: 16 bytes."""
-    uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
-    if uuid is None:
-        raise RefusedError(f"torch {torch.__version__} does not tell the UUID of a GPU: torch 2.5 or newer is needed")
-    return UUID(str(uuid)).bytes
+    return UUID(str(torch.cuda.get_device_properties(index).uuid)).bytes
 
 
 class CudaExchange:
