@@ -86,6 +86,12 @@ void rounds_sign_block(Rounds *self, int64_t block, int64_t group, double weight
 
 /* -- the rules: asyncoll/algorithms/rounds/rules.py ------------------------------------------- */
 
+PyObject *openings_in_python(void)
+{
+    static const char *const names[OPENINGS] = {[SOLO] = "solo", [MAJORITY] = "majority", [QUORUM] = "quorum"};
+    return tuple_of_names(names, OPENINGS);
+}
+
 static bool has_arrived(const Rounds *self, int64_t rank, int64_t number)
 {
     return row_of(self, rank)[HERE] == number;

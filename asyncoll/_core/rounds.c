@@ -334,7 +334,8 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
         return NULL;
     const long long many = 1LL << 31; /* so that no sum or product of these overflows */
     if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
-        history >= many || limit < 1 || limit >= many || nbytes < 1 || sync_every < 0) {
+        history >= many || limit < 1 || limit >= many || nbytes < 1 || opening < 0 || opening >= OPENINGS ||
+        sync_every < 0) {
         PyErr_SetString(PyExc_ValueError, "these are no rounds");
         return NULL;
     }

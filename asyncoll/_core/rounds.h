@@ -52,8 +52,8 @@ enum { FREE, MADE, TABLE_HEAD };
 enum { BITS = 63 };
 enum { NONE = 0, LENT = -1 };
 
-/* operation.py: Opening, in this order. */
-enum { SOLO, MAJORITY, QUORUM };
+/* The openings whose rules are here. Their names are `native.openings`: Python carries out rounds of any other. */
+enum { SOLO, MAJORITY, QUORUM, OPENINGS };
 
 typedef struct {
     int64_t offset, length, elements;
