@@ -255,7 +255,7 @@ static int lay_out(Rounds *self)
     self->head = cells + self->size;
     self->rows = self->head + HEAD_CELLS;
     self->results = self->rows + self->size * ROW_CELLS;
-    self->begun = self->results + (self->history + 1) * self->size * KEPT_CELLS;
+    self->begun = self->results + kept_rounds(self) * self->size * KEPT_CELLS;
     self->counts = self->begun + BEGINNINGS;
     self->table = self->counts + self->size + 1;
     self->stack = self->table + TABLE_HEAD;
