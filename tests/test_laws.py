@@ -288,6 +288,8 @@ LIES = [
     ("contributors", "quorum", names_another_contributor),
     ("lag", "solo", says_it_is_in_time),
     ("quorum", "quorum", opens_for_the_first),
+    ("drawn_ranks", "majority", opens_for_the_first),
+    ("drawn_ranks", "candidates", opens_for_the_first),
     ("synchrony", "full", says_nothing_of_synchrony),
     ("history", "solo", reverses_history),
     ("history", "group", forgets_what_it_skipped),

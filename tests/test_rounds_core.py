@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from dataclasses import replace
+import enum
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -140,7 +141,7 @@ def drawn(seed, counts=SHORT):
     dtype = str(draw.choice(DTYPES))
     op = [SUM, MAX, AVG_ACTIVE, AVG][draw.integers(4)] if dtype.startswith("float") else SUM
     carried = "float32" if dtype == "float16" and op in (AVG, AVG_ACTIVE) else dtype
-    opening = list(Opening)[draw.integers(3)]
+    opening = list(Opening)[draw.integers(len(Opening))]
     options = {
         "quorum": int(draw.integers(1, size + 1)) if opening is Opening.QUORUM else 1,
         "candidates": int(draw.integers(1, size + 1)) if opening is Opening.MAJORITY else 1,
@@ -390,7 +391,7 @@ def test_a_whole_call_finds_cells_that_a_peer_has_changed():
     outcomes = set()
     for seed in range(150):
         draw = np.random.default_rng(seed)
-        operation = Operation("g", (("float32", 3),), SUM, list(Opening)[seed % 3], quorum=1 + seed % 2)
+        operation = Operation("g", (("float32", 3),), SUM, list(Opening)[seed % len(Opening)], quorum=1 + seed % 2)
         with local_world(2, [_core.native]) as arenas:
             ranks = [Rank(arena, operation) for arena in arenas]
             for _ in range(6):
@@ -426,6 +427,29 @@ def test_the_compiled_rounds_check_what_they_are_given():
             compiled.plan(1, (2,), ((0, 1),))
         with pytest.raises(ValueError, match="count from 1"):
             compiled.begin([np.ones(3, np.float32)], 1.0, 0, [], -1)
+
+
+class NewOpening(enum.Enum):
+    DRAWN = "drawn"  # a value that the core does not declare
+
+
+@dataclass(frozen=True)
+class OperationWithNewOption(Operation):
+    patience: int = 0
+
+
+@needs_core
+def test_the_core_declines_what_it_does_not_declare():
+    known = Operation("g", (("float32", 3),), SUM, Opening.SOLO)
+    declined = {
+        "opening": replace(known, opening=NewOpening.DRAWN),
+        "option": OperationWithNewOption("g", known.layout, SUM, Opening.SOLO, patience=1),
+    }
+    assert set(_core.native.openings) <= {opening.value for opening in Opening}
+    with local_world(2, [_core.native]) as arenas:
+        assert Rank(arenas[0], OperationWithNewOption("new", known.layout, SUM, Opening.SOLO)).rounds._compiled
+        for name, operation in declined.items():
+            assert Rank(arenas[0], replace(operation, name=name)).rounds._compiled is None
 
 
 # -- turns of whole calls, while signal handlers raise ---------------------------------------------

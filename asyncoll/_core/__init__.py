@@ -105,6 +105,9 @@ class Core(Protocol):
     @property
     def points(self) -> tuple[str, ...]: ...
 
+    @property
+    def openings(self) -> tuple[str, ...]: ...
+
     def watch(self, passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None: ...
 
 

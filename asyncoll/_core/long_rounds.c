@@ -37,7 +37,7 @@ static int64_t take_group(Rounds *self, int64_t group, int64_t number, int64_t a
         dest = row[SOURCE];
         taken++;
         weight += weight_at(&row[WEIGHT]);
-        row[TAKEN] = row[TICKET];
+        commit(&row[TAKEN], row[TICKET]);
         if (self->keeps) /* it stays staged for later rounds, too, so the block has another keeper */
             rounds_keep_block(self, dest);
         else
@@ -76,9 +76,6 @@ static int64_t first_of(const Rounds *self, int64_t group)
 static void publish(Rounds *self)
 {
     int64_t number = self->head[RUNNING], *results = results_of(self, number);
-    for (int64_t rank = 0; rank < self->size; rank++)
-        rounds_drop_block(self, row_of(self, rank)[SOURCE]);
-    rounds_forget_results(self, results);
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t *row = row_of(self, rank), *kept = results + rank * KEPT_CELLS;
         memcpy(kept, &row[ROUND], KEPT_CELLS * sizeof *kept);
@@ -93,9 +90,12 @@ static void publish(Rounds *self)
             self->counts[active] = plus(self->counts[active], 1);
     }
     pass_point(ROUND_GRANTED);
-    self->head[LATEST] = number;
-    self->head[RUNNING] = 0;
+    commit(&self->head[LATEST], number);
     pass_point(ROUND_PUBLISHED);
+    self->head[RUNNING] = 0;
+    for (int64_t rank = 0; rank < self->size; rank++)
+        rounds_drop_block(self, row_of(self, rank)[SOURCE]);
+    rounds_forget_results(self, number);
     control_block_wake(self->block, INT64_MAX);
 }
 

@@ -9,6 +9,25 @@ static int add_type(PyObject *module, PyType_Spec *spec)
     return failed;
 }
 
+PyObject *tuple_of_names(const char *const *names, int count)
+{
+    PyObject *tuple = PyTuple_New(count);
+    for (int i = 0; tuple && i < count; i++) {
+        PyObject *name = Py_BuildValue("s", names[i]);
+        if (!name || PyTuple_SetItem(tuple, i, name) < 0)
+            Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+/* Add `value`, a new reference, which is NULL with an exception set. */
+static int add_value(PyObject *module, const char *name, PyObject *value)
+{
+    int failed = value ? PyModule_AddObjectRef(module, name, value) : -1;
+    Py_XDECREF(value);
+    return failed;
+}
+
 static int execute(PyObject *module)
 {
     PyType_Spec *specs[] = {&control_block_spec, &meetings_spec,   &pieces_spec,     &rounds_spec,
@@ -16,10 +35,9 @@ static int execute(PyObject *module)
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++)
         if (add_type(module, specs[i]) < 0)
             return -1;
-    PyObject *points = points_in_python();
-    int failed = points ? PyModule_AddObjectRef(module, "points", points) : -1;
-    Py_XDECREF(points);
-    return failed;
+    if (add_value(module, "points", points_in_python()) < 0)
+        return -1;
+    return add_value(module, "openings", openings_in_python());
 }
 
 static PyMethodDef functions[] = {

@@ -25,6 +25,11 @@
 #include <stdbool.h>
 #include <stdint.h>
 
+/* -- native.c --------------------------------------------------------------------------------- */
+
+/* The tuple of so many names, a new reference; NULL with an exception set. */
+PyObject *tuple_of_names(const char *const *names, int count);
+
 /* -- points.c --------------------------------------------------------------------------------- */
 
 /* The injection points: the steps of all primitives, in the order in which one passes them. `points.c` has their names,
@@ -201,6 +206,9 @@ extern PyType_Spec short_call_spec;
 /* -- rounds.c --------------------------------------------------------------------------------- */
 
 extern PyType_Spec rounds_spec;
+
+/* round_record.c: `native.openings`. */
+PyObject *openings_in_python(void);
 
 /* -- answers.c ------------------------------------------------------------------------------- */
 

@@ -74,11 +74,5 @@ PyObject *watch_in_python(PyObject *module, PyObject *callable)
 
 PyObject *points_in_python(void)
 {
-    PyObject *points = PyTuple_New(POINTS);
-    for (int point = 0; points && point < POINTS; point++) {
-        PyObject *name = Py_BuildValue("s", names[point]);
-        if (!name || PyTuple_SetItem(points, point, name) < 0)
-            Py_CLEAR(points);
-    }
-    return points;
+    return tuple_of_names(names, POINTS);
 }

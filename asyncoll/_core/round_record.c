@@ -86,6 +86,12 @@ void rounds_sign_block(Rounds *self, int64_t block, int64_t group, double weight
 
 /* -- the rules: asyncoll/algorithms/rounds/rules.py ------------------------------------------- */
 
+PyObject *openings_in_python(void)
+{
+    static const char *const names[OPENINGS] = {[SOLO] = "solo", [MAJORITY] = "majority", [QUORUM] = "quorum"};
+    return tuple_of_names(names, OPENINGS);
+}
+
 static bool has_arrived(const Rounds *self, int64_t rank, int64_t number)
 {
     return row_of(self, rank)[HERE] == number;
@@ -149,8 +155,9 @@ static void drop_results(Rounds *self, Call *call)
 }
 
 /* Each distinct block of them is dropped once. */
-void rounds_forget_results(Rounds *self, const int64_t *results)
+void rounds_forget_results(Rounds *self, int64_t number)
 {
+    const int64_t *results = results_of(self, number + 1); /* where the next round writes its own */
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t block = results[rank * KEPT_CELLS + KEPT_BLOCK], before = 0;
         while (before < rank && results[before * KEPT_CELLS + KEPT_BLOCK] != block)
@@ -197,18 +204,23 @@ static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
     return dest;
 }
 
-/* Take the staged contributions of `group`: each is in one round, except where contributions stay. */
+/* Take the staged contributions of `group`. They stay staged until the round is published. */
 static void take_group(Rounds *self, int64_t group)
 {
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t *row = row_of(self, rank);
-        if (self->group_of[rank] != group || row[STAGED] == NONE)
-            continue;
-        row[TAKEN] = row[TICKET];
-        if (!self->keeps) {
-            rounds_drop_block(self, row[STAGED]);
-            row[STAGED] = row[STAGED_AT] = NONE;
-        }
+        if (self->group_of[rank] == group && row[STAGED] != NONE)
+            row[TAKEN] = row[TICKET];
+    }
+}
+
+/* The round that has taken all staged contributions is published: each is in one round, except where they stay. */
+static void clear_staged(Rounds *self)
+{
+    for (int64_t rank = 0; rank < self->size && !self->keeps; rank++) {
+        int64_t *row = row_of(self, rank);
+        rounds_drop_block(self, row[STAGED]);
+        row[STAGED] = row[STAGED_AT] = NONE;
     }
 }
 
@@ -239,7 +251,6 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
 {
     int64_t absent = rounds_count_gone(self);
     *beginning_of(self, number) = now_ns;
-    rounds_forget_results(self, results_of(self, number));
     pass_point(ROUND_OPENED);
     for (int64_t group = 0; group < self->group_count; group++) {
         int contributors;
@@ -252,8 +263,10 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
         publish_group(self, group, number, dest, contributors, absent);
         pass_point(ROUND_GRANTED);
     }
-    self->head[LATEST] = number;
+    commit(&self->head[LATEST], number);
     pass_point(ROUND_PUBLISHED);
+    clear_staged(self);
+    rounds_forget_results(self, number);
     control_block_wake(self->block, INT64_MAX);
     return 0;
 }

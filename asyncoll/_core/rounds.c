@@ -255,7 +255,7 @@ static int lay_out(Rounds *self)
     self->head = cells + self->size;
     self->rows = self->head + HEAD_CELLS;
     self->results = self->rows + self->size * ROW_CELLS;
-    self->begun = self->results + (self->history + 1) * self->size * KEPT_CELLS;
+    self->begun = self->results + kept_rounds(self) * self->size * KEPT_CELLS;
     self->counts = self->begun + BEGINNINGS;
     self->table = self->counts + self->size + 1;
     self->stack = self->table + TABLE_HEAD;
@@ -334,7 +334,8 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
         return NULL;
     const long long many = 1LL << 31; /* so that no sum or product of these overflows */
     if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
-        history >= many || limit < 1 || limit >= many || nbytes < 1 || sync_every < 0) {
+        history >= many || limit < 1 || limit >= many || nbytes < 1 || opening < 0 || opening >= OPENINGS ||
+        sync_every < 0) {
         PyErr_SetString(PyExc_ValueError, "these are no rounds");
         return NULL;
     }

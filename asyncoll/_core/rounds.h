@@ -52,8 +52,8 @@ enum { FREE, MADE, TABLE_HEAD };
 enum { BITS = 63 };
 enum { NONE = 0, LENT = -1 };
 
-/* operation.py: Opening, in this order. */
-enum { SOLO, MAJORITY, QUORUM };
+/* The openings whose rules are here. Their names are `native.openings`: Python carries out rounds of any other. */
+enum { SOLO, MAJORITY, QUORUM, OPENINGS };
 
 typedef struct {
     int64_t offset, length, elements;
@@ -156,9 +156,23 @@ static inline bool is_synchronous(const Rounds *self, int64_t number)
     return self->sync_every > 0 && number % self->sync_every == 0;
 }
 
+/* How many rounds there are results of: the newest one, those of history, and one that is being written. */
+static inline int64_t kept_rounds(const Rounds *self)
+{
+    return self->history + 2;
+}
+
 static inline int64_t *results_of(const Rounds *self, int64_t number)
 {
-    return self->results + (int64_t)((uint64_t)number % (uint64_t)(self->history + 1)) * self->size * KEPT_CELLS;
+    return self->results + (int64_t)((uint64_t)number % (uint64_t)kept_rounds(self)) * self->size * KEPT_CELLS;
+}
+
+/* Store a cell that decides where contributions are (unpublished.py). The process may be killed just before or after it:
+ * the compiler lets what precedes it here precede it in memory, and what follows it follow. */
+static inline void commit(int64_t *cell, int64_t value)
+{
+    __atomic_store_n(cell, value, __ATOMIC_RELEASE);
+    __atomic_signal_fence(__ATOMIC_SEQ_CST);
 }
 
 /* When round `number` has begun, in nanoseconds. */
@@ -201,8 +215,8 @@ bool rounds_may_open(const Rounds *self, int64_t number);
 bool rounds_late_call_opens(const Rounds *self, int64_t number);
 void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns);
 
-/* The results of an older round are kept no longer. */
-void rounds_forget_results(Rounds *self, const int64_t *results);
+/* Round `number` is published: the results of the round that history keeps no longer are dropped. */
+void rounds_forget_results(Rounds *self, int64_t number);
 
 /* Decide whether the call waits for a round, and keep the results that it has missed: `OneSidedRounds._begin`. */
 void rounds_begin_call(Rounds *self, Call *call, int64_t aim);

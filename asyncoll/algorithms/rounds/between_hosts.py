@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.agent import Agent
 from asyncoll.algorithms.rounds.agent_signals import AGENTS, END
 from asyncoll.algorithms.rounds.block_table import NONE
 from asyncoll.algorithms.rounds.engine import LATE
 from asyncoll.algorithms.rounds.host_record import HostRecord, Outcome, Taken
 from asyncoll.algorithms.rounds.in_memory import Call, OneSidedRounds, Setting
-from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.round_record import RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts
 from asyncoll.runtime.hosts import Hosts
@@ -72,7 +73,7 @@ class HostRounds(OneSidedRounds):
 
     def _come(self, call: Call) -> int:
         missing, number = super()._come(call), call.number
-        if not number and self.operation.opening is Opening.MAJORITY:
+        if not number and rules.late_calls_count(self.operation):
             self._port.post(lambda: self._agent.tell(self._rounds.latest + 1, LATE))
         elif number > self._told and call.kept is None:
             self._told = number

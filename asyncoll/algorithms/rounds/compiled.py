@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from asyncoll.algorithms.rounds.call_order import CallOrder
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.engine import Engine
-from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
 from asyncoll.algorithms.rounds.round_cells import BlockLayout
 from asyncoll.algorithms.rounds.round_record import RoundRecord
@@ -35,6 +35,11 @@ class Begun(NamedTuple):
     taken: int
     weight: float  # of all contributions in it
 
+
+# The core follows these options of an operation, or other code carries them out with the core as without it.
+_OPTIONS = frozenset(
+    ("quorum", "candidates", "seed", "sync_every", "history", "group_size", "fixed", "weighted", "buckets")
+)
 
 begun_of: Callable[[tuple[Any, ...]], Begun] = partial(tuple.__new__, Begun)  # faster than `Begun(*fields)`
 
@@ -93,9 +98,12 @@ class CompiledRounds(Protocol):
 def compiled_rounds(
     arena: Arena, group: Group, operation: Operation, layout: BlockLayout, rounds: RoundRecord
 ) -> CompiledRounds | None:
-    """The rounds in the compiled core; None if that is not there, or has no kernel for a dtype of the operation."""
+    """The rounds in the compiled core; None if that is not there, or cannot carry out the operation.
+
+    It carries out no operation with an opening or an option that it does not know, or with a dtype without a kernel.
+    """
     native = arena.native
-    if native is None:
+    if native is None or operation.opening.value not in native.openings or not operation.options().keys() <= _OPTIONS:
         return None
     kernels = [native.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout]
     if not all(kernels):
@@ -108,7 +116,7 @@ def compiled_rounds(
         history=operation.history,
         limit=rounds.blocks.limit,
         nbytes=layout.nbytes,
-        opening=list(Opening).index(operation.opening),
+        opening=native.openings.index(operation.opening.value),
         quorum=operation.quorum,
         sync_every=operation.sync_every,
         keeps=operation.group_size > 0,

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asyncoll.algorithms.rounds.grouping import partition
 from asyncoll.arguments import digest
@@ -61,6 +61,11 @@ class Operation:
         """Whether the sum of a round is divided by a number."""
         return self.weighted or self.op in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE)
 
+    def options(self) -> dict[str, Any]:
+        """The fields that differ from their defaults."""
+        values = ((rule.name, getattr(self, rule.name), rule.default) for rule in fields(self))
+        return {name: value for name, value, default in values if default not in (MISSING, value)}
+
     def fingerprint(self) -> int:
         """A hash of all fields, which ranks compare instead of the operation."""
         return digest(str(self))
@@ -101,8 +106,7 @@ class Operation:
     def __str__(self) -> str:
         kind = "group" if self.group_size else self.opening.value
         arrays = " + ".join(f"{count} {dtype}" for dtype, count in self.layout)
-        values = ((rule.name, getattr(self, rule.name), rule.default) for rule in fields(self))
-        more = "".join(f", {name}={value}" for name, value, default in values if default not in (MISSING, value))
+        more = "".join(f", {name}={value}" for name, value in self.options().items())
         return f"{kind} allreduce {self.name!r} of {arrays}, {self.op.name}{more}"
 
 

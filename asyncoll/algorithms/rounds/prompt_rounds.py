@@ -16,7 +16,7 @@ import numpy as np
 from asyncoll.algorithms.rounds.block_table import NONE
 from asyncoll.algorithms.rounds.compiled import Begun, begun_of, compiled_rounds, whole_calls
 from asyncoll.algorithms.rounds.in_memory import Call, OneSidedRounds, Setting
-from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.round_cells import BlockLayout, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
@@ -143,8 +143,7 @@ class PromptRounds(OneSidedRounds):
         if wanted < 0:
             self._rounds.blocks.provide(-wanted)
         else:
-            drawn = operation.drawn(wanted, size) if operation.opening is Opening.MAJORITY else ()
-            compiled.plan(wanted, drawn, tuple(operation.groups(wanted, size)))
+            compiled.plan(wanted, operation.drawn(wanted, size), tuple(operation.groups(wanted, size)))
 
     async def _wait_compiled(self, turn: int, begun: Begun, own: Parts) -> Delivery:
         """The rest of a call that `_begin_compiled` has staged."""

@@ -27,8 +27,8 @@ class Row(NamedTuple):
     """The cells of one rank.
 
     Its own process writes `staged`, `staged_at`, `ticket`, `weight`, `here`, `waits_for` and the times, and clears
-    `granted`. The rank that opens or publishes a round writes the others, and clears `staged` when it takes the
-    contribution.
+    `granted`. The rank that opens or publishes a round writes the others, and clears `staged` once the contribution is
+    in `source`, or in a published round. `unpublished` tells what a rank leaves that dies in between.
 
     A caller that is cancelled while it waits has arrived nevertheless: `here` stays, because its contribution does. A
     result is granted to a waiting caller when the round is published. So the caller gets its own round, even if later

@@ -16,6 +16,7 @@ from asyncoll.algorithms.rounds.block_table import LENT, NONE, BlockTable
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_cells import COLUMN, KEPT, BlockLayout, Chunk, Groups, Head, Kept, Row, Staged
+from asyncoll.algorithms.rounds.unpublished import unpublished
 from asyncoll.arguments import digest
 from asyncoll.runtime.group import Group
 from asyncoll.transport import Arena
@@ -71,7 +72,8 @@ class RoundRecord:
         self._row = [Row(*range(first, end)) for first, end in pairwise(ends)]  # of each rank
         self._mine = self._row[group.rank]
         self._results_at = ends[-1]
-        self._kept_rounds = operation.history + 1
+        self._history = operation.history
+        self._kept_rounds = operation.history + 2  # the newest one, those of history, and one that is being written
         self._begun = self._results_at + self._kept_rounds * size * len(KEPT)
         self._counts = self._begun + _BEGINNINGS
         blocks = self._counts + self._contributors + 1
@@ -132,6 +134,19 @@ class RoundRecord:
     def replace(self, block: int, address: int) -> None:
         """The staged contribution, which was lent, lies in `block` now. Its ticket stays."""
         self.cells[self._mine.staged], self.cells[self._mine.staged_at] = block, address
+
+    def unpublished(self) -> list[int]:
+        """The addresses of this rank's contributions that are in no published round, as of `unpublished.unpublished`.
+
+        Also without the lock, if that is lost: no rank changes the cells then.
+        """
+        head, row = ([self.cells[cell] for cell in cells] for cells in (self._head, self._mine))
+        return unpublished(Head(*head), Row(*row), self.published)
+
+    @property
+    def published(self) -> int:
+        """The ticket of this rank's newest contribution in a published round."""
+        return int(self._results[self.latest % self._kept_rounds, self._rank, KEPT.taken])
 
     def is_being_read(self) -> bool:
         """Whether the running round reads memory that this rank's caller has lent."""
@@ -260,20 +275,17 @@ class RoundRecord:
             return len(groups)
         cells[self._begun + number % _BEGINNINGS] = now_ns
         results, absent = self._results[number % self._kept_rounds], int(np.count_nonzero(self._gone))
-        for block in set(results[:, KEPT.block].tolist()):  # the results of an older round are kept no longer
-            blocks.drop(block)
+        staged = table[:, COLUMN.staged].tolist()
         for ranks, index in groups:
             taken, contributors, weight = [], 0, 0.0
-            for rank, block in zip(ranks, table[index, COLUMN.staged].tolist(), strict=True):
-                if block == NONE:
+            for rank in ranks:
+                if staged[rank] == NONE:
                     continue
-                taken.append(block)
+                taken.append(staged[rank])
                 contributors |= 1 << rank
                 row = self._row[rank]
                 weight += self._reals[row.weight]
                 cells[row.taken] = cells[row.ticket]
-                if not self._keeps:
-                    cells[row.staged], cells[row.staged_at] = NONE, 0
             dest = self._reduced(taken)
             blocks.sign(dest, contributors, weight)
             cells[self._counts + len(taken)] += 1
@@ -284,22 +296,29 @@ class RoundRecord:
                 table[rank, COLUMN.granted : COLUMN.granted_taken + 1] = results[rank]
                 blocks.keep(cells[self._row[rank].granted_block])
         cells[latest] = number
+        if not self._keeps:  # each contribution is in one round
+            table[:, COLUMN.staged : COLUMN.staged_at + 1] = NONE
+            for block in staged:
+                blocks.drop(block)
+        self._forget(number)
         self.control_block.wake()
         return 0
 
+    def _forget(self, number: int) -> None:
+        """Round `number` is published: drop the results of the round that history keeps no longer."""
+        results = self._results[(number + 1) % self._kept_rounds]  # where the next round writes its own
+        for block in set(results[:, KEPT.block].tolist()):
+            self.blocks.drop(block)
+
     def _reduced(self, taken: list[int]) -> int:
-        """The block with the reduction of the blocks `taken`, which are contributions no more unless they stay."""
+        """The block with the reduction of the blocks `taken`."""
         blocks = self.blocks
         if len(taken) < 2:  # the contribution is the result: nothing to reduce
             dest = taken[0] if taken else NONE
-            if self._keeps:
-                blocks.keep(dest)
+            blocks.keep(dest)
             return dest
         dest = blocks.take()
         self._reduce(blocks.address(dest), [blocks.address(block) for block in taken])
-        if not self._keeps:
-            for block in taken:
-                blocks.drop(block)
         return dest
 
     def _groups_of(self, number: int) -> Groups:
@@ -355,11 +374,7 @@ class RoundRecord:
     def _publish(self) -> None:
         """The running round is over: keep its result, grant it to the callers that wait, and wake them."""
         cells, table, blocks, number = self.cells, self._table, self.blocks, self.running
-        for block in table[:, COLUMN.source].tolist():
-            blocks.drop(block)
         results = self._results[number % self._kept_rounds]
-        for block in set(results[:, KEPT.block].tolist()):  # the results of an older round are kept no longer
-            blocks.drop(block)
         results[:] = table[:, COLUMN.round : COLUMN.taken + 1]
         for ranks, _ in self._groups_of(number):
             cells[self._counts + cells[self._row[ranks[0]].active]] += 1
@@ -367,7 +382,11 @@ class RoundRecord:
             if waits_for == number:
                 table[rank, COLUMN.granted : COLUMN.granted_taken + 1] = results[rank]
                 blocks.keep(cells[self._row[rank].block])
-        cells[self._head.latest], cells[self._head.running] = number, 0
+        cells[self._head.latest] = number
+        cells[self._head.running] = 0
+        for block in table[:, COLUMN.source].tolist():
+            blocks.drop(block)
+        self._forget(number)
         self.control_block.wake()
 
     # -- results ----------------------------------------------------------------------------------
@@ -392,12 +411,15 @@ class RoundRecord:
 
         Their blocks are kept until the caller of this method drops them.
         """
-        found = []
-        for number in range(max(first, self.latest - self._kept_rounds + 1, 1), last + 1):
-            kept = Kept(*self._results[number % self._kept_rounds, self._rank].tolist())
+        found = self.kept(first, last)
+        for kept in found:
             self.blocks.keep(kept.block)
-            found.append(kept)
         return found
+
+    def kept(self, first: int, last: int) -> list[Kept]:
+        """As `keep`, and their blocks are not kept for the caller."""
+        numbers = range(max(first, self.latest - self._history, 1), last + 1)
+        return [Kept(*self._results[number % self._kept_rounds, self._rank].tolist()) for number in numbers]
 
     # -- times ------------------------------------------------------------------------------------
 

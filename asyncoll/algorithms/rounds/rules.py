@@ -65,14 +65,20 @@ def counts_gone_ranks(operation: Operation) -> bool:
     return not operation.group_size
 
 
+def late_calls_count(operation: Operation) -> bool:
+    """Whether `late_call_opens` may be true: the ranks that open rounds must be told of late calls."""
+    return operation.opening is Opening.MAJORITY
+
+
 def late_call_opens(operation: Operation, round: RoundView, rank: int) -> bool:  # noqa: A002
     """Whether a late call of `rank` opens the round at once, instead of taking the newest result.
 
-    It does if `rank` is drawn to open the round and at least half of the ranks wait for that: another step of
-    computation would only keep them waiting. If fewer wait, the round would come too early for the rest.
+    It does if late calls count, `rank` is drawn to open the round, and at least half of the ranks wait for that:
+    another step of computation would only keep them waiting. If fewer wait, the round would come too early for the
+    rest.
     """
     return (
-        operation.opening is Opening.MAJORITY
+        late_calls_count(operation)
         and not operation.is_synchronous(round.number)
         and 2 * round.arrived >= round.size
         and rank in round.drawn

@@ -1,4 +1,7 @@
-"""The checks of a cell: no rank hangs, survivors raise the right error in time, and nothing is left behind."""
+"""The checks of a cell: no rank hangs, survivors raise the right error in time, and nothing is left behind.
+
+And no contribution of a survivor to a round in memory is lost or doubled: it is in a published round, or still staged.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +51,8 @@ def judge(cell: Cell, story: Story) -> Verdict:
             broken += _misinformed(rank, error, cell, story)
         elif kind.leaves_running and error is None:
             broken.append(f"rank {rank}, which is cut off, raised nothing, and {_ended(rank, story)}")
+        if (lost_or_doubled := story.of(rank, "record")) and rank not in lost:
+            broken.append(f"rank {rank}: {lost_or_doubled['text']}")
         if struck and error and rank not in lost and error["named"] in lost:
             heard_s.append(error["at_s"] - struck["at_s"])
             said.append(f"rank {rank}: {_said(error)}")

@@ -23,6 +23,7 @@ from asyncoll.testing.faults.calls import OPERATIONS, echo
 from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, Plan
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.injectors import Fault, Place, fault
+from asyncoll.testing.faults.left_record import left_records
 from asyncoll.testing.faults.staged_calls import STAGED
 from asyncoll.world.join import connect
 
@@ -87,6 +88,7 @@ class _Part:
                     await self._calls(comm)
                 except Exception as error:
                     self._tell_error(told := error)
+                    self._tell_left(comm)
                     raise
         except Exception as error:
             if error is not told:  # the rank failed while it joined or left the world
@@ -136,6 +138,13 @@ class _Part:
     async def _call(self, comm: Communicator) -> None:
         operation = (OPERATIONS | STAGED)[self._cell.operation]
         await operation(comm, self._plan.elements)
+
+    def _tell_left(self, comm: Communicator) -> None:
+        """Tell of contributions of this rank that the death of another one has lost or doubled: each of them is 1."""
+        for left in left_records(comm):
+            staged = left.ticket - left.published
+            if (left.staged != staged).any():
+                self.tell("record", text=f"{left.staged[:3]}... are left of {staged} contributions: {left}"[:2000])
 
     def _tell_error(self, error: Exception) -> None:
         named, missing = getattr(error, "rank", None), getattr(error, "missing", ())

@@ -156,6 +156,14 @@ def quorum(story: Story) -> Iterator[Breach]:
             yield Breach(call.round, call.rank, f"{call.reduction.active} ranks contributed, fewer than {least}")
 
 
+def drawn_ranks(story: Story) -> Iterator[Breach]:
+    """A round that waits for a drawn rank has a contribution of one, unless one of them has ended."""
+    for call in _calls(story):
+        drawn = _drawn(story.case, call.round)
+        if drawn and not any(rank in call.reduction.ranks or story.ended(rank, call.round) for rank in drawn):
+            yield Breach(call.round, call.rank, f"none of the drawn ranks {drawn} contributed")
+
+
 def synchrony(story: Story) -> Iterator[Breach]:
     """Every `sync_every`-th round, and no other, waits for all: each running rank contributes, and gets its result.
 
@@ -265,7 +273,8 @@ def liveness(story: Story) -> Iterator[Breach]:
 
 
 _ALWAYS: tuple[Law, ...] = (inclusion, contributors, synchrony, history, lag, liveness)
-_CONSUMED: tuple[Law, ...] = (exactly_once, conservation, staleness, quorum)
+_CONSUMED: tuple[Law, ...] = (exactly_once, conservation, staleness, quorum, drawn_ranks)
+_DRAWN = ("majority", "candidates")  # kinds
 _STAYING: tuple[Law, ...] = (one_each, never_back, newest, staleness)
 
 
@@ -324,7 +333,13 @@ def _staged(calls: list[Call], number: int) -> tuple[int, int]:
     return max(oldest, default=-1), max(newest, default=-1)
 
 
-def _waits_for_the_sleeper(case: Case, number: int) -> bool:
+def _drawn(case: Case, number: int) -> tuple[int, ...]:
+    """The ranks of which a round waits for one; none if it waits for any ranks."""
+    if case.kind not in _DRAWN:
+        return ()
     drawing = Operation(case.kind, (), ReduceOp.SUM, Opening.MAJORITY, candidates=case.candidates, seed=case.seed)
-    only_it = case.kind in ("majority", "candidates") and drawing.drawn(number, case.size) == (case.sleeper,)
-    return only_it or case.is_synchronous(number) or case.quorum == case.size
+    return drawing.drawn(number, case.size)
+
+
+def _waits_for_the_sleeper(case: Case, number: int) -> bool:
+    return _drawn(case, number) == (case.sleeper,) or case.is_synchronous(number) or case.quorum == case.size

@@ -109,7 +109,7 @@ class _String(str):
     """A subclass of `str`, as a user may pass."""
 
 
-_Name = StrEnum("_Name", ["SOLO", "MAJORITY", "QUORUM", "FULL", "CANDIDATES", "GROUP"])  # the values are in lower case
+_Name = StrEnum("_Name", [kind.upper() for kind in KINDS])  # type: ignore[misc]  # the values are in lower case
 _STRINGS: tuple[Callable[[str], str], ...] = (str, np.str_, _String, _Name)
 
 

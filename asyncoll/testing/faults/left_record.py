@@ -1,0 +1,55 @@
+"""What the record of rounds in memory holds, as a death has left it: for checks that no contribution is lost or doubled."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import numpy as np
+
+from asyncoll.algorithms.rounds.between_hosts import HostRounds
+from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
+from asyncoll.communicator import Communicator
+from asyncoll.errors import AsyncollError
+from asyncoll.tensors.reductions import Array
+
+
+class Left(NamedTuple):
+    """What is left of an operation, as one rank sees it. Its contributions are numbered from 1: these are tickets."""
+
+    latest: int  # the newest published round
+    results: dict[int, Array]  # of the published rounds that are kept, by number
+    ticket: int  # of the newest contribution of this rank
+    published: int  # of its newest contribution that is in a published round
+    staged: Array  # the sum of those that are in none
+
+
+def left_records(comm: Communicator) -> list[Left]:
+    """What is left of each operation of `comm` in the memory of one host, if its contributions are one array and add up.
+
+    To be called after a rank has died.
+    """
+    left = []
+    for rounds in comm._core.backend.operations:
+        if not isinstance(rounds, OneSidedRounds) or isinstance(rounds, HostRounds) or rounds.operation.group_size:
+            continue
+        with contextlib.ExitStack() as locked:
+            with contextlib.suppress(AsyncollError):  # its owner has died: no rank changes the record any more
+                locked.enter_context(rounds._control_block)
+            left.append(left_of(rounds))
+    return left
+
+
+def left_of(rounds: OneSidedRounds) -> Left:
+    """What is left of `rounds`. No rank may change the record meanwhile."""
+    record = rounds._rounds
+    ((dtype, count),) = rounds.operation.layout
+
+    def array_at(address: int) -> Array:
+        return rounds.arena.view(address, rounds._layout.lengths[0]).view(dtype).copy()
+
+    results = {}
+    for kept in record.kept(record.latest - rounds.operation.history, record.latest):
+        results[kept.number] = array_at(record.blocks.address(kept.block)) if kept.block else np.zeros(count, dtype)
+    staged = sum(map(array_at, record.unpublished()), np.zeros(count, dtype))
+    return Left(record.latest, results, record.staged().ticket, record.published, staged)
