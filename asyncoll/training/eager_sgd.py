@@ -27,8 +27,9 @@ class EagerSGD(Trainer):
     """Average the gradients of the ranks that have arrived, and add late ones to a later round.
 
     A round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with the
-    `quorum`-th rank ("quorum"; by default size // 2 + 1). Every `sync_every`-th round (0: none) waits for all ranks.
-    A late rank makes fewer steps than there are rounds, so programs count `Trainer.round`, never their own steps.
+    `quorum`-th rank ("quorum"; by default size // 2 + 1). Every `sync_every`-th round (0: none) waits for all ranks:
+    those whose `Trainer.round` is a multiple, also after a checkpoint. A late rank makes fewer steps than there are
+    rounds, so programs count `Trainer.round`, never their own steps.
 
     With `history`, a rank that is late by no more rounds applies every result that it has missed. So all replicas that
     have applied the same round are equal to the bit. A rank that is later loses results for good; the next synchronous
@@ -136,6 +137,8 @@ class EagerSGD(Trainer):
                 while not await self._average_unless_all_leave(leaves=True):
                     pass
             reduction = await joining
+            # The last round takes what is staged, after the end of the schedule.
+            self._last_scheduled = int(await self.comm.allreduce(torch.tensor(self.round), asyncoll.MAX))
             if reduction is not None:
                 self._apply_results(reduction)
         if self._history:
@@ -150,6 +153,7 @@ class EagerSGD(Trainer):
 
     async def _resume(self) -> None:
         self._base = self.round
+        self._allreduce = functools.partial(self._allreduce, sync_offset=self._base)
 
 
 def overrun(rank: int, history: int, reduction: asyncoll.Reduction) -> asyncoll.UsageError:

@@ -63,7 +63,8 @@ class Trainer(ABC):
         accumulate: calls of `step` that make one gradient, their mean. The others return None and send nothing. The
             sum takes memory of its own, as much as the gradients.
         scheduler: a learning-rate scheduler of `optimizer`. The trainer steps it once for each round, also for a round
-            that this rank has skipped; the program does not step it.
+            that this rank has skipped; the program does not step it. `finish()` may make a last round, which takes what
+            is staged, and for which it is not stepped: it ends with the newest round that any rank's `step` was given.
         scaler: the `torch.amp.GradScaler` that has scaled the loss. The gradient is divided by its scale before it is
             sent. A gradient that has overflowed is replaced by zeros, and lowers the scale of this rank only. If those
             of all ranks have overflowed, the optimizer takes no step.
@@ -113,6 +114,7 @@ class Trainer(ABC):
         self._is_weighted: bool | None = None  # the first call decides
         self._is_loaded = False
         self._has_scheduled = False
+        self._last_scheduled = math.inf  # the newest round for which the scheduler is stepped
         self._loses_nothing = False  # if the step under way is cancelled now
         self._state = "new"
 
@@ -280,7 +282,7 @@ class Trainer(ABC):
 
     def _pass_round(self) -> None:
         self.round += 1
-        if self._scheduler is None:
+        if self._scheduler is None or self.round > self._last_scheduled:
             return
         if self._has_scheduled:
             self._scheduler.step()

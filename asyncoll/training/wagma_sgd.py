@@ -89,7 +89,12 @@ class WagmaSGD(Trainer):
         try:
             reduction = await self._without_loss(
                 self.comm.group_allreduce(
-                    total, group_size=self._group_size, name=self._name, fixed=self._fixed, sync_every=self._sync_every
+                    total,
+                    group_size=self._group_size,
+                    name=self._name,
+                    fixed=self._fixed,
+                    sync_every=self._sync_every,
+                    sync_offset=self._base,
                 )
             )  # lines 8, 9 and 16
         except asyncio.CancelledError:

@@ -255,6 +255,8 @@ def train_eagerly(kind, ddp, optimizer, delays, rounds=ROUNDS, **options):
         step(ddp, optimizer, batch, set_to_none=index % 2 > 0)
         assert state.round == state.reduction.round
         models[state.round] = bits(ddp.module)
+        if state._is_eager and (every := options.get("sync_every")):
+            assert state.reduction.synchronous == (state.round % every == 0)
         missed += len(state.reduction.missed)
         assert behind < 2 or len(state.reduction.missed) + state.reduction.skipped >= behind - 1
     delays.pass_on(state.round, ends=True)
@@ -276,8 +278,10 @@ def scheduler_of(optimizer, variant):
     schedulers = torch.optim.lr_scheduler
     if not variant:
         return None
+    if variant == 2:
+        return schedulers.OneCycleLR(optimizer, 0.1, total_steps=ROUNDS)  # it raises in a step after its last one
     each = schedulers.ExponentialLR(optimizer, 0.95)
-    return each if variant == 1 else schedulers.ChainedScheduler([each, schedulers.ConstantLR(optimizer, 0.5, 40)])
+    return schedulers.ChainedScheduler([each, schedulers.ConstantLR(optimizer, 0.5, 40)])
 
 
 def learning_rate(variant, kind, rounds):
@@ -323,10 +327,24 @@ def eager():
         dist.all_reduce(totals, dist.ReduceOp.MAX)
         assert totals[0] > 2
         assert totals[1] == -totals[2]
-        assert optimizer.param_groups[0]["lr"] == learning_rate(variant, kind, state.round)
+        assert optimizer.param_groups[0]["lr"] == learning_rate(variant, kind, ROUNDS)  # finish() makes one round more
         if "sync_every" in options:
             assert_equal_by_round(models)
         assert_one_model(module)
+
+
+def eager_goes_on():
+    """Synchronous rounds are multiples of `sync_every`, also after a checkpoint."""
+    for begin in (0, 7):
+        state, ddp, optimizer = new(hooks.eager_sgd, options={"sync_every": 5})
+        state.load_state_dict({**state.state_dict(), "round": begin})
+        together = []
+        while state.round < 21:
+            step(ddp, optimizer, batches(6, 1)[0])
+            if state._is_eager and state.reduction.synchronous:
+                together.append(state.round)
+        state.finish()
+        assert together == [round_ for round_ in (5, 10, 15, 20) if round_ > begin]
 
 
 def eager_loses():

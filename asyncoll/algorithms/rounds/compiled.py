@@ -111,6 +111,7 @@ def compiled_rounds(
         opening=list(Opening).index(operation.opening),
         quorum=operation.quorum,
         sync_every=operation.sync_every,
+        sync_offset=operation.sync_offset,
         keeps=operation.group_size > 0,
         long=not rounds.reduces_at_once,
         cores=arena.cores,

@@ -5,6 +5,7 @@ collective operations", PPoPP 2020, section 5.
 """
 
 import dataclasses
+import math
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ class EagerSGDState(HookState):
         self._is_eager = False
         self._reduction: Reduction | None = None  # of the last backward pass
         self._lost = 0  # results that this rank has lost since all replicas were equal
+        self._last_scheduled = math.inf  # the newest round for which the scheduler is stepped
         self._claim(name)
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
 
@@ -158,7 +160,7 @@ class EagerSGDState(HookState):
             return self._together()
         if not self._is_eager:
             self._is_eager = True
-            self._base = self.round
+            self._base = self._rules["sync_offset"] = self.round
         reduction = self._call().wait()
         return dataclasses.replace(reduction, round=self._base + reduction.round)
 
@@ -255,7 +257,8 @@ class EagerSGDState(HookState):
         """Count rounds up to `round_`, with the scheduler."""
         while self.round < round_:
             self.round += 1
-            self._schedule.step()
+            if self.round <= self._last_scheduled:
+                self._schedule.step()
 
     def _own_state(self) -> dict[str, Any]:
         self._steps.check_done()
@@ -289,6 +292,8 @@ class EagerSGDState(HookState):
             self._parameter_changes.check()
         # No round waits for this rank any more.
         reduction = self._comm.join(self._rules["name"], self._buckets.flat).wait()
+        # The last round takes what is staged, after the end of the schedule.
+        self._last_scheduled = int(self._comm.allreduce(torch.tensor(self.round), ReduceOp.MAX).wait())
         if reduction is not None:
             reduction = dataclasses.replace(reduction, round=self._base + reduction.round)
             for result in self._results_of(reduction):
