@@ -20,7 +20,17 @@ from asyncoll.torch.hooks.buckets import Layout
 from asyncoll.torch.hooks.completion import complete, complete_on
 
 SCRIPT = Path(__file__).parent / "scripts" / "torch_hooks.py"
-TRAINING = ("allreduce", "eager", "eager_goes_on", "eager_loses", "sabotage", "sparse", "delayed", "checkpoints")
+TRAINING = (
+    "allreduce",
+    "eager",
+    "eager_goes_on",
+    "eager_loses",
+    "eager_recovers",
+    "sabotage",
+    "sparse",
+    "delayed",
+    "checkpoints",
+)
 REFUSALS = ("agreement", "refused_when_made", "refused_buckets", "refused_steps", "refused_parameters")
 
 

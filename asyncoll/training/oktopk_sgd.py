@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import asyncoll
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 
 Algorithm = Literal["oktopk", "topka", "topkdsa", "gtopk", "gaussiank", "dense"]
@@ -99,7 +100,7 @@ class OkTopkSGD(Trainer):
         gradients = self._flat.gradients
         self._residual = comm.empty(gradients.numel(), gradients.dtype, device=gradients.device).zero_()  # ε = 0
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight, "a residual holds gradients of several rounds")
         if self._residual_kind == "updates":
             self._scale_by_rate()  # ηG

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training.replicas import weights
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer, is_finite
 
 
@@ -81,7 +82,7 @@ class ParameterServerSGD(Trainer):
     def _make_server(self) -> Server:
         return Server(self, self._staleness)
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight, "it applies each gradient alone, and not a mean over ranks")
         # worker m: G_m = mean gradient of b local samples at w_m
         skipped, updates, model = await self._call("push", self._flat.gradients)  # send G_m, and receive w

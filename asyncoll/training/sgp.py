@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training.replicas import weights
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 from asyncoll.training.under_way import UnderWay
 
@@ -66,7 +67,7 @@ class SGP(Trainer):
         self._before: Mass | None = None  # with `overlap`: the mass before the last parts were taken
         self._pushing: UnderWay[tuple[Tensor, float]] | None = None  # with `overlap`
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)  # line 3: G = ∇F(z_i)
         z = weights(self._flat)
         z.copy_(self._own.x)

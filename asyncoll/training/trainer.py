@@ -15,7 +15,6 @@ checkpoints. An algorithm is a subclass that says how ranks work together in one
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import inspect
 import math
@@ -30,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import asyncoll
 from asyncoll.training import replicas
+from asyncoll.training.step import Step, step_of
 
 T = TypeVar("T")
 Buffers = Literal["broadcast", "average", "local"]
@@ -135,7 +135,7 @@ class Trainer(ABC):
         await self._begin()
         self._state = "training"
 
-    async def step(self, *, weight: float | None = None) -> asyncoll.Reduction | None:
+    async def step(self, *, weight: float | None = None) -> Step | None:
         """Reduce the gradient that `backward()` has made, and step the optimizer. Clears the gradients.
 
         Args:
@@ -144,7 +144,7 @@ class Trainer(ABC):
                 all ranks, or in none.
 
         Returns:
-            The round that the model is at now. `Reduction.round` is `Trainer.round`. None if nothing was reduced: this
+            The round that the model is at now. `Step.round` is `Trainer.round`. None if nothing was reduced: this
             call has only accumulated, or the algorithm has taken a local step.
 
         Raises:
@@ -245,7 +245,7 @@ class Trainer(ABC):
     # -- what an algorithm defines ----------------------------------------------------------------
 
     @abstractmethod
-    async def _update(self, weight: float | None) -> asyncoll.Reduction | None:
+    async def _update(self, weight: float | None) -> Step | None:
         """One step, with this rank's mean gradient in the model. `weight` is that of the gradient; None: unweighted."""
 
     @abstractmethod
@@ -349,26 +349,24 @@ class Trainer(ABC):
         await self._average_weights()
         await self._unite_buffers()
 
-    def _complete(self) -> asyncoll.Reduction:
+    def _complete(self) -> Step:
         """The record of a round in which every rank took part."""
         everyone = tuple(range(self.comm.size))
-        return asyncoll.Reduction(
+        return Step(
             self.round, self.comm.size, included=True, skipped=0, synchronous=True, group=everyone, ranks=everyone
         )
 
-    def _exchanged(self, others: tuple[int, ...]) -> asyncoll.Reduction:
+    def _exchanged(self, others: tuple[int, ...]) -> Step:
         """The record of a step whose model is an average of this rank's and those of `others`."""
         ranks = tuple(sorted((self.comm.rank, *others)))
-        return asyncoll.Reduction(
-            self.round, len(ranks), included=True, skipped=0, synchronous=False, group=ranks, ranks=ranks
-        )
+        return Step(self.round, len(ranks), included=True, skipped=0, synchronous=False, group=ranks, ranks=ranks)
 
-    def _at_own_round(self, reduction: asyncoll.Reduction) -> asyncoll.Reduction:
+    def _at_own_round(self, reduction: asyncoll.Reduction, **changes: Any) -> Step:
         """`reduction` with the round of this training, and without its result, which is in the model.
 
         A checkpoint may have moved the training's round ahead of the operation's.
         """
-        return dataclasses.replace(reduction, round=self.round, result=None)
+        return step_of(reduction, round=self.round, result=None, **changes)
 
     # -- the start --------------------------------------------------------------------------------
 

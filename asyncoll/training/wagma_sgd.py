@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training.replicas import weights
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 
 Order = Literal["step-then-average", "average-then-step"]
@@ -79,7 +80,7 @@ class WagmaSGD(Trainer):
         self._total = torch.empty_like(weights(self._flat))
         self._has_called = False
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)
         self._has_called = True
         if self._order == "step-then-average":

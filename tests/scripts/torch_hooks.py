@@ -351,29 +351,47 @@ def eager_loses():
     """A rank that is later than the history loses results; a synchronous round makes all models equal again."""
     module = model()
     optimizer = optimizer_of(module, torch.optim.AdamW)
-    state, _, _ = train_eagerly(
-        hooks.EagerSGDState, wrap(module), optimizer, Delays(5), history=2, sync_every=10, name="loses"
-    )
+    train_eagerly(hooks.EagerSGDState, wrap(module), optimizer, Delays(5), history=2, sync_every=10, name="loses")
     assert_one_model(module)
-    # Without synchronous rounds its step is refused.
-    module = model()
-    ddp, optimizer = wrap(module), optimizer_of(module)
-    state = hooks.EagerSGDState(ddp, optimizer, history=6, name="lost")
-    ddp.register_comm_hook(state, hooks.eager_sgd)
-    for batch in batches(1, 3):  # the first steps of all ranks, in one of which DDP makes its buckets anew
-        dist.barrier()  # so that a rank misses six rounds at most
-        step(ddp, optimizer, batch)
-    dist.barrier()
-    if dist.get_rank() == 1:
-        while state.round < 20:
+
+
+def eager_recovers():
+    """Ranks that are later than the history take the state of the one that is not, which is in its steps or ends."""
+    for ends in (False, True):
+        module = model()
+        optimizer = optimizer_of(module, torch.optim.AdamW)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=4000)
+        ddp = wrap(module)
+        state = hooks.EagerSGDState(ddp, optimizer, history=6, scheduler=scheduler, name=f"late {ends}")
+        ddp.register_comm_hook(state, hooks.eager_sgd)
+        for batch in batches(1, 3):  # the first steps of all ranks, in one of which DDP makes its buckets anew
+            dist.barrier()  # so that a rank misses six rounds at most
+            step(ddp, optimizer, batch)
+        dist.barrier()
+        others = [rank for rank in range(dist.get_world_size()) if rank != 1]
+        if dist.get_rank() == 1:
+            while state.round < 20:
+                step(ddp, optimizer, batches(1, 1)[0])
+                assert not state.reduction.recovered
+            for rank in others:
+                dist.send(torch.ones(1), dst=rank)
+            recovered = [torch.zeros(1) for _ in others]
+            calls = [dist.irecv(each, src=rank) for each, rank in zip(recovered, others, strict=True)]
+            while not ends and not all(call.is_completed() for call in calls):
+                step(ddp, optimizer, batches(1, 1)[0])  # it gives its state in a step
+        else:
+            dist.recv(torch.empty(1), src=1)
             step(ddp, optimizer, batches(1, 1)[0])
-        for rank in {*range(dist.get_world_size())} - {1}:
-            dist.send(torch.ones(1), dst=rank)
-    else:
-        dist.recv(torch.empty(1), src=1)
-        backward(ddp, batches(1, 1)[0])
-        assert "rounds late" in str(caught(UsageError, optimizer.step))
-    state._comm.join("lost", state._buckets.flat).wait()
+            assert state.reduction.recovered
+            assert state.round == state.reduction.round >= 20
+            dist.send(torch.ones(1), dst=1)
+            step(ddp, optimizer, batches(1, 1)[0])
+        state.finish()
+        assert_one_model(module)
+        saved = copy.deepcopy(optimizer.state_dict())
+        everyones = [None] * dist.get_world_size()
+        dist.all_gather_object(everyones, str(saved))
+        assert len(set(everyones)) == 1
 
 
 def sabotage():
