@@ -13,6 +13,7 @@ from asyncoll.arguments import digest
 from asyncoll.errors import UsageError
 from asyncoll.runtime.signature import Site
 from asyncoll.tensors import reductions
+from asyncoll.tensors.metrics import METRICS
 from asyncoll.tensors.reductions import HOST_BYTES, ReduceOp, storage
 
 _MAX_NAME = 200
@@ -143,7 +144,7 @@ def check_operation(spec: Operation, size: int) -> None:
         raise UsageError(f"name must be a string of at most {_MAX_NAME} characters, got {str(spec.name)[:50]!r}")
     for dtype, count in spec.layout:
         reductions.check_reduction(spec.op, dtype, in_rounds=True)
-        if dtype not in reductions.DTYPES or count < 0:
+        if dtype not in (*reductions.DTYPES, METRICS) or count < 0:
             raise UsageError(f"{count} elements of {dtype}")
     if not isinstance(spec.buckets, str) or len(spec.buckets) > _MAX_NAME:
         raise UsageError(f"boundaries of tensors must be a short string, got {str(spec.buckets)[:50]!r}")
