@@ -26,6 +26,7 @@ TRAINING = (
     "eager_goes_on",
     "eager_loses",
     "eager_recovers",
+    "logs",
     "sabotage",
     "sparse",
     "delayed",

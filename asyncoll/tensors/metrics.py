@@ -46,11 +46,24 @@ class Metrics:
     __slots__ = ("_table",)
 
     def __init__(self, values: Mapping[str, object] | None = None) -> None:
+        if values is not None and len(values) > KEYS_MAX:
+            raise UsageError(f"{len(values)} metrics, which is more than {KEYS_MAX}: give fewer")
         self._table = _table({_name(key): (_number(key, value), 1.0) for key, value in (values or {}).items()})
 
     def copy(self) -> Metrics:
         """The same in memory of its own."""
-        return MetricsOperand(self).like(self._table.copy(), (1,))
+        return self.unpacked(self.packed())
+
+    def packed(self) -> Table:
+        """The same as an array of bytes, of one length, for a collective."""
+        return self._table.view(np.uint8).copy()
+
+    @classmethod
+    def unpacked(cls, array: Table) -> Metrics:
+        """The metrics that were `packed` in `array`."""
+        made = cls()
+        made._table = array.copy().view(TABLE)
+        return made
 
     def add(self, other: Metrics) -> None:
         """Count the values of `other`, too, each as one."""
@@ -90,28 +103,13 @@ class MetricsOperand:
 
     def like(self, flat: Table, shape: Sequence[int]) -> Metrics:
         """The metrics in the table `flat`."""
-        made = Metrics()
-        made._table = flat
-        return made
+        return Metrics.unpacked(flat.view(np.uint8))
 
 
 def merge(into: Table, other: Table) -> None:
     """Add the table `other` to the table `into`."""
     mine, theirs = _sums(into), _sums(other)
     into[...] = _table(None if mine is None or theirs is None else _united(mine, theirs))
-
-
-def gathered(tables: Sequence[Table]) -> Metrics:
-    """The metrics of all ranks, whose `table_bytes` these are."""
-    made = Metrics()
-    for table in tables:
-        merge(made._table, table.view(TABLE))
-    return made
-
-
-def table_bytes(metrics: Metrics) -> Table:
-    """A copy of the table of `metrics`, as bytes, for a collective."""
-    return metrics._table.view(np.uint8).copy()
 
 
 def _united(one: Sums, other: Sums) -> Sums:

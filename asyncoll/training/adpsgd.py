@@ -41,6 +41,7 @@ class ADPSGD(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
+    _has_rounds_of_all: ClassVar[bool] = False
     counts_own_rounds: ClassVar[bool] = True
 
     def __init__(

@@ -29,6 +29,7 @@ class DPSGD(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
+    _has_rounds_of_all: ClassVar[bool] = False
 
     async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)  # G = mean gradient at x_i

@@ -11,13 +11,14 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training import replicas
+from asyncoll.training.metrics import beside, means, without
 from asyncoll.training.recovery import Recovery, State
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
@@ -57,6 +58,8 @@ class EagerSGD(Trainer):
     Memory: the gradients, as one flat tensor. The rounds hold about three more of that size by message (the staged
     contribution, the sum that is reduced, and the result), and one for each result of the history.
     """
+
+    _carries_metrics: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -100,7 +103,10 @@ class EagerSGD(Trainer):
     async def _update(self, weight: float | None) -> Step:
         self._has_called = True
         # G_local = mean gradient of b local samples at w
-        reduction = await self._without_loss(self._allreduce(self._flat.gradients, weight=weight))  # line 7: U_sum / P
+        metrics = self._metrics.taken()
+        contribution = beside(self._flat.gradients, metrics)
+        reduction = await self._without_loss(self._allreduce(contribution, weight=weight))  # line 7: U_sum / P
+        reduction = without(reduction, metrics)
         self._hear(reduction)
         recovered = await self._recover()
         before = self.round
@@ -117,7 +123,7 @@ class EagerSGD(Trainer):
             await self._resynchronise()
         if self._recovery is not None:
             self._recovery.open(self.round)
-        return self._at_own_round(reduction, recovered=recovered)
+        return self._at_own_round(reduction, recovered=recovered, metrics=means(metrics))
 
     def _hear(self, reduction: asyncoll.Reduction) -> None:
         """Note the results that a call tells of: those of consecutive rounds, up to its own."""
@@ -173,7 +179,8 @@ class EagerSGD(Trainer):
         self._check_stepped(self._has_called)
         if self._has_called:
             # No round waits for this rank any more.
-            joining = UnderWay(self.comm.join(self._name, self._flat.gradients))
+            metrics = self._metrics.taken()
+            joining = UnderWay(self.comm.join(self._name, beside(self._flat.gradients, metrics)))
             if self._average_every:  # but the averages of the others do
                 while not await self._average_unless_all_leave(leaves=True):
                     pass
@@ -183,7 +190,7 @@ class EagerSGD(Trainer):
             # The last round takes what is staged, after the end of the schedule.
             self._last_scheduled = int(await self.comm.allreduce(torch.tensor(self.round), asyncoll.MAX))
             if reduction is not None:
-                self._hear(reduction)
+                self._hear(without(reduction, metrics))
                 self._apply_results()
         if self._history:
             await self._resynchronise()

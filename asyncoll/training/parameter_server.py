@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,8 @@ class ParameterServerSGD(Trainer):
     Memory: the gradients, as one flat tensor. At rank 0 also the server's parameters and gradients, and a copy of the
     parameters for each answer under way.
     """
+
+    _has_rounds_of_all: ClassVar[bool] = False
 
     def __init__(
         self,

@@ -47,6 +47,7 @@ class SGP(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
+    _has_rounds_of_all: ClassVar[bool] = False
 
     def __init__(
         self,

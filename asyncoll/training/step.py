@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import asyncoll
@@ -14,6 +14,9 @@ class Step(asyncoll.Reduction):
 
     recovered: bool = False
     """Whether this rank was later than `history`, and has taken the model and the optimizer of another rank."""
+
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    """The means of the metrics in the round, by key: over the contributions that hold the key, of all ranks."""
 
 
 def step_of(reduction: asyncoll.Reduction, **changes: Any) -> Step:

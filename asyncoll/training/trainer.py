@@ -20,7 +20,7 @@ import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack, get_args
 
 import torch
@@ -29,6 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import asyncoll
 from asyncoll.training import replicas
+from asyncoll.training.metrics import StepMetrics, means_of_all
 from asyncoll.training.step import Step, step_of
 
 T = TypeVar("T")
@@ -85,6 +86,12 @@ class Trainer(ABC):
     counts_own_rounds: ClassVar[bool] = False
     """Whether `round` is a number of this rank's own, so that ranks may load checkpoints of different rounds."""
 
+    _has_rounds_of_all: ClassVar[bool] = True
+    """Whether all ranks meet in a round, so that metrics can be averaged over them."""
+
+    _carries_metrics: ClassVar[bool] = False
+    """Whether `_update` carries metrics with its contribution; otherwise a collective gathers them after it."""
+
     def __init__(
         self,
         comm: asyncoll.Communicator,
@@ -112,6 +119,7 @@ class Trainer(ABC):
         self._weight = 0.0  # of these calls
         self._sum: Tensor | None = None  # of their gradients, times their weights; with `accumulate`
         self._is_weighted: bool | None = None  # the first call decides
+        self._metrics = StepMetrics("give `metrics` in the first step at all ranks, {} where there are none")
         self._is_loaded = False
         self._has_scheduled = False
         self._last_scheduled = math.inf  # the newest round for which the scheduler is stepped
@@ -135,20 +143,29 @@ class Trainer(ABC):
         await self._begin()
         self._state = "training"
 
-    async def step(self, *, weight: float | None = None) -> Step | None:
+    async def step(self, *, weight: float | None = None, metrics: Mapping[str, object] | None = None) -> Step | None:
         """Reduce the gradient that `backward()` has made, and step the optimizer. Clears the gradients.
 
         Args:
             weight: the number of samples, or tokens, that the loss is the mean over. Gradients are then averaged by
                 weight: batches of different lengths give the gradient of all of them together. Give it in all calls at
                 all ranks, or in none.
+            metrics: numbers of this step by name, such as {"loss": loss}: Python numbers, or tensors without
+                dimensions, which are read now and kept as float64. They ride along with the gradient, for which no
+                rank waits, and `Step.metrics` has the mean of each over the contributions of the round that hold it;
+                each step of a late rank whose gradients were added up counts one, and so does each call that
+                accumulates. Keys may differ between ranks and steps. Whether a training has metrics is fixed by the
+                first step, at all ranks: give {} there if a rank, or that step, has none.
 
         Returns:
             The round that the model is at now. `Step.round` is `Trainer.round`. None if nothing was reduced: this
             call has only accumulated, or the algorithm has taken a local step.
 
         Raises:
-            UsageError: the model has changed since it was flattened; weights are mixed; the training has ended.
+            UsageError: the model has changed since it was flattened; weights are mixed; the training has ended;
+                metrics are given, and the first step had none; more than 64 keys, also in all contributions of a round;
+                a metric that is no number; or the algorithm has no rounds of all ranks (`DPSGD`, `SGP`, `ADPSGD` and
+                the parameter servers), and takes no metrics.
             NonFiniteError: this rank's gradient holds NaN or infinity. Nothing was sent, and the model is that of the
                 step before. Without a `scaler` no round can go on, so end the program: the other ranks get AbortedError
                 with the step and the rank. `OverlappedSGD` and `OkTopkSGD` find it in the exchange, and raise
@@ -164,12 +181,13 @@ class Trainer(ABC):
         self._flat.collect_gradients()
         if self._state == "new":
             await self._start_late()
+        self._note(metrics)
         if not self._take(weight):
             return None
         self._loses_nothing = False
         try:
             await self._prepare(weight)
-            return await self._update(None if weight is None else self._weight)
+            return await self._with_metrics(await self._update(None if weight is None else self._weight))
         except asyncio.CancelledError:
             if not self._loses_nothing:  # also if all its collectives are over, but not the update
                 self.comm.abort(f"a step of {type(self).__name__} was cancelled")
@@ -415,6 +433,22 @@ class Trainer(ABC):
         self._flat.gradients.copy_(gradients)
 
     # -- this rank's gradient ---------------------------------------------------------------------
+
+    def _note(self, metrics: Mapping[str, object] | None) -> None:
+        """The step has these metrics."""
+        if metrics is not None and not self._has_rounds_of_all:
+            raise asyncoll.UsageError(
+                f"{type(self).__name__} takes no metrics: no round has contributions of all its ranks"
+            )
+        if metrics is not None:
+            self._metrics.note(metrics)
+        self._metrics.begin()
+
+    async def _with_metrics(self, step: Step | None) -> Step | None:
+        """`step` with the metrics of all ranks, where they did not ride along. Collective, if metrics are used."""
+        if step is None or self._carries_metrics or (metrics := self._metrics.taken()) is None:
+            return step
+        return step_of(step, metrics=await means_of_all(self.comm, metrics))
 
     def _take(self, weight: float | None) -> bool:
         """Count this call. Returns whether its gradient is the last one of a step; otherwise it is added to the sum."""

@@ -355,6 +355,33 @@ def eager_loses():
     assert_one_model(module)
 
 
+def logs():
+    """Metrics of each hook, with keys of single ranks and steps; those of `eager_sgd` in and after its first steps."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for hook in MAKERS:
+        state, ddp, optimizer = new(hook)
+        for index, batch in enumerate(batches(8, 7)):
+            if index % 3 == 0:
+                state.log(loss=torch.tensor(float(rank + index)))
+            elif index == 1 and rank == 0:
+                state.log(alone=0.1)
+            step(ddp, optimizer, batch)
+            mean = (size - 1) / 2 + index
+            assert state.metrics == ({"loss": mean} if index % 3 == 0 else {"alone": 0.1} if index == 1 else {}), index
+            assert hook is not hooks.eager_sgd or state.reduction.metrics == state.metrics
+        refused("give one real number", state.log, loss=torch.ones(2))
+        state.finish()
+        state, ddp, optimizer = new(hook)
+        step(ddp, optimizer, batches(8, 1)[0])
+        assert state.metrics == {}
+        refused("has begun without metrics: call `log` before", state.log, loss=1)
+        if size > 1:
+            state, ddp, optimizer = new(hook)
+            if rank == 0:
+                state.log()
+            refused("the ranks have different values of log", step, ddp, optimizer, batches(8, 1)[0])
+
+
 def eager_recovers():
     """Ranks that are later than the history take the state of the one that is not, which is in its steps or ends."""
     for ends in (False, True):

@@ -30,6 +30,7 @@ from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas
 from asyncoll.training.eager_sgd import Partial
+from asyncoll.training.metrics import beside, means, without
 from asyncoll.training.recovery import Recovery, State
 from asyncoll.training.step import Step, step_of
 from asyncoll.training.trainer import is_finite
@@ -169,9 +170,11 @@ class EagerSGDState(HookState):
         if not self._is_eager:
             self._is_eager = True
             self._base = self._rules["sync_offset"] = self.round
+        metrics = self._metrics.taken()
         with self._open():
-            reduction = self._call().wait()
-        return step_of(reduction, round=self._base + reduction.round)
+            reduction = without(self._call(beside(self._buckets.flat, metrics)).wait(), metrics)
+        self.metrics = means(metrics)
+        return step_of(reduction, round=self._base + reduction.round, metrics=self.metrics)
 
     def _begin(self, bucket: GradBucket) -> None:
         if self._recovery is not None:
@@ -202,6 +205,7 @@ class EagerSGDState(HookState):
     def _together(self) -> Step:
         x, everyone = self._buckets.flat, tuple(range(self._comm.size))
         self._comm.allreduce(x, ReduceOp.AVG).wait()
+        self._share_metrics()
         return Step(
             self.round + 1,
             self._comm.size,
@@ -211,10 +215,10 @@ class EagerSGDState(HookState):
             group=everyone,
             ranks=everyone,
             result=x,
+            metrics=self.metrics,
         )
 
-    def _call(self) -> Handle[Reduction]:
-        x = self._buckets.flat
+    def _call(self, x: Any) -> Handle[Reduction]:
         match self._partial:
             case "solo":
                 return self._comm.solo_allreduce(x, **self._rules)
@@ -341,14 +345,15 @@ class EagerSGDState(HookState):
         if not self._reduction.synchronous:
             self._parameter_changes.check()
         # No round waits for this rank any more.
+        metrics = self._metrics.taken()
         with self._open():
-            reduction = self._comm.join(self._rules["name"], self._buckets.flat).wait()
+            reduction = self._comm.join(self._rules["name"], beside(self._buckets.flat, metrics)).wait()
         if self._recovery is not None:
             self._recovery.end()
         # The last round takes what is staged, after the end of the schedule.
         self._last_scheduled = int(self._comm.allreduce(torch.tensor(self.round), ReduceOp.MAX).wait())
         if reduction is not None:
-            reduction = dataclasses.replace(reduction, round=self._base + reduction.round)
+            reduction = dataclasses.replace(without(reduction, metrics), round=self._base + reduction.round)
             for result in self._results_of(reduction):
                 self._apply(result)
             self._skip_to(reduction.round)

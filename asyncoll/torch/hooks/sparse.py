@@ -92,6 +92,7 @@ class OkTopkState(HookState):
         if bucket.is_last():
             with self._all_or_nothing(), self._calls():  # the residual holds the gradient until the call has ended
                 self._exchange()
+                self._share_metrics()
                 self._buckets.scatter()
                 self.round += 1
         return future
