@@ -995,7 +995,7 @@ class Communicator:
 
         Args:
             x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round.
+                of any dtypes, which share one round, and of one `Metrics` at most.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
@@ -1094,7 +1094,7 @@ class Communicator:
 
         Args:
             x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round.
+                of any dtypes, which share one round, and of one `Metrics` at most.
             candidates: number of ranks drawn for each round, from 1 to `size`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
@@ -1184,7 +1184,7 @@ class Communicator:
 
         Args:
             x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round.
+                of any dtypes, which share one round, and of one `Metrics` at most.
             quorum: number of ranks whose arrival starts a round, from 1 to `size`; None: `size // 2 + 1`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
@@ -1270,7 +1270,7 @@ class Communicator:
 
         Args:
             x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round.
+                of any dtypes, which share one round, and of one `Metrics` at most.
             group_size: from 1 to `size`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room

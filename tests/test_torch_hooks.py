@@ -40,7 +40,15 @@ REFUSALS = ("agreement", "refused_when_made", "refused_buckets", "refused_steps"
     ("size", "cases", "more"),
     [
         (3, (*TRAINING, *REFUSALS), {}),
-        (1, ("sparse", "checkpoints"), {}),
+        (
+            1,
+            (
+                "sparse",
+                "checkpoints",
+                "damaged_checkpoints",
+            ),
+            {},
+        ),
         (2, ("allreduce", "eager", "agreement"), WHOLE_END),
         (5, ("delayed", "checkpoints"), {}),
         (2, ("eager", "sparse", "delayed"), {"ASYNCOLL_TRANSPORT": "zmq"}),

@@ -31,16 +31,18 @@ Sums = dict[bytes, tuple[float, float]]  # sum and count of each name
 class Metrics:
     """Numbers of this rank's step, to be averaged over the contributions of a round: an entry of the list `x`.
 
-        metrics = asyncoll.Metrics({"loss": loss})
-        reduction = await comm.solo_allreduce([gradients, metrics], op=asyncoll.AVG)
-        print(metrics.means())  # of the round `reduction.round`
-
     `values` are Python or numpy numbers, or tensors without dimensions, which are read now and kept as float64. Ranks,
     and calls, may have different keys. A late contribution adds up as gradients do: each of its calls counts one.
     The reduction and weights of the call do not apply.
 
     Raises UsageError for more than 64 keys, for a key that is no string of 1 to 112 bytes of UTF-8, and for a value
     that is no real number.
+
+    Example:
+
+        gradients, metrics = np.ones(1000), asyncoll.Metrics({"loss": 0.5 * comm.rank})
+        reduction = await comm.solo_allreduce([gradients, metrics], op=asyncoll.AVG)
+        print(f"round {reduction.round}: {metrics.means()}")
     """
 
     __slots__ = ("_table",)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
+from asyncoll.training import saved
 from asyncoll.training.replicas import weights
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer, is_finite
@@ -198,7 +199,7 @@ class Server:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
-        self.updates = state["updates"]
+        self.updates = saved.count(state, "updates")
 
     def close(self) -> None:
         """Free the memory: the registry of the communicator keeps this object."""

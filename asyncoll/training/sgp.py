@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
+from asyncoll.training import saved
 from asyncoll.training.replicas import weights
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
@@ -124,10 +125,13 @@ class SGP(Trainer):
         return state
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
-        self._own.x.copy_(own["x"])
-        self._own.q.fill_(own["q"])
         if self._overlap is not ("x before" in own):
             raise asyncoll.UsageError("the checkpoint was saved with another setting of overlap: use the same")
+        x, q = saved.tensor(own, "x", self._own.x), saved.positive(own, "q")
         if self._overlap:
-            x = own["x before"].to(self._own.x.device, copy=True)  # it may have been saved on another device
-            self._before = Mass(x, torch.tensor([own["q before"]], dtype=torch.float64))
+            # It may have been saved on another device.
+            before = saved.tensor(own, "x before", self._own.x).to(self._own.x.device, copy=True)
+            weight = saved.positive(own, "q before")
+            self._before = Mass(before, torch.tensor([weight], dtype=torch.float64))
+        self._own.x.copy_(x)
+        self._own.q.fill_(q)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import asyncoll
-from asyncoll.training import replicas
+from asyncoll.training import replicas, saved
 from asyncoll.training.metrics import StepMetrics, means_of_all
 from asyncoll.training.step import Step, step_of
 
@@ -241,7 +241,7 @@ class Trainer(ABC):
         """Go on where `state` was saved. Before `start`; load the model and the optimizer, too. Sends nothing.
 
         Raises UsageError if `state` is of another algorithm, model or number of ranks, or of another rank where ranks
-        differ.
+        differ; and if it is damaged: a value is missing or cannot be, such as a round that is negative.
         """
         if self._state != "new":
             raise asyncoll.UsageError("load a checkpoint before the first step, and before start()")
@@ -249,15 +249,16 @@ class Trainer(ABC):
         if self.has_local_state:
             expected["rank"] = self.comm.rank
         for what, here in expected.items():
-            there = state.get(what, "missing")
+            there = saved.entry(state, what, lambda value: type(value) in (int, str), "a number or a text")
             if there != here:
                 shown = "other parameters" if what == "model" else f"{what} {there!r}, and not {here!r}"
                 raise asyncoll.UsageError(
                     f"the checkpoint of the trainer has {shown}: load the one that this rank of this job has saved, or "
                     "begin a new training from its model and optimizer alone"
                 )
-        self.round = state["round"]
-        self._load_own_state(state["own"])
+        round_, own = saved.count(state, "round"), saved.table(state, "own")
+        self._load_own_state(own)
+        self.round = round_
         self._is_loaded = True
 
     # -- what an algorithm defines ----------------------------------------------------------------

@@ -28,7 +28,7 @@ from asyncoll.torch.hooks.completion import complete, complete_on
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.torch.hooks.state import HookState, checked
-from asyncoll.training import replicas
+from asyncoll.training import replicas, saved
 from asyncoll.training.eager_sgd import Partial
 from asyncoll.training.metrics import beside, means, without
 from asyncoll.training.recovery import Recovery, State
@@ -325,7 +325,9 @@ class EagerSGDState(HookState):
         return {"scheduler": self._schedule.state()}
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
-        self._schedule.load(own["scheduler"])
+        self._schedule.load(
+            saved.entry(own, "scheduler", lambda value: value is None or isinstance(value, dict), "a dict")
+        )
 
     # -- the end ----------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import trained
 from asyncoll.torch.hooks.completion import complete, complete_on
 from asyncoll.torch.places import reported_at_user
-from asyncoll.training import replicas
+from asyncoll.training import replicas, saved
 from asyncoll.training.metrics import StepMetrics, means_of_all
 
 S = TypeVar("S", bound="HookState")
@@ -92,19 +92,23 @@ class HookState(ABC):
         `oktopk` and `dc_s3gd` each rank loads its own, and their number stays the same.
 
         Local: sends nothing. Raises UsageError if `state` is of another hook, or of another rank or number of ranks
-        where each rank loads its own, or if the training has begun. The first `backward()` raises UsageError at all
-        ranks if they have loaded different rounds.
+        where each rank loads its own, if it is damaged (a value is missing or cannot be, such as a round that is
+        negative), or if the training has begun. The first `backward()` raises UsageError at all ranks if they have
+        loaded different rounds.
         """
         if self._has_begun or self._has_ended:
             raise UsageError("load the state of a hook before the first backward()")
         for what, here in self._origin().items():
-            if (there := state.get(what, "missing")) != here:
+            if (
+                there := saved.entry(state, what, lambda value: type(value) in (int, str), "a number or a text")
+            ) != here:
                 raise UsageError(
                     f"the state that was saved has {what} {there!r}, and not {here!r}: load the one that this rank of "
                     "this job has saved, or begin a new training from the model and the optimizer alone"
                 )
-        self._load_own_state(state["own"])
-        self.round = state["round"]
+        round_, own = saved.count(state, "round"), saved.table(state, "own")
+        self._load_own_state(own)
+        self.round = round_
 
     def finish(self) -> None:
         """End the training: all ranks leave with one model, to the bit. Collective; every rank calls it once.
