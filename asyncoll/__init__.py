@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from asyncoll.runtime.progress import offload as offload
     from asyncoll.tensors.flat import Flat as Flat
     from asyncoll.tensors.flat import flatten as flatten
+    from asyncoll.tensors.metrics import Metrics as Metrics
     from asyncoll.tensors.reductions import ReduceOp as ReduceOp
     from asyncoll.world.join import connect as connect
     from asyncoll.world.join import run as run
@@ -81,6 +82,7 @@ _HOMES = {
         "UsageError",
     ),
     "tensors.flat": ("Flat", "flatten"),
+    "tensors.metrics": ("Metrics",),
     "algorithms.rounds.reduction": ("Reduction",),
     "runtime.handles": ("Handle",),
     "runtime.progress": ("offload",),

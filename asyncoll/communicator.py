@@ -959,6 +959,7 @@ class Communicator:
         name: str = "solo",
         op: ReduceOp = ReduceOp.SUM,
         sync_every: int = 0,
+        sync_offset: int = 0,
         history: int = 0,
         weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
@@ -994,13 +995,15 @@ class Communicator:
 
         Args:
             x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round.
+                of any dtypes, which share one round, and of one `Metrics` at most.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
                 for 1,024 names.
             op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             sync_every: each round whose number is a multiple of it waits for all ranks, which bounds staleness by that
                 many rounds; 0: no round does.
+            sync_offset: the rounds that a program counts before the first one of `name`, as after a checkpoint. Rounds
+                are synchronous where that count is a multiple of `sync_every`.
             history: number of results to keep. Costs as many times the memory of `x` at every rank.
             weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
                 all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
@@ -1039,7 +1042,7 @@ class Communicator:
                     pass  # apply it: one step of the optimizer for each round
                 newest = reduction.round
         """
-        return self._wait_avoiding(x, name, weight, (op, _SOLO, False, sync_every, history), _SOLO_RULES)
+        return self._wait_avoiding(x, name, weight, (op, _SOLO, False, sync_every, sync_offset, history), _SOLO_RULES)
 
     def majority_allreduce(
         self,
@@ -1050,6 +1053,7 @@ class Communicator:
         op: ReduceOp = ReduceOp.SUM,
         seed: int = 0,
         sync_every: int = 0,
+        sync_offset: int = 0,
         history: int = 0,
         weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
@@ -1090,7 +1094,7 @@ class Communicator:
 
         Args:
             x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round.
+                of any dtypes, which share one round, and of one `Metrics` at most.
             candidates: number of ranks drawn for each round, from 1 to `size`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
@@ -1098,6 +1102,8 @@ class Communicator:
             op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             seed: of the draws; a 64-bit integer.
             sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
+            sync_offset: the rounds that a program counts before the first one of `name`, as after a checkpoint. Rounds
+                are synchronous where that count is a multiple of `sync_every`.
             history: number of results before the newest that are kept for `Reduction.missed`.
             weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
                 all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
@@ -1132,7 +1138,7 @@ class Communicator:
             reduction = await comm.majority_allreduce(gradients, op=asyncoll.AVG, sync_every=10)
             print(reduction.round, reduction.active, reduction.included)
         """
-        arguments = (op, Opening.MAJORITY, False, sync_every, history, candidates, seed)
+        arguments = (op, Opening.MAJORITY, False, sync_every, sync_offset, history, candidates, seed)
         return self._wait_avoiding(x, name, weight, arguments, (*_SOLO_RULES, "candidates", "seed"))
 
     def quorum_allreduce(
@@ -1144,6 +1150,7 @@ class Communicator:
         op: ReduceOp = ReduceOp.SUM,
         seed: int = 0,
         sync_every: int = 0,
+        sync_offset: int = 0,
         history: int = 0,
         weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
@@ -1177,7 +1184,7 @@ class Communicator:
 
         Args:
             x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round.
+                of any dtypes, which share one round, and of one `Metrics` at most.
             quorum: number of ranks whose arrival starts a round, from 1 to `size`; None: `size // 2 + 1`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
@@ -1185,6 +1192,8 @@ class Communicator:
             op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             seed: of the draws; a 64-bit integer.
             sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
+            sync_offset: the rounds that a program counts before the first one of `name`, as after a checkpoint. Rounds
+                are synchronous where that count is a multiple of `sync_every`.
             history: number of results before the newest that are kept for `Reduction.missed`.
             weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
                 all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
@@ -1220,7 +1229,7 @@ class Communicator:
             assert reduction.active > comm.size // 2
         """
         needed = self.size // 2 + 1 if quorum is None else quorum
-        arguments = (op, Opening.QUORUM, False, sync_every, history, needed, seed)
+        arguments = (op, Opening.QUORUM, False, sync_every, sync_offset, history, needed, seed)
         return self._wait_avoiding(x, name, weight, arguments, (*_SOLO_RULES, "quorum", "seed"))
 
     def group_allreduce(
@@ -1232,6 +1241,7 @@ class Communicator:
         op: ReduceOp = ReduceOp.SUM,
         fixed: bool = False,
         sync_every: int = 0,
+        sync_offset: int = 0,
         weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce within the groups of a round, which the first rank to arrive starts for all.
@@ -1260,7 +1270,7 @@ class Communicator:
 
         Args:
             x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round.
+                of any dtypes, which share one round, and of one `Metrics` at most.
             group_size: from 1 to `size`.
             name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
                 numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
@@ -1269,6 +1279,8 @@ class Communicator:
             fixed: whether all rounds have the same groups.
             sync_every: each round whose number is a multiple of it waits for all ranks and reduces over all of them; 0:
                 no round does.
+            sync_offset: the rounds that a program counts before the first one of `name`, as after a checkpoint. Rounds
+                are synchronous where that count is a multiple of `sync_every`.
             weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
                 all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
                 contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
@@ -1309,8 +1321,8 @@ class Communicator:
         size = whole(group_size, "group_size")
         if not 1 <= size <= self.size:
             raise UsageError(f"group_size {size} is not between 1 and the number of ranks, {self.size}")
-        arguments = (op, _SOLO, bool(fixed), sync_every, size)
-        return self._wait_avoiding(x, name, weight, arguments, ("sync_every", "group_size"))
+        arguments = (op, _SOLO, bool(fixed), sync_every, sync_offset, size)
+        return self._wait_avoiding(x, name, weight, arguments, ("sync_every", "sync_offset", "group_size"))
 
     def join(self, name: str, x: object) -> Coroutine[Any, Any, Reduction | None]:
         """This rank has no more contributions for the rounds of `name`: wait until no rank has.
@@ -2059,7 +2071,7 @@ class Communicator:
 
 _INTEGERS = {int}
 _SOLO = Opening.SOLO  # each access through the class costs 0.1 us
-_SOLO_RULES = ("sync_every", "history")
+_SOLO_RULES = ("sync_every", "sync_offset", "history")
 
 
 def _weight(value: object) -> float:

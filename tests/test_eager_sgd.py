@@ -6,15 +6,16 @@ import asyncio
 import os
 import re
 import runpy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import pytest
 import torch
 from conftest import ForkedRank, looped
+from torch import nn
 from training_loops import (
     Digits,
     Optimizing,
@@ -34,6 +35,7 @@ import asyncoll
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.training import EagerSGD, WagmaSGD
 from asyncoll.training.eager_sgd import Partial
+from asyncoll.training.step import Step
 
 SIZES = [1, 3, 4]
 PARTIALS = get_args(Partial)
@@ -191,10 +193,149 @@ def test_a_history_as_long_as_a_period_is_never_overrun(seed: int) -> None:
     assert_equal_at(traces, range(31))
 
 
-def test_an_overrun_history_without_synchronous_rounds_is_an_error() -> None:
-    words = r"rank \d came \d+ rounds late .* history=1 .*: \d+ results are lost.* sync_every.* history of at least"
-    with pytest.raises(asyncoll.UsageError, match=words):
-        eager_traces(3, 0, momentum, history=1)
+# -- recovery ------------------------------------------------------------------------------------
+
+
+class Late(NamedTuple):
+    """One rank of a training in which ranks are late."""
+
+    states: dict[int, Any]  # after the round; the end is round 0
+    recovered: list[int]
+    rates: list[float]
+    longest_s: float  # of its steps in which it did not recover
+
+
+def recoveries(size: int, late: Collection[int], history: int, optimizing: Optimizing, **rules: Any) -> list[Late]:
+    """Train until round 40. Each of the ranks `late` sleeps for eleven rounds of the others, again and again."""
+
+    async def main(comm: asyncoll.Communicator) -> Late:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+        optimizer = optimizing(model)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=40)
+        samples = torch.Generator().manual_seed(comm.rank)
+        sgd = EagerSGD(comm, model, optimizer, history=history, scheduler=scheduler, **rules)
+        found, now = Late({}, [], [], 0.0), asyncio.get_running_loop().time
+        longest_s = 0.0
+        await sgd.start()
+        while sgd.round < 40:
+            model(torch.randn(4, 3, generator=samples)).square().mean().backward()
+            await asyncio.sleep(11.5 if comm.rank in late and sgd.round < 30 else 1.0)
+            began_s = now()
+            done = await sgd.step()
+            if done.recovered:
+                found.recovered.append(done.round)
+                assert done.skipped
+            else:
+                longest_s = max(longest_s, now() - began_s)
+            assert done.round == sgd.round == scheduler.last_epoch
+            found.states[done.round] = {name: bits(p) for name, p in model.named_parameters()}, state(optimizer)
+        await sgd.finish()
+        found.states[0] = whole(model), state(optimizer)
+        return found._replace(rates=scheduler.get_last_lr(), longest_s=longest_s)
+
+    results: list[Late] = simulate(size, main, Network(jitter_s=1e-3)).results
+    return results
+
+
+@looped("optimizing", OPTIMIZERS)
+@looped("history", [1, 4])
+@looped(("size", "late"), [(2, {1}), (3, {0}), (4, {1, 3}), (5, {0, 1, 2, 3}), (7, {1, 2, 3, 4, 5, 6})])
+def test_a_rank_later_than_the_history_goes_on_from_the_state_of_another(
+    size: int, late: set[int], history: int, optimizing: Optimizing
+) -> None:
+    results = recoveries(size, late, history, optimizing)
+    for round_ in set.union(*(set(each.states) for each in results)):
+        assert len({repr(each.states[round_]) for each in results if round_ in each.states}) == 1, round_
+    assert all(each.recovered == [] or rank in late for rank, each in enumerate(results))
+    assert sum(len(each.recovered) for each in results) >= len(late)
+    assert all(each.rates == results[0].rates for each in results)
+    assert all(each.longest_s < 0.1 for each in results)  # of virtual time: nothing waits for a late rank
+
+
+@pytest.mark.parametrize("partial", ["majority", "quorum"])
+def test_a_rank_recovers_from_ranks_that_wait_for_it(partial: Partial) -> None:
+    """Rounds of all but one rank go on without the late one; the ranks then wait for it in a round of a quorum."""
+    rules: dict[str, Any] = {"quorum": 3} if partial == "quorum" else {"candidates": 4}
+    results = recoveries(4, {2}, 1, momentum, partial=partial, **rules)
+    assert results[2].recovered
+    assert all(each.states[0] == results[0].states[0] for each in results)
+
+
+def test_the_only_rank_in_time_gives_its_state_while_it_ends() -> None:
+    async def main(comm: asyncoll.Communicator) -> tuple[list[bool], Any, str]:
+        model = network()
+        optimizer = momentum(model)
+        sgd = EagerSGD(comm, model, optimizer, history=1)
+        await sgd.start()
+        recovered = []
+        while sgd.round < 20:
+            loss(model, comm.rank, sgd.round + 1).backward()
+            await asyncio.sleep(1.0 if comm.rank == 1 else 100.0)  # the others come when rank 1 waits in `finish`
+            recovered.append((await sgd.step()).recovered)
+        await sgd.finish()
+        return recovered, whole(model), state(optimizer)
+
+    results = simulate(4, main).results
+    assert [recovered for recovered, _, _ in results] == [[True], [False] * 20, [True], [True]]
+    assert all(each[1:] == results[0][1:] for each in results)
+
+
+def test_buffers_of_a_rank_that_recovers_are_those_of_the_other_unless_they_are_local() -> None:
+    async def main(comm: asyncoll.Communicator, buffers: Literal["broadcast", "local"]) -> int:
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        sgd = EagerSGD(comm, model, momentum(model), history=1, buffers=buffers)
+        await sgd.start()
+        while sgd.round < 20:
+            model(torch.randn(4, 3)).square().sum().backward()
+            await asyncio.sleep(1.0 + 100.0 * comm.rank)
+            await sgd.step()
+        seen = int(model[1].num_batches_tracked)
+        await sgd.finish()
+        return seen
+
+    assert simulate(2, lambda comm: main(comm, "broadcast")).results == [20, 20]
+    assert simulate(2, lambda comm: main(comm, "local")).results == [20, 1]
+
+
+@looped("seed", range(8))
+def test_a_recovery_that_is_cancelled_is_made_by_the_next_step_and_loses_no_gradient(seed: int) -> None:
+    """The models are the sum of all gradients, exactly: also of those that were computed with models of long ago."""
+    size = 2 + seed % 4
+
+    async def main(comm: asyncoll.Communicator) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        model = torch.nn.Linear(6, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+        sgd = EagerSGD(comm, model, optimizer, history=1)
+        await sgd.start()
+        draw = np.random.default_rng((seed, comm.rank))
+        total, cancelled, recovered = torch.zeros(6), 0, 0
+        while sgd.round < 60:
+            gradient = torch.from_numpy(draw.integers(-50, 51, 6).astype("f4"))
+            model(gradient[None]).sum().backward()
+            total += gradient
+            await asyncio.sleep(1.0 if comm.rank == 0 else draw.exponential(6.0))
+            step = asyncio.ensure_future(sgd.step())
+            if comm.rank and draw.random() < 0.5:
+                await asyncio.sleep(draw.exponential(1e-3))
+                step.cancel()
+            (outcome,) = await asyncio.gather(step, return_exceptions=True)
+            if isinstance(outcome, asyncio.CancelledError):
+                cancelled += 1
+            else:
+                assert isinstance(outcome, Step), outcome
+                recovered += outcome.recovered
+        await sgd.finish()
+        return parameters(model), total, cancelled, recovered
+
+    results = simulate(size, main, Network(jitter_s=1e-3), seed=seed).results
+    expected = -0.25 / size * sum(total for _, total, _, _ in results)
+    for model, _, _, _ in results:
+        torch.testing.assert_close(model, expected, rtol=1e-5, atol=1e-4)
+        assert torch.equal(model, results[0][0])
+    assert sum(cancelled for _, _, cancelled, _ in results)
+    assert sum(recovered for _, _, _, recovered in results)
 
 
 @looped(
@@ -265,6 +406,22 @@ def test_in_real_processes_a_rank_that_lost_results_ends_with_the_others_bits(
     assert len(lines) == 3
     assert len({digest for digest, _, _ in lines}) == 1
     assert max(int(lost) for _, lost, _ in lines) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"ASYNCOLL_TRANSPORT": "zmq"}], ids=["memory", "messages"])
+@pytest.mark.parametrize("ends", ["steps", "ends"])
+def test_in_real_processes_a_rank_that_stands_still_recovers(
+    forked_world: Callable[..., list[ForkedRank]], tmp_path: Path, ends: str, more: dict[str, str]
+) -> None:
+    os.mkfifo(tmp_path / "go on")
+    lines = []
+    for rank in forked_world(os.environ | more, 2, SCRIPT.with_name("paused_replica.py"), str(tmp_path), ends):
+        code, out, err = rank.end()
+        assert code == 0, err
+        lines.append(re.findall(r"(\w+) after round (\d+), (\d+) recovered", out))
+    ((digest, last, never),), ((other, end, once),) = lines
+    assert (digest, last, never, once) == (other, end, "0", "1")
 
 
 # -- the end -------------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ async def names_itself_alone(call, comm, x):
 
 
 async def opens_for_the_first(call, comm, x):
-    return await comm.solo_allreduce(x, **{key: call.keywords[key] for key in ("sync_every", "history")})
+    return await comm.solo_allreduce(x, **{key: call.keywords[key] for key in ("sync_every", "sync_offset", "history")})
 
 
 async def waits_for_all(call, comm, x):

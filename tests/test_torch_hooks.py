@@ -20,7 +20,19 @@ from asyncoll.torch.hooks.buckets import Layout
 from asyncoll.torch.hooks.completion import complete, complete_on
 
 SCRIPT = Path(__file__).parent / "scripts" / "torch_hooks.py"
-TRAINING = ("allreduce", "eager", "eager_loses", "sabotage", "sparse", "delayed", "checkpoints", "copies")
+TRAINING = (
+    "allreduce",
+    "eager",
+    "eager_goes_on",
+    "eager_loses",
+    "eager_recovers",
+    "logs",
+    "sabotage",
+    "sparse",
+    "delayed",
+    "checkpoints",
+    "copies",
+)
 REFUSALS = ("agreement", "refused_when_made", "refused_buckets", "refused_steps", "refused_parameters")
 
 
@@ -29,7 +41,15 @@ REFUSALS = ("agreement", "refused_when_made", "refused_buckets", "refused_steps"
     ("size", "cases", "more"),
     [
         (3, (*TRAINING, *REFUSALS), {}),
-        (1, ("sparse", "checkpoints"), {}),
+        (
+            1,
+            (
+                "sparse",
+                "checkpoints",
+                "damaged_checkpoints",
+            ),
+            {},
+        ),
         (2, ("allreduce", "eager", "agreement"), WHOLE_END),
         (5, ("delayed", "checkpoints"), {}),
         (2, ("eager", "sparse", "delayed"), {"ASYNCOLL_TRANSPORT": "zmq"}),

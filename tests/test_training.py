@@ -5,14 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from conftest import failures, looped
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    LambdaLR,
+    LinearLR,
+    LRScheduler,
+    OneCycleLR,
+    PolynomialLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 from training_loops import (
     ALGORITHMS,
     AT_OWN_PACE,
@@ -38,6 +47,7 @@ from training_loops import (
 import asyncoll
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.training import AllreduceSGD, EagerSGD, LocalSGD, OkTopkSGD, OverlappedSGD, Trainer, WagmaSGD
+from asyncoll.training.eager_sgd import Partial
 
 SIZES = [1, 2, 3, 4, 5]
 ROUNDS = 8
@@ -347,7 +357,7 @@ def test_a_schedule_follows_rounds_also_those_that_a_rank_skips(algorithm: str, 
             await asyncio.sleep(straggle(size, comm, round_))
 
         await trained(sgd, gradient, 16)
-        assert scheduler.last_epoch == sgd.round
+        assert scheduler.last_epoch == 16  # and not for the round that `finish` makes
         return sgd.round, steps, scheduler.get_last_lr(), comm.rank
 
     results = ranks(size, main)
@@ -355,6 +365,72 @@ def test_a_schedule_follows_rounds_also_those_that_a_rank_skips(algorithm: str, 
     assert all(rates == results[0][2] for _, _, rates, _ in results)
     if algorithm == "eager" and size == 4:
         assert min(steps for _, steps, _, _ in results) < results[0][0]  # a rank has skipped rounds
+
+
+FIXED_LENGTHS: dict[str, Callable[[torch.optim.Optimizer, int], LRScheduler]] = {
+    "one cycle": lambda optimizer, rounds: OneCycleLR(optimizer, max_lr=0.1, total_steps=rounds),  # raises after them
+    "polynomial": lambda optimizer, rounds: PolynomialLR(optimizer, rounds),
+    "cosine": lambda optimizer, rounds: CosineAnnealingLR(optimizer, rounds),  # rises again after them
+    "sequence": lambda optimizer, rounds: SequentialLR(
+        optimizer,
+        [LinearLR(optimizer, 0.1, total_iters=2), OneCycleLR(optimizer, max_lr=0.1, total_steps=rounds - 2)],
+        [2],
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # a worker of a server steps no optimizer
+@pytest.mark.parametrize("schedule", FIXED_LENGTHS)
+@pytest.mark.parametrize("algorithm", [*ALGORITHMS, *AT_OWN_PACE])
+def test_a_schedule_as_long_as_the_loop_passes_its_end(algorithm: str, schedule: str) -> None:
+    """The last rank is late, so that its gradient is staged where the loop ends, and `finish` makes a round for it."""
+    rounds = 9
+
+    async def main(comm: asyncoll.Communicator) -> tuple[int, int]:
+        model = network()
+        scheduler = FIXED_LENGTHS[schedule](optimizer := plain(model), rounds)
+        sgd = (ALGORITHMS | AT_OWN_PACE)[algorithm](comm, model, optimizer, scheduler=scheduler)
+
+        async def gradient(round_: int) -> None:
+            loss(model, comm.rank, round_).backward()
+            await asyncio.sleep(1 + 1.5 * (comm.rank == comm.size - 1))
+
+        await trained(sgd, gradient, rounds)
+        return sgd.round, scheduler.last_epoch
+
+    ends = ranks(3, main)
+    assert {last for _, last in ends} == {rounds}
+    assert (rounds + 1 in {round_ for round_, _ in ends}) == algorithm.startswith("eager")
+
+
+# -- synchronous rounds --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begin", [0, 1, 5, 8])
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        *(partial(EagerSGD, partial=kind, history=history) for kind in get_args(Partial) for history in (0, 9)),
+        partial(WagmaSGD, group_size=1),
+        partial(WagmaSGD, fixed=True),
+    ],
+)
+def test_synchronous_rounds_are_multiples_before_and_after_a_checkpoint(
+    algorithm: Algorithm, size: int, begin: int
+) -> None:
+    async def main(comm: asyncoll.Communicator) -> list[int]:
+        model = network()
+        sgd = algorithm(comm, model, plain(model), sync_every=4)
+        sgd.load_state_dict({**sgd.state_dict(), "round": begin})
+
+        async def gradient(round_: int) -> None:
+            loss(model, comm.rank, round_).backward()
+            await asyncio.sleep(straggle(size, comm, round_))
+
+        return [done.round for done in await trained(sgd, gradient, 20) if done.synchronous]
+
+    assert ranks(size, main) == [[round_ for round_ in (4, 8, 12, 16, 20) if round_ > begin]] * size
 
 
 # -- scaling -------------------------------------------------------------------------------------

@@ -50,6 +50,7 @@ class Rounds:
         opening: int,
         quorum: int,
         sync_every: int,
+        sync_offset: int,
         keeps: bool,
         long: bool,
         cores: int,

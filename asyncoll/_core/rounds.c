@@ -319,23 +319,24 @@ static int hold_segments(Rounds *self, PyObject *segments)
     return -1;
 }
 
-/* `Rounds(control_block, segments, size, rank, history, limit, nbytes, opening, quorum, sync_every, keeps, long, cores,
- * parts)` */
+/* `Rounds(control_block, segments, size, rank, history, limit, nbytes, opening, quorum, sync_every, sync_offset, keeps,
+ * long, cores, parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *block, *segments, *parts;
-    long long size, rank, history, limit, nbytes, opening, quorum, sync_every, cores;
+    long long size, rank, history, limit, nbytes, opening, quorum, sync_every, sync_offset, cores;
     int keeps, is_long;
-    static char *names[] = {"control_block", "segments",   "size",  "rank", "history", "limit", "nbytes", "opening",
-                            "quorum",        "sync_every", "keeps", "long", "cores",   "parts", NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLLLppLO!:Rounds", names, &block, &PyTuple_Type,
+    static char *names[] = {"control_block", "segments", "size",   "rank",       "history",     "limit",
+                            "nbytes",        "opening",  "quorum", "sync_every", "sync_offset", "keeps",
+                            "long",          "cores",    "parts",  NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLLLLppLO!:Rounds", names, &block, &PyTuple_Type,
                                      &segments, &size, &rank, &history, &limit, &nbytes, &opening, &quorum, &sync_every,
-                                     &keeps, &is_long, &cores, &PyTuple_Type, &parts))
+                                     &sync_offset, &keeps, &is_long, &cores, &PyTuple_Type, &parts))
         return NULL;
     const long long many = 1LL << 31; /* so that no sum or product of these overflows */
     if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
         history >= many || limit < 1 || limit >= many || nbytes < 1 || opening < 0 || opening >= OPENINGS ||
-        sync_every < 0) {
+        sync_every < 0 || sync_offset < 0 || sync_offset >= many) {
         PyErr_SetString(PyExc_ValueError, "these are no rounds");
         return NULL;
     }
@@ -352,6 +353,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->opening = opening;
     self->quorum = quorum;
     self->sync_every = sync_every;
+    self->sync_offset = sync_offset;
     self->keeps = keeps != 0;
     self->is_long = is_long != 0;
     self->cores = cores;

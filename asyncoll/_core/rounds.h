@@ -65,7 +65,7 @@ typedef struct {
     ControlBlock *block;
     Py_buffer *segments; /* the memory of each rank of the host, by local rank, all of one size: `HostArena.segments` */
     int64_t segment_count;
-    int64_t size, rank, history, limit, nbytes, opening, quorum, sync_every;
+    int64_t size, rank, history, limit, nbytes, opening, quorum, sync_every, sync_offset;
     int64_t cores;   /* for the ranks of the host, at most one each */
     bool is_long;    /* chunks are reduced without the lock */
     bool keeps;      /* contributions stay, and replace each other */
@@ -153,7 +153,7 @@ static inline double weight_at(const int64_t *cell)
 
 static inline bool is_synchronous(const Rounds *self, int64_t number)
 {
-    return self->sync_every > 0 && number % self->sync_every == 0;
+    return self->sync_every > 0 && (number + self->sync_offset) % self->sync_every == 0;
 }
 
 /* How many rounds there are results of: the newest one, those of history, and one that is being written. */

@@ -20,6 +20,7 @@ import numpy as np
 
 from asyncoll.arguments import digest
 from asyncoll.errors import UsageError
+from asyncoll.tensors.metrics import Metrics, MetricsOperand
 from asyncoll.tensors.reductions import (
     BFLOAT16,
     DTYPES,
@@ -112,6 +113,8 @@ def copy_of(x: Any) -> Any:
     """A copy of the tensor `x`, or a list of copies if `x` is a list or tuple of tensors."""
     if isinstance(x, (list, tuple)):
         return [copy_of(part) for part in x]
+    if isinstance(x, Metrics):
+        return x.copy()
     if isinstance(x, np.ndarray):
         return x.copy()
     return stager_of(x).clone(x) if not x.is_cpu or is_hidden(x) else x.detach().clone()
@@ -337,17 +340,17 @@ class Single:
 class Bundle:
     """The tensors of one call, packed by dtype in the order in which the dtypes first appear."""
 
-    def __init__(self, operands: list[Operand], op: ReduceOp, given: Any, weight: float) -> None:
-        self.given = given  # by the caller: a tensor, or a list or tuple of tensors
+    def __init__(self, operands: Sequence[Operand | MetricsOperand], op: ReduceOp, given: Any, weight: float) -> None:
+        self.given = given  # by the caller: a tensor, or a list or tuple of tensors, and of metrics
         self.weight = weight
         self._factor = weight  # the tensors' values are yet to be multiplied by it
         self._operands = operands
         self._op = op
-        self._packs: dict[str, list[Operand]] = {}
+        self._packs: dict[str, list[Operand | MetricsOperand]] = {}
         for operand in operands:
             self._packs.setdefault(self._carried(operand), []).append(operand)
 
-    def _carried(self, operand: Operand) -> str:
+    def _carried(self, operand: Operand | MetricsOperand) -> str:
         """The dtype in which `operand` is packed."""
         return accumulator(self._op, operand.dtype)
 
@@ -389,7 +392,7 @@ class Bundle:
             else:
                 np.concatenate(flats, out=part)
 
-    def _packed(self, operand: Operand) -> Array:
+    def _packed(self, operand: Operand | MetricsOperand) -> Array:
         return operand.flat if self._carried(operand) == operand.dtype else widened(operand.flat, operand.dtype)
 
     def lend(self) -> list[Array] | None:
@@ -423,7 +426,7 @@ class Bundle:
         tensors = [made[id(operand)] for operand in self._operands]
         return tensors if isinstance(self.given, (list, tuple)) else tensors[0]
 
-    def _pieces(self, parts: Iterable[Array]) -> Iterator[tuple[Operand, Array]]:
+    def _pieces(self, parts: Iterable[Array]) -> Iterator[tuple[Operand | MetricsOperand, Array]]:
         """Each operand with its piece of the array that it is packed in."""
         for pack, part in zip(self._packs.values(), parts, strict=True):
             ends = accumulate((operand.flat.size for operand in pack), initial=0)
@@ -449,6 +452,15 @@ def bundle(x: object, op: ReduceOp, weight: float = 1.0, *, is_read: bool = True
         return Bundle([operand], op, x, weight)
     if not x:
         raise UsageError("an empty list of tensors: pass at least one")
-    operands = [as_operand(part, writable=True, may_stage=True, is_read=is_read) for part in x]
-    check_devices(operands)
+    tensors: list[Operand] = []
+    operands: list[Operand | MetricsOperand] = []
+    for part in x:
+        if isinstance(part, Metrics):
+            operands.append(MetricsOperand(part))
+        else:
+            tensors.append(as_operand(part, writable=True, may_stage=True, is_read=is_read))
+            operands.append(tensors[-1])
+    if len(operands) > len(tensors) + 1 or not tensors:
+        raise UsageError("x has one Metrics at most, and a tensor beside it")
+    check_devices(tensors)
     return Bundle(operands, op, x, weight)

@@ -21,6 +21,7 @@ import numpy as np
 from asyncoll import _core
 from asyncoll._core import Core
 from asyncoll.errors import UsageError
+from asyncoll.tensors.metrics import METRICS, TABLE, merge
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +99,7 @@ _FORBIDDEN = {
 
 def storage(dtype: str) -> np.dtype[Any]:
     """The numpy dtype that holds the bits of a tensor of `dtype`."""
-    return np.dtype(np.uint16 if dtype == BFLOAT16 else dtype)
+    return TABLE if dtype == METRICS else np.dtype(np.uint16 if dtype == BFLOAT16 else dtype)
 
 
 def is_divisible(dtype: str) -> bool:
@@ -124,7 +125,12 @@ def check_reduction(op: object, dtype: str, *, in_rounds: bool = False) -> Reduc
 
 @lru_cache(maxsize=256)
 def combiner(op: ReduceOp, dtype: str) -> Combine:
-    """The in-place elementwise reduction `combine(into, other)` for arrays of `storage(dtype)`."""
+    """The in-place elementwise reduction `combine(into, other)` for arrays of `storage(dtype)`.
+
+    Tables of metrics are united, whatever `op` is.
+    """
+    if dtype == METRICS:
+        return merge
     if dtype not in _HALVES:
         ufunc = _UFUNCS[op]
         return lambda into, other: _quietly.run(ufunc, into, other, out=into)
@@ -200,6 +206,8 @@ def reducer_in_python(op: ReduceOp, dtype: str) -> Reduce:
     """As `reducer`, with numpy or torch: for dtypes that the compiled core does not know, and without it."""
     if dtype in _HALVES:
         return _half_reducer(op, dtype)
+    if dtype == METRICS:
+        return _unite
     ufunc = _UFUNCS[op]
 
     def reduce(into: Array, arrays: Sequence[Array], divisor: int) -> None:
@@ -213,6 +221,14 @@ def reducer_in_python(op: ReduceOp, dtype: str) -> Reduce:
             divide(into, dtype, divisor)
 
     return reduce
+
+
+def _unite(into: Array, tables: Sequence[Array], divisor: int) -> None:
+    del divisor  # a mean has the count of its own contributions
+    total = tables[0].copy()
+    for other in tables[1:]:
+        merge(total, other)
+    into[...] = total
 
 
 def _half_reducer(op: ReduceOp, dtype: str) -> Reduce:
@@ -276,8 +292,11 @@ def put(into: Array, dtype: str, values: Array, divisor: float = 1) -> None:
 
 
 def scale(into: Array, values: Array, factor: float) -> None:
-    """Put `values * factor` into `into`, of the same dtype, which is no half type; zeros if the factor is 0."""
-    if factor == 1:
+    """Put `values * factor` into `into`, of the same dtype, which is no half type; zeros if the factor is 0.
+
+    Tables of metrics stay as they are: their means are over contributions, whatever the weights.
+    """
+    if factor == 1 or into.dtype == TABLE:
         if into is not values:
             into[...] = values
     elif factor == 0:
@@ -287,7 +306,9 @@ def scale(into: Array, values: Array, factor: float) -> None:
 
 
 def divide(flat: Array, dtype: str, divisor: float) -> None:
-    """`flat /= divisor` in place: the last step of AVG."""
+    """`flat /= divisor` in place: the last step of AVG. Tables of metrics have their own counts."""
+    if dtype == METRICS:
+        return
     if dtype in _HALVES:
         torch_view(flat, dtype).div_(divisor)
     else:
@@ -315,4 +336,7 @@ def _neutral_value(op: ReduceOp, dtype: str) -> Any:
 
 def fill_neutral(flat: Array, op: ReduceOp, dtype: str) -> None:
     """Fill `flat` with the neutral element of `op`: the contribution of a rank that has none."""
+    if dtype == METRICS:
+        flat.view(np.uint8).fill(0)
+        return
     flat.fill(_neutral_value(op, dtype))

@@ -24,6 +24,7 @@ from asyncoll.training.oktopk_sgd import OkTopkSGD
 from asyncoll.training.overlapped_sgd import OverlappedSGD
 from asyncoll.training.parameter_server import ParameterServerSGD
 from asyncoll.training.sgp import SGP
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Trainer
 from asyncoll.training.wagma_sgd import WagmaSGD
 
@@ -40,6 +41,7 @@ __all__ = [
     "OkTopkSGD",
     "OverlappedSGD",
     "ParameterServerSGD",
+    "Step",
     "Trainer",
     "WagmaSGD",
 ]

@@ -13,6 +13,7 @@ from torch import nn
 
 import asyncoll
 from asyncoll.training.replicas import weights
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 from asyncoll.training.under_way import UnderWay
 
@@ -40,6 +41,7 @@ class ADPSGD(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
+    _has_rounds_of_all: ClassVar[bool] = False
     counts_own_rounds: ClassVar[bool] = True
 
     def __init__(
@@ -63,7 +65,7 @@ class ADPSGD(Trainer):
         if self.comm.size > 1:
             self._gossip = await self.comm.gossip(weights(self._flat), graph=self._graph, seed=self._seed)
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)  # line 2: G = ∇F(x̂_i), at the model as it was after the last step
         if self._gossip is None:
             self._apply()

@@ -6,7 +6,7 @@ collective operations", PPoPP 2020, section 3.
 
 from __future__ import annotations
 
-import asyncoll
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Trainer
 
 
@@ -19,7 +19,7 @@ class AllreduceSGD(Trainer):
     Memory: the gradients, as one flat tensor.
     """
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         # G_local = mean gradient of b local samples at w
         await self._average_gradients(weight)  # G = sum of G_local / P, once the slowest rank has called
         self._apply()  # w = w + U(G, w, t)

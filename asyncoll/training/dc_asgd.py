@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
+from asyncoll.training import saved
 from asyncoll.training.parameter_server import ParameterServerSGD, Server
 from asyncoll.training.trainer import Options
 
@@ -95,11 +96,14 @@ class CompensatingServer(Server):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Raises UsageError if the checkpoint is of another kind of λ."""
-        super().load_state(state)
-        if (state["mean_square"] is None) is not (self._mean_square is None):
+        there = saved.entry(state, "mean_square", lambda value: value is None or isinstance(value, Tensor), "a tensor")
+        if (there is None) is not (self._mean_square is None):
             raise asyncoll.UsageError("the checkpoint is of another kind of lambda: take the same value of adaptive")
         if self._mean_square is not None:
-            self._mean_square.copy_(state["mean_square"])
+            there = saved.tensor(state, "mean_square", self._mean_square)
+        super().load_state(state)
+        if self._mean_square is not None:
+            self._mean_square.copy_(there)
 
     def close(self) -> None:
         """Free the memory."""

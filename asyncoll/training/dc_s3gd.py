@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training.replicas import weights
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 from asyncoll.training.under_way import UnderWay
 
@@ -64,7 +65,7 @@ class DCS3GD(Trainer):
         self._distance = torch.empty_like(self._flat.gradients)  # reused, because the first use of memory is slow
         self._averaged: UnderWay[Tensor] | None = None
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction | None:
+    async def _update(self, weight: float | None) -> Step | None:
         self._refuse_weight(weight)
         is_averaged = await self._take_average()  # w_i = w̄, and D_i
         if is_averaged:

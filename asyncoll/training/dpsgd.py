@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import asyncoll
 from asyncoll.training.replicas import weights
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Trainer
 
 
@@ -29,8 +29,9 @@ class DPSGD(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
+    _has_rounds_of_all: ClassVar[bool] = False
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)  # G = mean gradient at x_i
         await self.comm.neighbor_average(weights(self._flat), graph="ring")  # lines 4 and 5: x = Wx
         self._apply()  # line 6: x_i = mean - ηG

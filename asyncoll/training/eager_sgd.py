@@ -9,14 +9,18 @@ collective keeps it, and it enters a later round.
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Literal, Unpack
+from typing import ClassVar, Literal, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training import replicas
+from asyncoll.training.metrics import beside, means, without
+from asyncoll.training.recovery import Recovery, State
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 from asyncoll.training.under_way import UnderWay
 
@@ -27,14 +31,17 @@ class EagerSGD(Trainer):
     """Average the gradients of the ranks that have arrived, and add late ones to a later round.
 
     A round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with the
-    `quorum`-th rank ("quorum"; by default size // 2 + 1). Every `sync_every`-th round (0: none) waits for all ranks.
-    A late rank makes fewer steps than there are rounds, so programs count `Trainer.round`, never their own steps.
+    `quorum`-th rank ("quorum"; by default size // 2 + 1). Every `sync_every`-th round (0: none) waits for all ranks:
+    those whose `Trainer.round` is a multiple, also after a checkpoint. A late rank makes fewer steps than there are
+    rounds, so programs count `Trainer.round`, never their own steps.
 
     With `history`, a rank that is late by no more rounds applies every result that it has missed. So all replicas that
-    have applied the same round are equal to the bit. A rank that is later loses results for good; the next synchronous
-    round makes all replicas equal again, optimizer state included. Without `sync_every` that loss is a UsageError. (A
-    history of `sync_every` rounds is always enough.) Without history, models drift apart, and are averaged every
-    `average_every` rounds (0: only at the end).
+    have applied the same round are equal to the bit. A rank that is later takes the model, the optimizer and the round
+    of another rank, to the bit, and buffers unless they are "local" (`Step.recovered`): `history` bounds memory, and
+    not lateness. That rank gives a copy of them in its next step, or while it waits in one. Only the late rank waits
+    for that. With `sync_every` a rank that is later loses results instead, until the next synchronous round makes all
+    replicas equal again, optimizer state included. (A history of `sync_every` rounds is always enough.) Without
+    history, models drift apart, and are averaged every `average_every` rounds (0: only at the end).
 
     `op` is AVG, as in the paper: the sum of the gradients of a round is divided by the number of all ranks, so a round
     with few active ranks makes a short step. AVG_ACTIVE divides by the number of active ranks. With weights, the sum is
@@ -51,6 +58,8 @@ class EagerSGD(Trainer):
     Memory: the gradients, as one flat tensor. The rounds hold about three more of that size by message (the staged
     contribution, the sum that is reduced, and the result), and one for each result of the history.
     """
+
+    _carries_metrics: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -85,16 +94,23 @@ class EagerSGD(Trainer):
         self._name = name
         self._base = 0  # rounds before this training, of which a checkpoint tells
         self._has_called = False
+        self._newest = 0  # the newest round that this rank was told of
+        self._due = deque[tuple[int, Tensor]]()  # results that are not in the model yet, by round
         self._lost = 0  # results that this rank has lost since all replicas were equal
+        # With synchronous rounds the next one makes all replicas equal.
+        self._recovery = Recovery(comm, name, self._copy) if history and not sync_every and comm.size > 1 else None
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._has_called = True
         # G_local = mean gradient of b local samples at w
-        reduction = await self._without_loss(self._allreduce(self._flat.gradients, weight=weight))  # line 7: U_sum / P
-        if self._history and reduction.skipped and not self._sync_every:
-            raise overrun(self.comm.rank, self._history, reduction)
+        metrics = self._metrics.taken()
+        contribution = beside(self._flat.gradients, metrics)
+        reduction = await self._without_loss(self._allreduce(contribution, weight=weight))  # line 7: U_sum / P
+        reduction = without(reduction, metrics)
+        self._hear(reduction)
+        recovered = await self._recover()
         before = self.round
-        self._apply_results(reduction)
+        self._apply_results()
         # A rank that is given only the newest result misses those before it, so the models drift apart. The paper
         # makes them equal every few epochs (section 5). Here they are averaged once for each multiple of
         # `average_every` that a rank's round passes. Counting rounds and not local steps makes all ranks average
@@ -105,18 +121,50 @@ class EagerSGD(Trainer):
         if self._history and reduction.synchronous:  # all ranks are here, after the same round
             await self._settle_buffers()
             await self._resynchronise()
-        return self._at_own_round(reduction)
+        if self._recovery is not None:
+            self._recovery.open(self.round)
+        return self._at_own_round(reduction, recovered=recovered, metrics=means(metrics))
 
-    def _apply_results(self, reduction: asyncoll.Reduction) -> None:
-        """Take a step with each result since this rank's last round that `history` has kept: w = w + U(G, w, t)."""
-        self._lost += reduction.skipped
+    def _hear(self, reduction: asyncoll.Reduction) -> None:
+        """Note the results that a call tells of: those of consecutive rounds, up to its own."""
         newest = self._base + reduction.round
-        results = reduction.results()
-        self._skip_to(newest - len(results) - (reduction.result is None))
-        for gradients in results:
-            self._flat.gradients.copy_(gradients)
-            self._apply()
-        self._skip_to(newest)
+        oldest = newest - len(reduction.missed)
+        if oldest > self._newest + 1:  # those between are lost
+            self._due.clear()
+        self._due += enumerate(reduction.results(), oldest)
+        self._newest = newest
+
+    def _needed(self) -> int:
+        """The round whose model the results that are due continue."""
+        return (self._due[0][0] if self._due else self._newest) - 1  # a round without contributors changes no model
+
+    async def _recover(self) -> bool:
+        """If results are lost, take the state of another rank that has applied them. Returns whether this was due."""
+        if self._recovery is None or self.round >= self._needed():
+            return False
+        self._recovery.close()
+        own = self._flat.gradients  # cleared if the step is cancelled; the next one goes on here
+        self._due = deque((round_, result.clone() if result is own else result) for round_, result in self._due)
+        state = await self._without_loss(self._recovery.take(self._needed()))
+        self._skip_to(state["round"])  # with the scheduler
+        replicas.put_back(state, self.model, (self._flat.parameters,), self.optimizer)
+        return True
+
+    def _copy(self) -> State:
+        keeps_buffers = self._buffers == "local"
+        replica = replicas.copied(self.model, (self._flat.parameters,), self.optimizer, buffers=not keeps_buffers)
+        return {"round": self.round, **replica}
+
+    def _apply_results(self) -> None:
+        """Take a step with each result that is due: w = w + U(G, w, t)."""
+        self._lost += max(0, self._needed() - self.round)
+        self._skip_to(self._needed())
+        while self._due:
+            round_, gradients = self._due.popleft()
+            if round_ > self.round:  # otherwise it is in the state that was taken
+                self._flat.gradients.copy_(gradients)
+                self._apply()
+        self._skip_to(self._newest)
 
     async def _average_unless_all_leave(self, *, leaves: bool) -> bool:
         """Average the models, unless all ranks leave the training. Returns whether they do. Collective."""
@@ -131,13 +179,19 @@ class EagerSGD(Trainer):
         self._check_stepped(self._has_called)
         if self._has_called:
             # No round waits for this rank any more.
-            joining = UnderWay(self.comm.join(self._name, self._flat.gradients))
+            metrics = self._metrics.taken()
+            joining = UnderWay(self.comm.join(self._name, beside(self._flat.gradients, metrics)))
             if self._average_every:  # but the averages of the others do
                 while not await self._average_unless_all_leave(leaves=True):
                     pass
             reduction = await joining
+            if self._recovery is not None:
+                self._recovery.end()
+            # The last round takes what is staged, after the end of the schedule.
+            self._last_scheduled = int(await self.comm.allreduce(torch.tensor(self.round), asyncoll.MAX))
             if reduction is not None:
-                self._apply_results(reduction)
+                self._hear(without(reduction, metrics))
+                self._apply_results()
         if self._history:
             await self._resynchronise()
             await self._unite_buffers()
@@ -148,18 +202,16 @@ class EagerSGD(Trainer):
         await replicas.resynchronise(self.comm, (self._flat.parameters,), self.optimizer, self._lost)
         self._lost = 0
 
+    async def _begin(self) -> None:
+        if self._recovery is not None:
+            self._recovery.serve(self.comm.rpc)
+        await super()._begin()
+
     async def _resume(self) -> None:
-        self._base = self.round
-
-
-def overrun(rank: int, history: int, reduction: asyncoll.Reduction) -> asyncoll.UsageError:
-    """The error of a rank that comes too late for `history`, where no synchronous round makes replicas equal again."""
-    late = reduction.skipped + len(reduction.missed)
-    return asyncoll.UsageError(
-        f"rank {rank} came {late} rounds late to round {reduction.round}, and history={history} keeps too few: "
-        f"{reduction.skipped} results are lost, and its model would differ from the others'. Set sync_every, so that "
-        f"replicas are made equal again, or a history of at least {late}"
-    )
+        self._base = self._newest = self.round
+        if self._recovery is not None:
+            self._recovery.open(self.round)
+        self._allreduce = functools.partial(self._allreduce, sync_offset=self._base)
 
 
 def _partial_allreduce(

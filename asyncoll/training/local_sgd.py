@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import asyncoll
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 
 
@@ -51,7 +52,7 @@ class LocalSGD(Trainer):
         super().__init__(comm, model, optimizer, **options)
         self._every = every
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction | None:
+    async def _update(self, weight: float | None) -> Step | None:
         self._refuse_weight(weight)
         # G_i = mean gradient of b local samples at w_i
         self._apply()  # w_i = w_i + U(G_i, w_i, t)

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 import asyncoll
+from asyncoll.training import saved
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 
 Algorithm = Literal["oktopk", "topka", "topkdsa", "gtopk", "gaussiank", "dense"]
@@ -99,7 +101,7 @@ class OkTopkSGD(Trainer):
         gradients = self._flat.gradients
         self._residual = comm.empty(gradients.numel(), gradients.dtype, device=gradients.device).zero_()  # ε = 0
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight, "a residual holds gradients of several rounds")
         if self._residual_kind == "updates":
             self._scale_by_rate()  # ηG
@@ -150,22 +152,28 @@ class OkTopkSGD(Trainer):
         await self._unite_buffers()
 
     def _own_state(self) -> dict[str, Any]:
-        names = {self._name_of(method) for method in ("dense", self._algorithm)}
         return {
             "kind": [self._residual_kind, self._algorithm, self._name],
             "residual": self._residual.clone(),
-            "operations": {name: self.comm.sparse_state(name) for name in sorted(names)},
+            "operations": {name: self.comm.sparse_state(name) for name in self._operations()},
         }
+
+    def _operations(self) -> list[str]:
+        """The names of the sparse allreduces."""
+        return sorted({self._name_of(method) for method in ("dense", self._algorithm)})
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
         kind = [self._residual_kind, self._algorithm, self._name]
-        if own["kind"] != kind:
+        if (there := saved.entry(own, "kind", lambda value: isinstance(value, list), "a list")) != kind:
             raise asyncoll.UsageError(
-                f"the checkpoint is of residual, algorithm and name {own['kind']}, and this training of {kind}: use "
+                f"the checkpoint is of residual, algorithm and name {there}, and this training of {kind}: use "
                 "the same, or begin a new training from the model and the optimizer alone"
             )
-        self._residual.copy_(own["residual"])
-        for name, state in own["operations"].items():
+        residual, operations = saved.tensor(own, "residual", self._residual), saved.table(own, "operations")
+        for name in self._operations():
+            saved.entry(operations, name, lambda value: value is None or isinstance(value, dict), "a dict")
+        self._residual.copy_(residual)
+        for name, state in operations.items():
             self.comm.load_sparse_state(name, state)
 
 

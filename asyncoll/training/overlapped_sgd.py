@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training.device_hooks import GradientStreams, compute_here
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer, finite, is_true
 from asyncoll.training.under_way import UnderWay
 
@@ -121,7 +122,7 @@ class OverlappedSGD(Trainer):
     async def _prepare(self, weight: float | None) -> None:
         """Nothing: the gradients are on their way."""
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         try:
             self._refuse_weight(weight, "its gradients are on their way before step() is called")
             await self._average_buckets()

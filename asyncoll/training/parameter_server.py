@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from typing import Any, Unpack
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 import asyncoll
+from asyncoll.training import saved
 from asyncoll.training.replicas import weights
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer, is_finite
 
 
@@ -59,6 +61,8 @@ class ParameterServerSGD(Trainer):
     parameters for each answer under way.
     """
 
+    _has_rounds_of_all: ClassVar[bool] = False
+
     def __init__(
         self,
         comm: asyncoll.Communicator,
@@ -81,7 +85,7 @@ class ParameterServerSGD(Trainer):
     def _make_server(self) -> Server:
         return Server(self, self._staleness)
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight, "it applies each gradient alone, and not a mean over ranks")
         # worker m: G_m = mean gradient of b local samples at w_m
         skipped, updates, model = await self._call("push", self._flat.gradients)  # send G_m, and receive w
@@ -195,7 +199,7 @@ class Server:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
-        self.updates = state["updates"]
+        self.updates = saved.count(state, "updates")
 
     def close(self) -> None:
         """Free the memory: the registry of the communicator keeps this object."""

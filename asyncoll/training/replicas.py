@@ -126,6 +126,37 @@ async def resynchronise(
     await _share_optimizer(comm, optimizer, root=source)
 
 
+def copied(
+    model: torch.nn.Module, parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, *, buffers: bool
+) -> dict[str, Any]:
+    """A copy of a replica, for `put_back` at another rank: values that calls of functions carry. Local.
+
+    `parameters` are all of the model's, or the flat tensor that has them. Raises UsageError if the optimizer has a
+    state that cannot be sent.
+    """
+    described, tensors = _described(optimizer)
+    return {
+        "parameters": [tensor.detach().clone() for tensor in parameters],
+        "optimizer": json.dumps(described),
+        "tensors": [tensor.detach().clone() for tensor in tensors],
+        "buffers": {name: buffer.detach().clone() for name, buffer in model.named_buffers()} if buffers else {},
+    }
+
+
+@torch.no_grad()
+def put_back(
+    replica: dict[str, Any], model: torch.nn.Module, parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer
+) -> None:
+    """Make this rank's model and optimizer those that another rank has `copied`, to the bit. Local."""
+    for tensor, value in zip(parameters, replica["parameters"], strict=True):
+        tensor.copy_(value)
+    for tensor, value in zip(_arranged(optimizer, json.loads(replica["optimizer"])), replica["tensors"], strict=True):
+        tensor.copy_(value)
+    own = dict(model.named_buffers())
+    for name, value in replica["buffers"].items():
+        _assign(own[name], value)
+
+
 def _check_trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise UsageError if the optimizer trains a tensor that is not in the model: ranks would not share it."""
     known = set(model.parameters())
@@ -182,32 +213,51 @@ async def _share_optimizer(comm: asyncoll.Communicator, optimizer: torch.optim.O
 
     A hyper-parameter that cannot be sent, such as a function, stays each rank's own.
     """
-    groups = optimizer.param_groups
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    tensors: list[Tensor] = []
-    device = parameters[0].device
-    described: dict[str, list[Any]] = {"groups": [], "states": [], "others": []}
-    if comm.rank == root:
-        described["groups"] = [_options(group, tensors) for group in groups]
-        described["states"] = [_items(optimizer, optimizer.state.get(p, {}), tensors) for p in parameters]
-        described["others"] = _items(optimizer, _others(optimizer), tensors)
+    described, tensors = _described(optimizer) if comm.rank == root else ({}, [])
     described, _ = await _from_root(comm, described, _NOTHING, root)
     if comm.rank != root:
-        for group, options in zip(groups, described["groups"], strict=True):
-            values = {name: _decoded(value, group.get(name), tensors, device) for name, value in options.items()}
-            values["params"] = group["params"]
-            group.clear()
-            group.update(values)
-        for parameter, state in zip(parameters, described["states"], strict=True):
-            own = optimizer.state.pop(parameter, {})
-            if state:  # some optimizers initialize a state only if there is no entry
-                optimizer.state[parameter] = _decoded_items(state, own, tensors, device)
-        own = _others(optimizer)
-        for key in own:
-            del optimizer.state[key]
-        optimizer.state.update(_decoded_items(described["others"], own, tensors, device))
+        tensors = _arranged(optimizer, described)
     for tensor in tensors:
         await comm.broadcast(tensor, root=root)
+
+
+def _members(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _described(optimizer: torch.optim.Optimizer) -> tuple[dict[str, list[Any]], list[Tensor]]:
+    """The hyper-parameters and the state for JSON, and their tensors.
+
+    Raises UsageError for a state that cannot be sent.
+    """
+    tensors: list[Tensor] = []
+    described: dict[str, list[Any]] = {
+        "groups": [_options(group, tensors) for group in optimizer.param_groups],
+        "states": [_items(optimizer, optimizer.state.get(p, {}), tensors) for p in _members(optimizer)],
+        "others": _items(optimizer, _others(optimizer), tensors),
+    }
+    return described, tensors
+
+
+def _arranged(optimizer: torch.optim.Optimizer, described: dict[str, list[Any]]) -> list[Tensor]:
+    """Give the optimizer what another one's `_described` says. Returns its tensors, which have yet to be filled."""
+    tensors: list[Tensor] = []
+    parameters = _members(optimizer)
+    device = parameters[0].device
+    for group, options in zip(optimizer.param_groups, described["groups"], strict=True):
+        values = {name: _decoded(value, group.get(name), tensors, device) for name, value in options.items()}
+        values["params"] = group["params"]
+        group.clear()
+        group.update(values)
+    for parameter, state in zip(parameters, described["states"], strict=True):
+        own = optimizer.state.pop(parameter, {})
+        if state:  # some optimizers initialize a state only if there is no entry
+            optimizer.state[parameter] = _decoded_items(state, own, tensors, device)
+    own = _others(optimizer)
+    for key in own:
+        del optimizer.state[key]
+    optimizer.state.update(_decoded_items(described["others"], own, tensors, device))
+    return tensors
 
 
 def _options(group: dict[str, Any], tensors: list[Tensor]) -> dict[str, Any]:

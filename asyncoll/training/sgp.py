@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
+from asyncoll.training import saved
 from asyncoll.training.replicas import weights
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 from asyncoll.training.under_way import UnderWay
 
@@ -46,6 +48,7 @@ class SGP(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
+    _has_rounds_of_all: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class SGP(Trainer):
         self._before: Mass | None = None  # with `overlap`: the mass before the last parts were taken
         self._pushing: UnderWay[tuple[Tensor, float]] | None = None  # with `overlap`
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)  # line 3: G = ∇F(z_i)
         z = weights(self._flat)
         z.copy_(self._own.x)
@@ -122,10 +125,13 @@ class SGP(Trainer):
         return state
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
-        self._own.x.copy_(own["x"])
-        self._own.q.fill_(own["q"])
         if self._overlap is not ("x before" in own):
             raise asyncoll.UsageError("the checkpoint was saved with another setting of overlap: use the same")
+        x, q = saved.tensor(own, "x", self._own.x), saved.positive(own, "q")
         if self._overlap:
-            x = own["x before"].to(self._own.x.device, copy=True)  # it may have been saved on another device
-            self._before = Mass(x, torch.tensor([own["q before"]], dtype=torch.float64))
+            # It may have been saved on another device.
+            before = saved.tensor(own, "x before", self._own.x).to(self._own.x.device, copy=True)
+            weight = saved.positive(own, "q before")
+            self._before = Mass(before, torch.tensor([weight], dtype=torch.float64))
+        self._own.x.copy_(x)
+        self._own.q.fill_(q)

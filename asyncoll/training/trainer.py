@@ -15,13 +15,12 @@ checkpoints. An algorithm is a subclass that says how ranks work together in one
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import hashlib
 import inspect
 import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack, get_args
 
 import torch
@@ -29,7 +28,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import asyncoll
-from asyncoll.training import replicas
+from asyncoll.training import replicas, saved
+from asyncoll.training.metrics import StepMetrics, means_of_all
+from asyncoll.training.step import Step, step_of
 
 T = TypeVar("T")
 Buffers = Literal["broadcast", "average", "local"]
@@ -63,7 +64,8 @@ class Trainer(ABC):
         accumulate: calls of `step` that make one gradient, their mean. The others return None and send nothing. The
             sum takes memory of its own, as much as the gradients.
         scheduler: a learning-rate scheduler of `optimizer`. The trainer steps it once for each round, also for a round
-            that this rank has skipped; the program does not step it.
+            that this rank has skipped; the program does not step it. `finish()` may make a last round, which takes what
+            is staged, and for which it is not stepped: it ends with the newest round that any rank's `step` was given.
         scaler: the `torch.amp.GradScaler` that has scaled the loss. The gradient is divided by its scale before it is
             sent. A gradient that has overflowed is replaced by zeros, and lowers the scale of this rank only. If those
             of all ranks have overflowed, the optimizer takes no step.
@@ -83,6 +85,12 @@ class Trainer(ABC):
 
     counts_own_rounds: ClassVar[bool] = False
     """Whether `round` is a number of this rank's own, so that ranks may load checkpoints of different rounds."""
+
+    _has_rounds_of_all: ClassVar[bool] = True
+    """Whether all ranks meet in a round, so that metrics can be averaged over them."""
+
+    _carries_metrics: ClassVar[bool] = False
+    """Whether `_update` carries metrics with its contribution; otherwise a collective gathers them after it."""
 
     def __init__(
         self,
@@ -111,8 +119,10 @@ class Trainer(ABC):
         self._weight = 0.0  # of these calls
         self._sum: Tensor | None = None  # of their gradients, times their weights; with `accumulate`
         self._is_weighted: bool | None = None  # the first call decides
+        self._metrics = StepMetrics("give `metrics` in the first step at all ranks, {} where there are none")
         self._is_loaded = False
         self._has_scheduled = False
+        self._last_scheduled = math.inf  # the newest round for which the scheduler is stepped
         self._loses_nothing = False  # if the step under way is cancelled now
         self._state = "new"
 
@@ -133,20 +143,29 @@ class Trainer(ABC):
         await self._begin()
         self._state = "training"
 
-    async def step(self, *, weight: float | None = None) -> asyncoll.Reduction | None:
+    async def step(self, *, weight: float | None = None, metrics: Mapping[str, object] | None = None) -> Step | None:
         """Reduce the gradient that `backward()` has made, and step the optimizer. Clears the gradients.
 
         Args:
             weight: the number of samples, or tokens, that the loss is the mean over. Gradients are then averaged by
                 weight: batches of different lengths give the gradient of all of them together. Give it in all calls at
                 all ranks, or in none.
+            metrics: numbers of this step by name, such as {"loss": loss}: Python numbers, or tensors without
+                dimensions, which are read now and kept as float64. They ride along with the gradient, for which no
+                rank waits, and `Step.metrics` has the mean of each over the contributions of the round that hold it;
+                each step of a late rank whose gradients were added up counts one, and so does each call that
+                accumulates. Keys may differ between ranks and steps. Whether a training has metrics is fixed by the
+                first step, at all ranks: give {} there if a rank, or that step, has none.
 
         Returns:
-            The round that the model is at now. `Reduction.round` is `Trainer.round`. None if nothing was reduced: this
+            The round that the model is at now. `Step.round` is `Trainer.round`. None if nothing was reduced: this
             call has only accumulated, or the algorithm has taken a local step.
 
         Raises:
-            UsageError: the model has changed since it was flattened; weights are mixed; the training has ended.
+            UsageError: the model has changed since it was flattened; weights are mixed; the training has ended;
+                metrics are given, and the first step had none; more than 64 keys, also in all contributions of a round;
+                a metric that is no number; or the algorithm has no rounds of all ranks (`DPSGD`, `SGP`, `ADPSGD` and
+                the parameter servers), and takes no metrics.
             NonFiniteError: this rank's gradient holds NaN or infinity. Nothing was sent, and the model is that of the
                 step before. Without a `scaler` no round can go on, so end the program: the other ranks get AbortedError
                 with the step and the rank. `OverlappedSGD` and `OkTopkSGD` find it in the exchange, and raise
@@ -162,12 +181,13 @@ class Trainer(ABC):
         self._flat.collect_gradients()
         if self._state == "new":
             await self._start_late()
+        self._note(metrics)
         if not self._take(weight):
             return None
         self._loses_nothing = False
         try:
             await self._prepare(weight)
-            return await self._update(None if weight is None else self._weight)
+            return await self._with_metrics(await self._update(None if weight is None else self._weight))
         except asyncio.CancelledError:
             if not self._loses_nothing:  # also if all its collectives are over, but not the update
                 self.comm.abort(f"a step of {type(self).__name__} was cancelled")
@@ -221,7 +241,7 @@ class Trainer(ABC):
         """Go on where `state` was saved. Before `start`; load the model and the optimizer, too. Sends nothing.
 
         Raises UsageError if `state` is of another algorithm, model or number of ranks, or of another rank where ranks
-        differ.
+        differ; and if it is damaged: a value is missing or cannot be, such as a round that is negative.
         """
         if self._state != "new":
             raise asyncoll.UsageError("load a checkpoint before the first step, and before start()")
@@ -229,21 +249,22 @@ class Trainer(ABC):
         if self.has_local_state:
             expected["rank"] = self.comm.rank
         for what, here in expected.items():
-            there = state.get(what, "missing")
+            there = saved.entry(state, what, lambda value: type(value) in (int, str), "a number or a text")
             if there != here:
                 shown = "other parameters" if what == "model" else f"{what} {there!r}, and not {here!r}"
                 raise asyncoll.UsageError(
                     f"the checkpoint of the trainer has {shown}: load the one that this rank of this job has saved, or "
                     "begin a new training from its model and optimizer alone"
                 )
-        self.round = state["round"]
-        self._load_own_state(state["own"])
+        round_, own = saved.count(state, "round"), saved.table(state, "own")
+        self._load_own_state(own)
+        self.round = round_
         self._is_loaded = True
 
     # -- what an algorithm defines ----------------------------------------------------------------
 
     @abstractmethod
-    async def _update(self, weight: float | None) -> asyncoll.Reduction | None:
+    async def _update(self, weight: float | None) -> Step | None:
         """One step, with this rank's mean gradient in the model. `weight` is that of the gradient; None: unweighted."""
 
     @abstractmethod
@@ -280,7 +301,7 @@ class Trainer(ABC):
 
     def _pass_round(self) -> None:
         self.round += 1
-        if self._scheduler is None:
+        if self._scheduler is None or self.round > self._last_scheduled:
             return
         if self._has_scheduled:
             self._scheduler.step()
@@ -347,26 +368,24 @@ class Trainer(ABC):
         await self._average_weights()
         await self._unite_buffers()
 
-    def _complete(self) -> asyncoll.Reduction:
+    def _complete(self) -> Step:
         """The record of a round in which every rank took part."""
         everyone = tuple(range(self.comm.size))
-        return asyncoll.Reduction(
+        return Step(
             self.round, self.comm.size, included=True, skipped=0, synchronous=True, group=everyone, ranks=everyone
         )
 
-    def _exchanged(self, others: tuple[int, ...]) -> asyncoll.Reduction:
+    def _exchanged(self, others: tuple[int, ...]) -> Step:
         """The record of a step whose model is an average of this rank's and those of `others`."""
         ranks = tuple(sorted((self.comm.rank, *others)))
-        return asyncoll.Reduction(
-            self.round, len(ranks), included=True, skipped=0, synchronous=False, group=ranks, ranks=ranks
-        )
+        return Step(self.round, len(ranks), included=True, skipped=0, synchronous=False, group=ranks, ranks=ranks)
 
-    def _at_own_round(self, reduction: asyncoll.Reduction) -> asyncoll.Reduction:
+    def _at_own_round(self, reduction: asyncoll.Reduction, **changes: Any) -> Step:
         """`reduction` with the round of this training, and without its result, which is in the model.
 
         A checkpoint may have moved the training's round ahead of the operation's.
         """
-        return dataclasses.replace(reduction, round=self.round, result=None)
+        return step_of(reduction, round=self.round, result=None, **changes)
 
     # -- the start --------------------------------------------------------------------------------
 
@@ -415,6 +434,22 @@ class Trainer(ABC):
         self._flat.gradients.copy_(gradients)
 
     # -- this rank's gradient ---------------------------------------------------------------------
+
+    def _note(self, metrics: Mapping[str, object] | None) -> None:
+        """The step has these metrics."""
+        if metrics is not None and not self._has_rounds_of_all:
+            raise asyncoll.UsageError(
+                f"{type(self).__name__} takes no metrics: no round has contributions of all its ranks"
+            )
+        if metrics is not None:
+            self._metrics.note(metrics)
+        self._metrics.begin()
+
+    async def _with_metrics(self, step: Step | None) -> Step | None:
+        """`step` with the metrics of all ranks, where they did not ride along. Collective, if metrics are used."""
+        if step is None or self._carries_metrics or (metrics := self._metrics.taken()) is None:
+            return step
+        return step_of(step, metrics=await means_of_all(self.comm, metrics))
 
     def _take(self, weight: float | None) -> bool:
         """Count this call. Returns whether its gradient is the last one of a step; otherwise it is added to the sum."""

@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
+from asyncoll.training.metrics import beside, means
 from asyncoll.training.replicas import weights
+from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 
 Order = Literal["step-then-average", "average-then-step"]
@@ -51,6 +53,7 @@ class WagmaSGD(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
+    _carries_metrics: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -79,17 +82,23 @@ class WagmaSGD(Trainer):
         self._total = torch.empty_like(weights(self._flat))
         self._has_called = False
 
-    async def _update(self, weight: float | None) -> asyncoll.Reduction:
+    async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)
         self._has_called = True
         if self._order == "step-then-average":
             self._step_optimizer()  # lines 3-7: W' = W + U(G, W, t), with G = mean gradient of b local samples at W
         own = weights(self._flat)
         total = self._total.copy_(own)
+        metrics = self._metrics.taken()
         try:
             reduction = await self._without_loss(
                 self.comm.group_allreduce(
-                    total, group_size=self._group_size, name=self._name, fixed=self._fixed, sync_every=self._sync_every
+                    beside(total, metrics),
+                    group_size=self._group_size,
+                    name=self._name,
+                    fixed=self._fixed,
+                    sync_every=self._sync_every,
+                    sync_offset=self._base,
                 )
             )  # lines 8, 9 and 16
         except asyncio.CancelledError:
@@ -104,13 +113,15 @@ class WagmaSGD(Trainer):
         if self._order == "average-then-step":
             self._step_optimizer()
         self._skip_to(self._base + reduction.round)
-        return self._at_own_round(reduction)
+        return self._at_own_round(reduction, metrics=means(metrics))
 
     async def _finish(self) -> None:
         own = weights(self._flat)
         self._check_stepped(self._has_called)
         if self._has_called:
-            await self.comm.join(self._name, self._total)  # no synchronous round waits for this rank any more
+            await self.comm.join(
+                self._name, beside(self._total, self._metrics.taken())
+            )  # no synchronous round waits for this rank any more
         mean = await self.comm.allreduce(self._total.copy_(own), op=asyncoll.AVG)
         self._observe(self.round, own, mean)
         own.copy_(mean)  # all ranks leave with one model

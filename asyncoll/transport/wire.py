@@ -108,6 +108,7 @@ class Announce(NamedTuple):
     candidates: int
     seed: int
     sync_every: int
+    sync_offset: int
     history: int
     group_size: int
     fixed: bool

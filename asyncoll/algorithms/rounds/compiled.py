@@ -38,7 +38,18 @@ class Begun(NamedTuple):
 
 # The core follows these options of an operation, or other code carries them out with the core as without it.
 _OPTIONS = frozenset(
-    ("quorum", "candidates", "seed", "sync_every", "history", "group_size", "fixed", "weighted", "buckets")
+    (
+        "quorum",
+        "candidates",
+        "seed",
+        "sync_every",
+        "sync_offset",
+        "history",
+        "group_size",
+        "fixed",
+        "weighted",
+        "buckets",
+    )
 )
 
 begun_of: Callable[[tuple[Any, ...]], Begun] = partial(tuple.__new__, Begun)  # faster than `Begun(*fields)`
@@ -119,6 +130,7 @@ def compiled_rounds(
         opening=native.openings.index(operation.opening.value),
         quorum=operation.quorum,
         sync_every=operation.sync_every,
+        sync_offset=operation.sync_offset,
         keeps=operation.group_size > 0,
         long=not rounds.reduces_at_once,
         cores=arena.cores,

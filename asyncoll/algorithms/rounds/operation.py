@@ -13,6 +13,7 @@ from asyncoll.arguments import digest
 from asyncoll.errors import UsageError
 from asyncoll.runtime.signature import Site
 from asyncoll.tensors import reductions
+from asyncoll.tensors.metrics import METRICS
 from asyncoll.tensors.reductions import HOST_BYTES, ReduceOp, storage
 
 _MAX_NAME = 200
@@ -45,6 +46,7 @@ class Operation:
     candidates: int = 1  # ranks drawn for each round
     seed: int = 0
     sync_every: int = 0  # every so many rounds wait for all ranks; 0: none does
+    sync_offset: int = 0  # rounds that a program counts before the first one
     history: int = 0  # results kept for ranks that are late
     group_size: int = 0  # at most so many ranks reduce together, and a contribution replaces the last; 0: all, they add
     fixed: bool = False  # the same groups in every round
@@ -72,7 +74,7 @@ class Operation:
 
     def is_synchronous(self, number: int) -> bool:
         """Whether round `number` waits for every rank."""
-        return self.sync_every > 0 and number % self.sync_every == 0
+        return self.sync_every > 0 and (number + self.sync_offset) % self.sync_every == 0
 
     def drawn(self, number: int, size: int) -> tuple[int, ...]:
         """The distinct ranks that all ranks draw for round `number` (Floyd's sampling).
@@ -146,7 +148,7 @@ def check_operation(spec: Operation, size: int) -> None:
         raise UsageError(f"name must be a string of at most {_MAX_NAME} characters, got {str(spec.name)[:50]!r}")
     for dtype, count in spec.layout:
         reductions.check_reduction(spec.op, dtype, in_rounds=True)
-        if dtype not in reductions.DTYPES or count < 0:
+        if dtype not in (*reductions.DTYPES, METRICS) or count < 0:
             raise UsageError(f"{count} elements of {dtype}")
     if not isinstance(spec.buckets, str) or len(spec.buckets) > _MAX_NAME:
         raise UsageError(f"boundaries of tensors must be a short string, got {str(spec.buckets)[:50]!r}")
@@ -154,8 +156,8 @@ def check_operation(spec: Operation, size: int) -> None:
         raise UsageError(f"a weight is for averages: with {spec.op.name} leave it out, or use AVG")
     if spec.nbytes > HOST_BYTES:
         raise UsageError(f"{spec} is of {spec.nbytes} bytes, and this host has {HOST_BYTES}")
-    if not 0 <= spec.sync_every < _ROUNDS_MAX or not 0 <= spec.history < _ROUNDS_MAX:
-        raise UsageError(f"sync_every and history are numbers of rounds, or 0 for none: {spec}")
+    if not all(0 <= rounds < _ROUNDS_MAX for rounds in (spec.sync_every, spec.sync_offset, spec.history)):
+        raise UsageError(f"sync_every, sync_offset and history are numbers of rounds, or 0 for none: {spec}")
     _check_ranks("quorum", spec.quorum, size)
     _check_ranks("candidates", spec.candidates, size)
     if spec.group_size:

@@ -145,3 +145,17 @@ async def _balance(collectives: Collectives, mine: Part, sizes: Array) -> Part:
             incoming[have[owner]] = packing.room(stop - start)
     await collectives.alltoall(outgoing, incoming)
     return join([packing.unpack(raw) for raw in incoming])
+
+
+def is_count(value: object) -> bool:
+    """Whether `value` is a number of rounds or elements, as a plain int."""
+    return type(value) is int and 0 <= value < 1 << 62
+
+
+def is_state(state: dict[str, Any]) -> bool:
+    """Whether `state` has the form of what `state` of the method returns."""
+    match state:
+        case {"round": round_, "local": float(local), "global": float(all_), "edges": list(edges)}:
+            are_edges = all(map(is_count, edges)) and edges == sorted(edges)
+            return is_count(round_) and local >= 0 and all_ >= 0 and are_edges
+    return False

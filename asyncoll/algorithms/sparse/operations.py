@@ -12,7 +12,7 @@ import numpy as np
 from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.sparse.accumulators import Accumulator, accumulator
 from asyncoll.algorithms.sparse.baselines import Dense, Gaussiank, GTopk, TopkA, TopkDSA
-from asyncoll.algorithms.sparse.oktopk import OkTopk, Rules
+from asyncoll.algorithms.sparse.oktopk import OkTopk, Rules, is_count, is_state
 from asyncoll.algorithms.sparse.parts import Method
 from asyncoll.algorithms.sparse.selection import Feedback, index_dtype
 from asyncoll.errors import UsageError
@@ -172,6 +172,8 @@ class SparseOperation:
                 f"the sparse allreduce {self._name!r} was {state['specification']} when its state was saved, and is "
                 f"{self.specification} now: call it with the same options, or do not load its state"
             )
+        if state["method"].keys() != self._method.state().keys():
+            raise UsageError(f"the state of the sparse allreduce {self._name!r} is damaged: go back to an older one")
         self._round = state["round"]
         self._method.restore(state["method"])
 
@@ -247,7 +249,17 @@ class SparseOperations:
         return operation.state()
 
     def load(self, name: str, state: dict[str, Any]) -> None:
-        """Let the first call of `name` go on from `state`. Raises UsageError if there was a call."""
+        """Let the first call of `name` go on from `state`. UsageError if there was a call, or `state` is damaged."""
         if name in self._operations:
             raise UsageError(f"the sparse allreduce {name!r} has begun: load its state before its first call")
+        if not _is_state(state):
+            raise UsageError(f"the state of the sparse allreduce {name!r} is damaged: go back to an older one")
         self._saved[name] = state
+
+
+def _is_state(state: object) -> bool:
+    """Whether `state` has the form of what `SparseOperation.state` returns."""
+    match state:
+        case {"specification": str(), "round": round_, "method": dict(method)}:
+            return is_count(round_) and (not method or is_state(method))
+    return False

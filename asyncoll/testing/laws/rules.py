@@ -185,7 +185,7 @@ def synchrony(story: Story) -> Iterator[Breach]:
         for rank in np.flatnonzero(~value.any(0)).tolist() if case.is_synchronous(number) else ():
             if not story.ended(rank, number):
                 yield Breach(number, rank, "it did not contribute to this synchronous round")
-    for number in range(case.sync_every, case.rounds + 1, case.sync_every):
+    for number in filter(case.is_synchronous, range(1, case.rounds + 1)):
         gave_up = {call.rank for call in story.cancelled if call.aim <= number}
         for rank in set(range(case.size)) - gave_up:
             is_in = any(call.round == number and call.included for call in story.calls[rank])
@@ -300,8 +300,8 @@ def _due(story: Story, call: Call | Cancelled) -> int:
     turn = call.turn if isinstance(call, Cancelled) else call.aim
     before = [each for each in story.cancelled if each.rank == call.rank and each.index < call.index]
     given_up = sum(each.turn == turn for each in before)
-    sync_every = story.case.sync_every
-    return ((turn - 1) // sync_every + 1 + given_up) * sync_every
+    every, offset = story.case.sync_every, story.case.sync_offset
+    return ((turn - 1 + offset) // every + 1 + given_up) * every - offset
 
 
 def _sums(story: Story) -> Iterator[tuple[int, Array, tuple[int, ...]]]:

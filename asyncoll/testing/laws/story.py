@@ -49,7 +49,7 @@ class Case:
     kind: str
     size: int
     seed: int
-    sync_every: int  # divides `rounds`: the last round waits for all, so nothing stays staged
+    sync_every: int
     history: int
     buckets: int  # tensors in a contribution
     padding: int  # leading elements that stay 0, because short and long arrays take different algorithms
@@ -91,8 +91,13 @@ class Case:
             return Layout(1, self.padding, self.calls, self.size, ("float64",))
         return Layout(self.buckets, self.padding, self.calls, self.size)
 
+    @property
+    def sync_offset(self) -> int:
+        """So that the last round waits for all, and nothing stays staged."""
+        return -self.rounds % self.sync_every
+
     def is_synchronous(self, number: int) -> bool:
-        return number % self.sync_every == 0
+        return (number + self.sync_offset) % self.sync_every == 0
 
     def name(self, rank: int) -> str:
         """The name of the operation, as a string of a different type at each rank: names of equal text must match."""
@@ -135,7 +140,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
         kind=kind,
         size=size,
         seed=seed,
-        sync_every=one_of(3, 4, 6, _ROUNDS),
+        sync_every=one_of(3, 4, 5, 6, 7, _ROUNDS),
         history=one_of(0, 1, 3, _ROUNDS) if kind in _WITH_HISTORY else 0,
         buckets=one_of(1, 2),
         padding=one_of(0, 0, COORDINATED_MAX_BYTES // size // _ITEM_BYTES, DOUBLING_MAX_BYTES // _ITEM_BYTES),
@@ -393,7 +398,11 @@ class Trainer:
 
 def _reduced(case: Case, comm: Communicator, x: Any) -> Awaitable[Reduction]:
     """The call of the case's operation."""
-    options: dict[str, Any] = {"name": case.name(comm.rank), "sync_every": case.sync_every}
+    options: dict[str, Any] = {
+        "name": case.name(comm.rank),
+        "sync_every": case.sync_every,
+        "sync_offset": case.sync_offset,
+    }
     if case.kind == "group":
         return comm.group_allreduce(x, group_size=case.group_size, fixed=case.fixed, **options)
     options["history"] = case.history

@@ -73,6 +73,8 @@ class DCS3GDState(HookState):
         if bucket.index() == 0:
             self._steps.expect()
             self._resume()
+        if bucket.is_last():
+            self._share_metrics()
         future = future_of([bucket.buffer()])
         future.set_result(bucket.buffer())
         return future

@@ -5,6 +5,9 @@ collective operations", PPoPP 2020, section 5.
 """
 
 import dataclasses
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,12 +24,15 @@ from asyncoll.tensors.reductions import ReduceOp, dtype_name
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.changes import ParameterChanges, check_gradients
-from asyncoll.torch.hooks.completion import complete_on
+from asyncoll.torch.hooks.completion import complete, complete_on
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.torch.hooks.state import HookState, checked
-from asyncoll.training import replicas
-from asyncoll.training.eager_sgd import Partial, overrun
+from asyncoll.training import replicas, saved
+from asyncoll.training.eager_sgd import Partial
+from asyncoll.training.metrics import beside, means, without
+from asyncoll.training.recovery import Recovery, State
+from asyncoll.training.step import Step, step_of
 from asyncoll.training.trainer import is_finite
 
 
@@ -40,8 +46,10 @@ class EagerSGDState(HookState):
 
     A rank that is late by at most `history` rounds applies every result that it has missed: the step of the optimizer
     that the program makes takes one step for each of them first. So all replicas that have applied the same round are
-    equal to the bit. A rank that is later loses results for good: the next synchronous round makes all replicas equal
-    again, or, without `sync_every`, the step raises UsageError.
+    equal to the bit. A rank that is later takes the model with its buffers, the optimizer and the round of another
+    rank, to the bit, in its step (`Step.recovered`). That rank gives a copy of them in its next `backward()`, or while
+    it waits in one. Only the late rank waits for that. With `sync_every` a rank that is later loses results instead,
+    until the next synchronous round makes all replicas equal again.
 
     The hook takes over what must happen for every result: `clip_norm`, as for `torch.nn.utils.clip_grad_norm_`, and
     `scheduler`, a learning-rate scheduler that it steps once for each round; the program does neither. The program may
@@ -107,9 +115,12 @@ class EagerSGDState(HookState):
         self._parameter_changes = ParameterChanges(self._buckets.layout.parameters)
         self._base = 0  # rounds before the first one that does not wait for all ranks
         self._is_eager = False
-        self._reduction: Reduction | None = None  # of the last backward pass
+        self._reduction: Step | None = None  # of the last backward pass
         self._lost = 0  # results that this rank has lost since all replicas were equal
+        self._last_scheduled = math.inf  # the newest round for which the scheduler is stepped
         self._claim(name)
+        # With synchronous rounds the next one makes all replicas equal.
+        self._recovery = Recovery(self._comm, name, self._copy) if not sync_every and self._comm.size > 1 else None
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
 
     def _check_operation(self) -> None:
@@ -118,7 +129,7 @@ class EagerSGDState(HookState):
         check_operation(operation, self._comm.size)
 
     @property
-    def reduction(self) -> Reduction | None:
+    def reduction(self) -> Step | None:
         """The round that the last `backward()` was given; None before the first one. Its results are in the model."""
         return self._reduction
 
@@ -150,7 +161,7 @@ class EagerSGDState(HookState):
             "step; nothing was sent",
         )
 
-    def _exchange(self) -> Reduction:
+    def _exchange(self) -> Step:
         """One round. Its number counts the rounds of this training, and those of a checkpoint."""
         # DDP's forward pass makes all ranks wait for each other once, to make the final buckets. A rank that waited for
         # a round meanwhile would wait for ranks that wait for it. So all steps before are in lockstep.
@@ -158,9 +169,21 @@ class EagerSGDState(HookState):
             return self._together()
         if not self._is_eager:
             self._is_eager = True
-            self._base = self.round
-        reduction = self._call().wait()
-        return dataclasses.replace(reduction, round=self._base + reduction.round)
+            self._base = self._rules["sync_offset"] = self.round
+        metrics = self._metrics.taken()
+        with self._open():
+            reduction = without(self._call(beside(self._buckets.flat, metrics)).wait(), metrics)
+        self.metrics = means(metrics)
+        return step_of(reduction, round=self._base + reduction.round, metrics=self.metrics)
+
+    def _begin(self, bucket: GradBucket) -> None:
+        if self._recovery is not None:
+            with self._calls():
+                complete(self._comm, self._serve(self._recovery))
+        super()._begin(bucket)
+
+    async def _serve(self, recovery: Recovery) -> None:
+        recovery.serve(self._comm._core.rpc)  # on the runtime's loop
 
     def _options(self) -> dict[str, Any]:
         return self._rules | {
@@ -179,10 +202,11 @@ class EagerSGDState(HookState):
             "the state of the scheduler": self._schedule.state(),
         }
 
-    def _together(self) -> Reduction:
+    def _together(self) -> Step:
         x, everyone = self._buckets.flat, tuple(range(self._comm.size))
         self._comm.allreduce(x, ReduceOp.AVG).wait()
-        return Reduction(
+        self._share_metrics()
+        return Step(
             self.round + 1,
             self._comm.size,
             included=True,
@@ -191,10 +215,10 @@ class EagerSGDState(HookState):
             group=everyone,
             ranks=everyone,
             result=x,
+            metrics=self.metrics,
         )
 
-    def _call(self) -> Handle[Reduction]:
-        x = self._buckets.flat
+    def _call(self, x: Any) -> Handle[Reduction]:
         match self._partial:
             case "solo":
                 return self._comm.solo_allreduce(x, **self._rules)
@@ -212,8 +236,7 @@ class EagerSGDState(HookState):
         check_gradients(self._optimizer, self._buckets.layout, self._buckets.flat)
         self._parameter_changes.check()
         self._schedule.check()
-        if reduction.skipped and not self._rules["sync_every"]:
-            raise overrun(self._comm.rank, self._rules["history"], reduction)
+        self._recover(reduction)
         results = self._results_of(reduction)
         for result in results[:-1]:
             self._apply(result)
@@ -234,12 +257,46 @@ class EagerSGDState(HookState):
         self._schedule.note()
         self._parameter_changes.note()
 
+    def _recover(self, reduction: Reduction) -> None:
+        """If results are lost, take the state of another rank that has applied them."""
+        needed = _oldest(reduction) - 1
+        if self._recovery is None or self.round >= needed:
+            return
+        with self._fails_if_interrupted(), self._calls():
+            state = complete(self._comm, self._recovery.take(needed))
+            self._skip_to(state["round"])  # with the scheduler
+            replicas.put_back(state, self._model().module, self._parameters(), self._optimizer)
+        self._reduction = step_of(reduction, round=max(self.round, reduction.round), recovered=True)
+
+    def _copy(self) -> State:
+        if self._buckets.layout.device.type == "cuda":
+            torch.cuda.synchronize(self._buckets.layout.device)  # the runtime's thread has a current stream of its own
+        return {
+            "round": self.round,
+            **replicas.copied(self._model().module, self._parameters(), self._optimizer, buffers=True),
+        }
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """For a wait, in which this rank's state stays that of the end of a round: it is given to late ranks."""
+        if self._recovery is None:
+            yield
+            return
+        self._recovery.open(self.round)
+        try:
+            yield
+        finally:
+            self._recovery.close()
+
+    def _parameters(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self._model().module.parameters()]
+
     def _results_of(self, reduction: Reduction) -> tuple[Tensor, ...]:
         """The results since this rank's last round, oldest first; the rounds before them are passed."""
-        self._lost += reduction.skipped
-        results = reduction.results()
-        self._skip_to(reduction.round - len(results) - (reduction.result is None))
-        return results
+        oldest = _oldest(reduction)
+        self._lost += max(0, oldest - 1 - self.round)
+        self._skip_to(oldest - 1)
+        return reduction.results()[self.round + 1 - oldest :]  # the state that was taken may have some
 
     def _apply(self, result: Tensor) -> None:
         self._buckets.layout.set_gradients(result)
@@ -255,7 +312,8 @@ class EagerSGDState(HookState):
         """Count rounds up to `round_`, with the scheduler."""
         while self.round < round_:
             self.round += 1
-            self._schedule.step()
+            if self.round <= self._last_scheduled:
+                self._schedule.step()
 
     def _own_state(self) -> dict[str, Any]:
         self._steps.check_done()
@@ -267,13 +325,14 @@ class EagerSGDState(HookState):
         return {"scheduler": self._schedule.state()}
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
-        self._schedule.load(own["scheduler"])
+        self._schedule.load(
+            saved.entry(own, "scheduler", lambda value: value is None or isinstance(value, dict), "a dict")
+        )
 
     # -- the end ----------------------------------------------------------------------------------
 
     def _resynchronise(self) -> None:
-        parameters = [parameter.detach() for parameter in self._model().module.parameters()]
-        work = replicas.resynchronise(self._comm, parameters, self._optimizer, self._lost)
+        work = replicas.resynchronise(self._comm, self._parameters(), self._optimizer, self._lost)
         complete_on(self._buckets.layout.device, self._comm, work)
         self._lost = 0
 
@@ -288,9 +347,15 @@ class EagerSGDState(HookState):
         if not self._reduction.synchronous:
             self._parameter_changes.check()
         # No round waits for this rank any more.
-        reduction = self._comm.join(self._rules["name"], self._buckets.flat).wait()
+        metrics = self._metrics.taken()
+        with self._open():
+            reduction = self._comm.join(self._rules["name"], beside(self._buckets.flat, metrics)).wait()
+        if self._recovery is not None:
+            self._recovery.end()
+        # The last round takes what is staged, after the end of the schedule.
+        self._last_scheduled = int(self._comm.allreduce(torch.tensor(self.round), ReduceOp.MAX).wait())
         if reduction is not None:
-            reduction = dataclasses.replace(reduction, round=self._base + reduction.round)
+            reduction = dataclasses.replace(without(reduction, metrics), round=self._base + reduction.round)
             for result in self._results_of(reduction):
                 self._apply(result)
             self._skip_to(reduction.round)
@@ -302,6 +367,11 @@ class EagerSGDState(HookState):
 def eager_sgd(state: EagerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of the ranks that have arrived."""
     return checked(state, EagerSGDState)._reduce(bucket)
+
+
+def _oldest(reduction: Reduction) -> int:
+    """The oldest round of those that a call tells of with their results."""
+    return reduction.round - len(reduction.missed)
 
 
 def _check_options(

@@ -59,7 +59,10 @@ class AllreduceState(HookState):
             self.round += 1
         buffer.mul_(1 / self._comm.size)  # before the sum, as DDP does
         with self._calls():
-            return _future(self._comm.allreduce(buffer), buffer)
+            future = _future(self._comm.allreduce(buffer), buffer)
+        if bucket.is_last():
+            self._share_metrics()
+        return future
 
     def _finish(self) -> None:
         self._moved.clear()

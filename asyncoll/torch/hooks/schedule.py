@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from asyncoll.errors import UsageError
+from asyncoll.training import saved
 
 _Options = list[dict[str, Any]]
 _PLAIN = (bool, int, float, str, tuple, Tensor, type(None))
@@ -54,13 +55,22 @@ class Schedule:
         return None if self._scheduler is None else self._scheduler.state_dict()
 
     def load(self, state: dict[str, Any] | None) -> None:
-        """Go on with the scheduler where `state` was saved. Raises UsageError if one of the two has no scheduler."""
+        """Go on with the scheduler where `state` was saved.
+
+        Raises UsageError if one of the two has no scheduler, or `state` is that of another class, or damaged.
+        """
         if (state is None) is not (self._scheduler is None):
-            saved, here = ("none", "one") if state is None else ("one", "none")
+            there, here = ("none", "one") if state is None else ("one", "none")
             raise UsageError(
-                f"the state was saved with {saved} for the option scheduler, and this one has {here}: make both alike"
+                f"the state was saved with {there} for the option scheduler, and this one has {here}: make both alike"
             )
         if self._scheduler is not None and state is not None:
+            own = self._scheduler.state_dict()
+            saved.count(state, "last_epoch")
+            for name, value in own.items():  # the saved ones may be those of another version of torch
+                is_alike = lambda there, here=value: _are_alike(here, there)  # noqa: E731
+                if name in state:
+                    saved.entry(state, name, is_alike, f"a {type(value).__name__}")
             self._scheduler.load_state_dict(state)
 
     def note(self) -> None:
@@ -80,6 +90,15 @@ class Schedule:
                 "ranks would apply one result with different options. Give a scheduler to the state of the hook, or "
                 "change options after a round that is synchronous, at all ranks"
             )
+
+
+def _are_alike(here: Any, there: Any) -> bool:
+    """Whether `there` may be a later value of `here`: of the same type, or both numbers that are not NaN."""
+    if isinstance(here, (int, float)) and not isinstance(here, bool):
+        return isinstance(there, (int, float)) and not isinstance(there, bool) and there == there
+    if isinstance(here, (list, tuple)):
+        return type(there) is type(here) and (not here or all(_are_alike(here[0], each) for each in there))
+    return isinstance(there, type(here))
 
 
 def _plain_options_of(optimizer: torch.optim.Optimizer) -> _Options:

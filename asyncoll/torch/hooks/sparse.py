@@ -19,6 +19,7 @@ from asyncoll.tensors.reductions import dtype_name
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.state import HookState, checked
+from asyncoll.training import saved
 from asyncoll.training.oktopk_sgd import Algorithm
 
 
@@ -92,6 +93,7 @@ class OkTopkState(HookState):
         if bucket.is_last():
             with self._all_or_nothing(), self._calls():  # the residual holds the gradient until the call has ended
                 self._exchange()
+                self._share_metrics()
                 self._buckets.scatter()
                 self.round += 1
         return future
@@ -130,13 +132,17 @@ class OkTopkState(HookState):
         }
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
-        if own["algorithm"] != self._algorithm or own["residual"].shape != self._residual.shape:
+        algorithm = saved.entry(own, "algorithm", lambda value: isinstance(value, str), "a text")
+        if algorithm != self._algorithm:
             raise UsageError(
-                f"the state that was saved is of the algorithm {own['algorithm']!r} and {own['residual'].numel()} "
-                f"elements, and not of {self._algorithm!r} and {self._residual.numel()}: make the same state and model"
+                f"the state that was saved is of the algorithm {algorithm!r}, and not of {self._algorithm!r}: make the "
+                "same state and model"
             )
-        self._residual.copy_(own["residual"])
-        for method, state in own["operations"].items():
+        residual, operations = saved.tensor(own, "residual", self._residual), saved.table(own, "operations")
+        for method in self._operations():
+            saved.entry(operations, method, lambda value: value is None or isinstance(value, dict), "a dict")
+        self._residual.copy_(residual)
+        for method, state in operations.items():
             self._comm.load_sparse_state(self._name_of(method), state)
 
     def _finish(self) -> None:

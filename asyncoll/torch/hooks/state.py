@@ -19,9 +19,10 @@ from asyncoll.torch.errors import of_torch
 from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import trained
-from asyncoll.torch.hooks.completion import complete_on
+from asyncoll.torch.hooks.completion import complete, complete_on
 from asyncoll.torch.places import reported_at_user
-from asyncoll.training import replicas
+from asyncoll.training import replicas, saved
+from asyncoll.training.metrics import StepMetrics, means_of_all
 
 S = TypeVar("S", bound="HookState")
 
@@ -56,6 +57,24 @@ class HookState(ABC):
         self._has_failed = False
         self._has_begun = False  # with the first bucket, at all ranks
         self._gathered = 0  # parameters in the buckets of this step
+        self._metrics = StepMetrics(
+            "call `log` before the first backward() at all ranks, without values if there are none"
+        )
+        self.metrics: dict[str, float] = {}
+        """The means of the logged values in the round of the last `backward()`, by key: over the steps that have it."""
+
+    def log(self, **values: object) -> None:
+        """Give the next `backward()` these numbers of this rank, such as `log(loss=loss)`. Local: sends nothing.
+
+        They are Python numbers, or tensors without dimensions, which are read now and kept as float64. They ride along
+        with the gradients, and `metrics` has the mean of each over all ranks that have logged it; with `eager_sgd` over
+        the contributions of the round, each added-up step of a late rank counting one. Keys may differ between ranks
+        and steps. Whether a training has metrics is fixed by its first `backward()`, at all ranks: call `log()` before
+        it if a rank, or that step, has none.
+
+        Raises UsageError for more than 64 keys, for a value that is no number, and if the training has begun without.
+        """
+        self._metrics.note(values)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the model, which torch makes without its hook. So the copy of a state belongs to no model."""
@@ -78,20 +97,24 @@ class HookState(ABC):
         `oktopk` and `dc_s3gd` each rank loads its own, and their number stays the same.
 
         Local: sends nothing. Raises UsageError if `state` is of another hook, or of another rank or number of ranks
-        where each rank loads its own, or if the training has begun. The first `backward()` raises UsageError at all
-        ranks if they have loaded different rounds.
+        where each rank loads its own, if it is damaged (a value is missing or cannot be, such as a round that is
+        negative), or if the training has begun. The first `backward()` raises UsageError at all ranks if they have
+        loaded different rounds.
         """
         self._check_original()
         if self._has_begun or self._has_ended:
             raise UsageError("load the state of a hook before the first backward()")
         for what, here in self._origin().items():
-            if (there := state.get(what, "missing")) != here:
+            if (
+                there := saved.entry(state, what, lambda value: type(value) in (int, str), "a number or a text")
+            ) != here:
                 raise UsageError(
                     f"the state that was saved has {what} {there!r}, and not {here!r}: load the one that this rank of "
                     "this job has saved, or begin a new training from the model and the optimizer alone"
                 )
-        self._load_own_state(state["own"])
-        self.round = state["round"]
+        round_, own = saved.count(state, "round"), saved.table(state, "own")
+        self._load_own_state(own)
+        self.round = round_
 
     def finish(self) -> None:
         """End the training: all ranks leave with one model, to the bit. Collective; every rank calls it once.
@@ -134,6 +157,12 @@ class HookState(ABC):
         """Give all ranks rank 0's buffers. Collective."""
         model = self._model()
         complete_on(trained(model)[0].device, self._comm, replicas.share_buffers(self._comm, model.module))
+
+    def _share_metrics(self) -> None:
+        """Average the logged values over all ranks. Collective, if any were logged before the first step."""
+        if (metrics := self._metrics.taken()) is not None:
+            with self._calls():
+                self.metrics = complete(self._comm, means_of_all(self._comm, metrics))
 
     def _model(self) -> DistributedDataParallel:
         self._check_original()
@@ -208,7 +237,8 @@ class HookState(ABC):
                 "the state, and register the hook, for one"
             )
         with self._calls():
-            agreement.check_same(self._comm, self.round, self._options(), self._contents())
+            options = {**self._options(), "log": self._metrics.begin()}
+            agreement.check_same(self._comm, self.round, options, self._contents())
         self._has_begun = True
 
     def _count(self, bucket: GradBucket) -> None:

@@ -1,0 +1,150 @@
+"""How a rank that is later than `history` goes on: with the state of a rank that is not.
+
+A late rank asks all others for their round, and takes the state of the first one that answers: the model, the optimizer
+and the round, as they are at the end of a round. A rank answers where its model is that of a round's end, and as long
+as it is late itself it answers nothing. So a state that lacks results never spreads. Ranks that are late at the same
+time do not wait for each other for ever: a rank that was given the newest round has applied all results before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import asyncoll
+
+State = dict[str, Any]  # of a replica, as values that calls of functions carry
+
+
+class Calls(Protocol):
+    """What this module needs of an `asyncoll.rpc.Rpc`."""
+
+    def register(self, what: Any, *, name: str | None = None) -> Any: ...
+
+    async def call(self, rank: int, name: str, /, *args: Any) -> Any: ...
+
+
+class _Question(NamedTuple):
+    """A question of another rank that waits for its answer."""
+
+    needed: int  # the oldest round whose end is of use
+    read: Callable[[], Any]
+    answer: asyncio.Future[Any]
+
+
+class Recovery:
+    """One rank's part in the recoveries of a training: it gives its state, and takes that of another rank.
+
+    The other ranks call `offer` and `give`, and `take` calls those of the others: on the loop of `serve`. `open`,
+    `close` and `end` may be called in another thread, which is the one that changes the state.
+    """
+
+    def __init__(self, comm: asyncoll.Communicator, name: str, read: Callable[[], State]) -> None:
+        """`read` returns a copy of this rank's state. `name` is that of the training."""
+        self._others = [rank for rank in range(comm.size) if rank != comm.rank]
+        self._name = "recovery_" + hashlib.sha256(name.encode()).hexdigest()[:16]  # an identifier, whatever the name
+        self._read: Callable[[], State] | None = read
+        self._lock = threading.Lock()
+        self._round: int | None = None  # at whose end the state is; None: it must not be read
+        self._questions: list[_Question] = []
+
+    def serve(self, calls: Calls) -> None:
+        """Let the other ranks ask this one. All do it before the first round that a rank can miss."""
+        self._loop = asyncio.get_running_loop()
+        self._calls = calls
+        for function in (self.offer, self.give):
+            calls.register(function, name=f"{self._name}.{function.__name__}")
+
+    def open(self, round_: int) -> None:
+        """The state is that of the end of round `round_`, until `close`. Answers the questions that wait for it."""
+        with self._lock:
+            self._round = round_
+            due = [question for question in self._questions if question.needed <= round_]
+            for question in due:
+                self._questions.remove(question)
+                self._loop.call_soon_threadsafe(_settle, question.answer, *_outcome(question.read))
+
+    def close(self) -> None:
+        """The state changes from now on, or lacks results. Waits for a copy that another thread makes of it."""
+        with self._lock:
+            self._round = None
+
+    def end(self) -> None:
+        """No rank is late any more: release the state."""
+        with self._lock:
+            self._round = self._read = None
+
+    # -- called by other ranks --------------------------------------------------------------------
+
+    async def offer(self, needed: int) -> int:
+        """The round of this rank's state, once that is at least `needed`."""
+        return int(await self._asked(needed, lambda: self._round))
+
+    async def give(self, needed: int) -> State:
+        """This rank's state, once its round is at least `needed`."""
+        state: State = await self._asked(needed, self._copy)
+        return state
+
+    def _copy(self) -> State:
+        assert self._read is not None, "the state is open"
+        return self._read()
+
+    async def _asked(self, needed: int, read: Callable[[], Any]) -> Any:
+        with self._lock:
+            if self._round is not None and self._round >= needed:
+                return read()
+            question = _Question(needed, read, self._loop.create_future())
+            self._questions.append(question)
+        try:
+            return await question.answer
+        finally:
+            with self._lock, contextlib.suppress(ValueError):  # it was answered
+                self._questions.remove(question)
+
+    # -- this rank is late ------------------------------------------------------------------------
+
+    async def take(self, needed: int) -> State:
+        """The state of another rank, at the end of round `needed` or a later one. This rank's own state is closed.
+
+        Cancellation leaves this rank as it is. Raises the error of a call if no rank answers.
+        """
+        asked = {asyncio.ensure_future(self._ask(rank, "offer", needed)): rank for rank in self._others}
+        waiting = set(asked)
+        try:
+            while True:
+                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                answered = [call for call in done if not call.exception()]
+                if answered or not waiting:
+                    break
+        finally:
+            for call in waiting:
+                call.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+        call = (answered or list(done))[0]
+        call.result()  # raises the error if no rank has answered
+        state: State = await self._ask(asked[call], "give", needed)
+        return state
+
+    async def _ask(self, rank: int, function: str, needed: int) -> Any:
+        return await self._calls.call(rank, f"{self._name}.{function}", needed)
+
+
+def _outcome(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
+    """The result of `read`, or its error, which is that of the rank that asks and not of this one."""
+    try:
+        return read(), None
+    except Exception as error:
+        return None, error
+
+
+def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
+    if answer.done():  # the rank that asks has cancelled the call
+        return
+    if error is None:
+        answer.set_result(result)
+    else:
+        answer.set_exception(error)

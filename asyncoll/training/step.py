@@ -1,0 +1,24 @@
+"""What a step of a training returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import asyncoll
+
+
+@dataclass(frozen=True, slots=True)
+class Step(asyncoll.Reduction):
+    """The round that the model is at after a step: a `Reduction`, and what happened at this rank."""
+
+    recovered: bool = False
+    """Whether this rank was later than `history`, and has taken the model and the optimizer of another rank."""
+
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
+    """The means of the metrics in the round, by key: over the contributions that hold the key, of all ranks."""
+
+
+def step_of(reduction: asyncoll.Reduction, **changes: Any) -> Step:
+    """`reduction` as a `Step`, with these attributes in place of its own."""
+    return Step(**{each.name: getattr(reduction, each.name) for each in fields(reduction)} | changes)
