@@ -41,6 +41,22 @@ FREEZE_S = 20.0
 os.environ["ASYNCOLL_FREEZE_S"] = str(FREEZE_S)
 service_protocol.FREEZE_S = FREEZE_S  # a service outside of a world reads no environment
 
+# `nohup`, background jobs of a shell and some CI systems ignore SIGINT, and processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# A test that hangs ends this process after a time limit (`faulthandler_timeout`). The reaper kills what the process has
+# started.
+os.environ["TEST_PROCESS"] = str(os.getpid())
+subprocess.run(
+    [sys.executable, "-IS", Path(__file__).parent / "scripts" / "reaper.py", str(os.getpid())],
+    env={},
+    stdin=subprocess.DEVNULL,
+    stdout=subprocess.DEVNULL,
+    stderr=subprocess.DEVNULL,
+    start_new_session=True,
+    check=True,
+)
+
 # The first loop of libuv opens descriptors that stay open. They are opened here, so that no test is charged for them.
 uvloop.new_event_loop().close()
 

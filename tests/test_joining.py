@@ -20,10 +20,10 @@ from asyncoll import testing
 from asyncoll.errors import DeadlineError, PeerLostError, ServiceLostError, UsageError, describe
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
+from asyncoll.transport.meeting_folder import meeting_folder
 from asyncoll.transport.memory import fd_passing
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
-from asyncoll.world.meeting_folder import meeting_folder
 from asyncoll.world.sealed_store import SealedStore
 
 ROOT = Path(__file__).parent.parent

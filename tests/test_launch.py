@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -100,14 +100,6 @@ def runs(pid: int) -> bool:
 
 def pids(folder: Path) -> list[int]:
     return [int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()]
-
-
-@pytest.fixture(autouse=True)
-def _interruptible() -> Iterator[None]:
-    """Ranks inherit an ignored SIGINT, as background jobs of a shell have."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 # What a rank finds.
@@ -401,8 +393,11 @@ def test_a_rank_that_is_blamed_and_does_not_fail_is_the_root_cause() -> None:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_stop_signal_lets_ranks_finish(signum: signal.Signals, code: int) -> None:
+def test_stop_signal_lets_ranks_finish(signum: signal.Signals, code: int, request: pytest.FixtureRequest) -> None:
     forwarded = "SIGINT" if signum == signal.SIGINT else "SIGTERM"
+    # The launcher leaves a signal ignored that its parent ignores: `nohup make test` ignores SIGHUP.
+    before = signal.signal(signum, signal.SIG_DFL)
+    request.addfinalizer(lambda: signal.signal(signum, before))
     with start("-n", 2, SCRIPTS / "deaf.py", forwarded) as process:
         await_ready(process, 2)
         process.send_signal(signum)

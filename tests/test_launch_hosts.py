@@ -110,6 +110,7 @@ def test_frames_of_any_cut_and_none_that_is_too_long():
         (["x.py"], "either -n RANKS, for this host, or --hosts"),
         (["-n", "2", "--env", "HOME", "x.py"], "--env goes with --hosts"),
         (["--hosts", "a:1,b", "x.py"], "'b' is not HOST:RANKS"),
+        (["--hosts", "a:10000000", "x.py"], "a host has at most 999999 ranks, not 10000000"),
     ],
 )
 def test_impossible_options_are_refused(arguments, complaint):

@@ -28,14 +28,6 @@ pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).parent / "scripts"
 
 
-@pytest.fixture(autouse=True)
-def _interruptible():
-    """As in a kernel; background jobs of a shell ignore SIGINT."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_results_come_back_as_values_of_this_process(size):
     data = {"outside": np.arange(3)}  # what `main` refers to needs no copy, and is not changed

@@ -1100,6 +1100,19 @@ def test_hostile_clients_are_dropped_and_logged(keyless, messages, caplog):
     run(with_hostile_client(keyless, messages, caplog))
 
 
+def test_dropped_clients_cannot_fill_the_log(keyless, caplog):
+    async def main():
+        async with both(keyless) as (_, client, address):
+            with contextlib.ExitStack() as crowd:
+                for _ in range(8):
+                    crowd.enter_context(hostile_at(address))(*HOSTILE["a segment of nothing"])
+                while "(dropped client number 8)" not in caplog.text:
+                    assert await client.call("echo", 1) == 1
+
+    run(main())
+    assert len(caplog.records) == 4  # the 1st, 2nd, 4th and 8th
+
+
 def test_a_message_of_too_many_frames_is_ignored():
     async def main():
         async with both("tcp://127.0.0.1:0") as (_, client, url):
@@ -1114,6 +1127,22 @@ def test_a_message_of_too_many_frames_is_ignored():
                 while not hostile.poll(0):
                     assert await client.call("echo", 1) == 1
                 assert b"kind 77" in hostile.recv()
+
+    run(main())
+
+
+def test_a_peer_of_an_old_zeromq_is_ignored(caplog):
+    """ZMTP 1.0 tells no descriptor. Its messages of two frames once left the second ones for the next reads."""
+
+    async def main():
+        async with both("tcp://127.0.0.1:0") as (_, client, url):
+            host, port = url.removeprefix("tcp://").split(":")
+            with socket.create_connection((host, int(port))) as peer:
+                peer.sendall(b"\x01\x00" + b"\x02\x01A\x02\x00B" * 20)
+                while "unauthenticated peer number 16" not in caplog.text:
+                    assert await client.call("echo", 1) == 1
+            for number in range(100):
+                assert await client.call("echo", number) == number
 
     run(main())
 

@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from asyncoll import cli
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.tensors.shapes import SHAPE_WORDS, decode_head, decode_shape, receptacles
-from asyncoll.testing import fuzz, worlds
+from asyncoll.testing import fuzz, fuzz_sockets, worlds
 from asyncoll.transport import MAX_FRAME_BYTES, wire
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import KEY_BYTES, Key, check_folder, read_key, write_key
@@ -529,6 +529,13 @@ def test_random_bytes_end_their_connection(attacked, caplog, world):
         await until(lambda: "unauthenticated peer number 8" in caplog.text)  # only some of them are logged
 
     attacked(world, attack)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", [*fuzz_sockets.SERVICES, *fuzz_sockets.RANKS])
+def test_no_good_call_is_lost_beside_foreign_peers(target):
+    """`python -m asyncoll.testing.fuzz_sockets` tries more of them."""
+    fuzz_sockets.fuzz(target, seed=1, count=100)
 
 
 @contextlib.contextmanager

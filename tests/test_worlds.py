@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 
 import numpy as np
 import pytest
+from conftest import PATIENCE_S
 
 from asyncoll import MIN, Communicator, UsageError, connect, offload
 from asyncoll.testing import Network, Pause, run_ranks, simulate
@@ -143,3 +149,37 @@ def test_other_tasks_run_beside_a_loop_of_calls_that_are_over_at_once(size, tran
             assert calls < 10_000
 
     run_ranks(size, main, transport)
+
+
+KILLED = """
+import asyncio, os, signal
+from asyncoll.testing import run_ranks
+
+async def main(comm):
+    await comm.barrier()
+    os.kill(os.getpid(), signal.{signum})
+    await asyncio.sleep({seconds})
+
+run_ranks(2, main, "zmq")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", ["SIGTERM", "SIGHUP", "SIGKILL"])
+def test_the_next_world_removes_the_folder_of_a_killed_one(tmp_path, signum, monkeypatch):
+    program = KILLED.format(signum=signum, seconds=PATIENCE_S)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
+    try:
+        environment = os.environ | {"TMPDIR": str(tmp_path)}
+        run = subprocess.run([sys.executable, "-c", program], env=environment, timeout=PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert run.returncode == -getattr(signal, signum)
+    assert [*tmp_path.iterdir()]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def main(comm):
+        await comm.barrier()
+
+    run_ranks(2, main, "zmq")
+    assert not [*tmp_path.iterdir()]

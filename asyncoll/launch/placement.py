@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from asyncoll.errors import UsageError
 
 HERE = ""  # the name of this host in a job that has no other
-_ENTRY = re.compile(r"(?P<host>\[[^\[\]\s]+\]|[^-:\[\]\s][^:\[\]\s]*):(?P<ranks>\d{1,6})")
+_ENTRY = re.compile(r"(?P<host>\[[^\[\]\s]+\]|[^-:\[\]\s][^:\[\]\s]*):(?P<ranks>\d+)")
+_RANKS_MAX = 999_999  # on one host
 
 
 def parse_hosts(text: str) -> dict[str, int]:
@@ -28,6 +29,8 @@ def parse_hosts(text: str) -> dict[str, int]:
         name = found["host"].strip("[]")
         if name in hosts:
             raise UsageError(f"--hosts {text}: {name} is given twice; give each host once, with all of its ranks")
+        if len(found["ranks"]) > len(str(_RANKS_MAX)):
+            raise UsageError(f"--hosts {text:.100}: a host has at most {_RANKS_MAX} ranks, not {found['ranks']:.100}")
         hosts[name] = int(found["ranks"])
     return hosts
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import logging
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
@@ -25,13 +24,13 @@ from asyncoll.rpc.stub import Peer, Proxy
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.tensors import registered
 from asyncoll.transport.keys import Key, read_key
+from asyncoll.transport.messages.peers import DroppedClients
 from asyncoll.transport.messages.service_protocol import VERSION, ClientEnd, ServiceEnd
 from asyncoll.transport.staging.opening import open_stager
 
 S = TypeVar("S")
 KeyFile = str | os.PathLike[str]
 _PATIENCE_S = 10.0  # time limit for the first answer of a service, and for the flush at the end of a connection
-logger = logging.getLogger("asyncoll")
 
 
 @contextlib.asynccontextmanager
@@ -86,6 +85,7 @@ class _Server:
     def __init__(self, registry: FunctionRegistry, url: str, key: Key | None) -> None:
         self._carrier = carrier = SocketCarrier(self._listen, self._broken, self._lost)
         self._address = url, key
+        self._dropped_clients = DroppedClients(f"the service at {url}")
         self._exchange = Exchange(carrier, registry, lambda client: -1, self._broken, "this service")
 
     def _listen(self, owner: SocketCarrier) -> ServiceEnd:
@@ -97,7 +97,7 @@ class _Server:
         await self._exchange.close()
 
     def _broken(self, client: int, error: ProtocolError) -> None:
-        logger.warning("%s dropped client %d, which broke the protocol: %s", self.url, client, error)
+        self._dropped_clients.log(f"dropped client {client}, which broke the protocol: {error}")
         self._socket.drop(client, f"it dropped this client, which broke the protocol: {error}")
         self._carrier.forget(client)
         self._exchange.forget(client)

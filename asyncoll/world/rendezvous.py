@@ -24,6 +24,7 @@ from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport import Transport
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import KEY_FILE, Key, check_folder, read_key
+from asyncoll.transport.meeting_folder import meeting_folder
 from asyncoll.transport.memory.arena import HostArena
 from asyncoll.transport.memory.fd_passing import GIVEN_UP, ArenaUnavailable, join
 from asyncoll.transport.messages.split import SplitTransport
@@ -32,7 +33,6 @@ from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.transport.processes import allow_files
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
-from asyncoll.world.meeting_folder import meeting_folder
 from asyncoll.world.network import Place, is_loopback, on_own_link, place, url_host
 from asyncoll.world.sealed_store import SealedStore, enter_store
 

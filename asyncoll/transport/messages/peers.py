@@ -37,6 +37,12 @@ class UnauthenticatedPeers(_Events):
     _kind = "unauthenticated peer"
 
 
+class DroppedClients(_Events):
+    """Logs clients of a service that it has dropped."""
+
+    _kind = "dropped client"
+
+
 class FailedAccepts(_Events):
     """Logs that connections, of any peer, cannot be accepted for the moment."""
 

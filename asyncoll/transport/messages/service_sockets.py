@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import hmac
 import itertools
-import logging
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -28,7 +27,7 @@ from asyncoll.transport.addresses import prepare, removal, user_behind
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication, service_protocol
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
-from asyncoll.transport.messages.peers import UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peers import DroppedClients, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
     BYE,
@@ -68,8 +67,7 @@ _CAUSES = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): REFUSED,
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): SILENT,
 }
-
-logger = logging.getLogger("asyncoll")
+_Segment = tuple[int, int, Buffer]  # kind, number, payload
 
 
 class _Socket(ABC):
@@ -156,15 +154,16 @@ class _Socket(ABC):
     def _read_one(self) -> bool:
         """Read and handle one segment; returns whether there was one."""
 
-    def _segment(self, first: Any) -> tuple[int, int, Buffer] | None:
-        """Return the segment in the frame `first` and the frames after it; None if it is malformed."""
-        rest = []
+    def _further(self) -> list[Any]:
+        """Return the further frames of the message whose first ones were read: as many as the peer has sent.
+
+        Read all of them before anything is done with one of them, as a frame that remains would count as the first one
+        of the next message.
+        """
+        frames = []
         while self._socket.getsockopt(zmq.RCVMORE):
-            rest.append(self._socket.recv(_NOW, copy=False))
-        data = memoryview(first)
-        if len(data) < _FORM.size or len(rest) > 1 or (rest and len(data) > _FORM.size):
-            return None
-        return *_FORM.unpack_from(data), rest[0] if rest else data[_FORM.size :]
+            frames.append(self._socket.recv(_NOW, copy=False))
+        return frames
 
 
 class ServerSocket(_Socket):
@@ -179,6 +178,7 @@ class ServerSocket(_Socket):
         self._descriptors: dict[int, bytes] = {}  # routing ids by the descriptor of the connection
         self._numbers = itertools.count()
         self._unauthenticated = UnauthenticatedPeers(f"the service at {url}")
+        self._dropped_clients = DroppedClients(f"the service at {url}")
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close)
@@ -224,7 +224,7 @@ class ServerSocket(_Socket):
         try:
             self._send((name,), kind, number, payload)
         except zmq.Again:
-            logger.warning("%s dropped client %d: %s", self.url, peer, UNREAD)
+            self._dropped_clients.log(f"dropped client {peer}: {UNREAD}")
             self.drop(peer, UNREAD)
             self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
         except zmq.ZMQError:  # the client is gone; the monitor reports it
@@ -248,19 +248,17 @@ class ServerSocket(_Socket):
         except zmq.Again:
             return False
         peer = self._clients.get(name)
+        first = self._socket.recv(_NOW, copy=peer is not None)
+        segment = _segment(first, self._further())
         if peer is None:
-            self._greet(name, self._socket.recv(_NOW, copy=False))
-            return True
-        segment = self._segment(self._socket.recv(_NOW))
-        if peer >= 0 and segment is not None:
+            self._greet(name, _descriptor(first), segment)
+        elif peer >= 0 and segment is not None:
             self._owner.received(peer, *segment)
         return True
 
-    def _greet(self, name: bytes, frame: Any) -> None:
+    def _greet(self, name: bytes, descriptor: int | None, segment: _Segment | None) -> None:
         """Accept a client by its first segment, and answer it once: with a hello, or with the reason of a refusal."""
-        descriptor = frame.get(zmq.SRCFD)
-        segment = self._segment(frame)
-        if segment is None or segment[0] != HELLO:
+        if descriptor is None or segment is None or segment[0] != HELLO:
             self._unauthenticated.log("dropped a message from an unauthenticated peer")
             return
         self._monitor.read()  # an earlier client may have had the same descriptor, and its end is in the monitor
@@ -342,7 +340,7 @@ class ClientSocket(_Socket):
             first = self._socket.recv(_NOW)
         except zmq.Again:
             return False
-        segment = self._segment(first)
+        segment = _segment(first, self._further())
         if segment is None:
             return True
         if segment[0] == HELLO:
@@ -390,6 +388,22 @@ class ClientSocket(_Socket):
         if not self._is_lost and not self._is_closed:
             self._is_lost = True
             self._owner.lost(0, cause)
+
+
+def _segment(first: Any, further: list[Any]) -> _Segment | None:
+    """Return the segment in the frames of a message; None if it is malformed."""
+    data = memoryview(first)
+    if len(data) < _FORM.size or len(further) > 1 or (further and len(data) > _FORM.size):
+        return None
+    return *_FORM.unpack_from(data), further[0] if further else data[_FORM.size :]
+
+
+def _descriptor(frame: Any) -> int | None:
+    """Return the descriptor of the connection of a frame; None if its peer speaks ZMTP 1 or 2, as no client does."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return None
 
 
 def _pair(key: Key, end: str) -> tuple[bytes, bytes]:

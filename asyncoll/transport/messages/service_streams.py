@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 import resource
 import select
@@ -27,7 +26,7 @@ from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport.addresses import prepare, process_of, removal, user_of
 from asyncoll.transport.messages import service_protocol
-from asyncoll.transport.messages.peers import FailedAccepts, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peers import DroppedClients, FailedAccepts, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, UnreadError
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
@@ -53,8 +52,6 @@ _PAUSE_S = 0.1  # without accepting, if there is no room; for so long, no connec
 _RETRY_S = 0.01  # until the next attempt to connect to a service whose backlog is full
 _LOOKS = 4  # at the state of the service's process, in the time after which it counts as frozen
 
-logger = logging.getLogger("asyncoll")
-
 
 class StreamServer:
     """A service at a unix socket: a `ServiceEnd`."""
@@ -71,6 +68,7 @@ class StreamServer:
         self._strangers_max = min(_UNGREETED_MAX, max(1, _descriptors() // _UNGREETED_SHARE))
         self._dropped: dict[SegmentStream, asyncio.TimerHandle] = {}  # clients until then; until their connections end
         self._unauthenticated = UnauthenticatedPeers(f"the service at {url}")
+        self._dropped_clients = DroppedClients(f"the service at {url}")
         self._failed_accepts = FailedAccepts(f"the service at {url}")
         self._resume: asyncio.TimerHandle | None = None  # while no connections are accepted
         self._is_closed = False
@@ -117,7 +115,7 @@ class StreamServer:
         try:
             stream.send(kind, number, payload)
         except UnreadError:
-            logger.warning("%s dropped client %d: %s", self.url, peer, UNREAD)
+            self._dropped_clients.log(f"dropped client {peer}: {UNREAD}")
             self.drop(peer, UNREAD)
             self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
 
@@ -262,7 +260,7 @@ class StreamServer:
         self._owner.lost(peer, cause)
 
     def _malformed(self, peer: int, error: ProtocolError) -> None:
-        logger.warning("%s dropped client %d, which broke the protocol: %s", self.url, peer, error)
+        self._dropped_clients.log(f"dropped client {peer}, which broke the protocol: {error}")
         self.drop(peer, f"it dropped this client, which broke the protocol: {error}")
         self._owner.lost(peer, str(error))
 

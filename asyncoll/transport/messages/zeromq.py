@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import os
 import struct
-import tempfile
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -36,6 +35,7 @@ from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Loss, Receiver, check_fr
 from asyncoll.transport.addresses import all_in_use, check_path, process_behind, refuses_connections
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
+from asyncoll.transport.meeting_folder import meeting_folder
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
 from asyncoll.transport.messages.peers import FREEZE_S, UnauthenticatedPeers, silence_cause
@@ -77,8 +77,8 @@ def local_world(size: int) -> Iterator[list[ZeroMQTransport]]:
     At its end this closes the transports that were never started. The caller closes those that it has started.
     """
     transports: list[ZeroMQTransport] = []
-    with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:  # made with mode 0700
-        addresses = [ipc_address(Path(folder), rank) for rank in range(size)]
+    with meeting_folder() as folder:
+        addresses = [ipc_address(folder, rank) for rank in range(size)]
         try:
             for rank, address in enumerate(addresses):
                 transports.append(ZeroMQTransport(rank, size, b"local", freeze_s=_LOCAL_FREEZE_S))

@@ -1,7 +1,7 @@
 """The folder for the sockets by which the ranks of one host meet, if no launcher has made one.
 
-The rank that makes it has it locked. The kernel ends the lock with the process, so a folder without a lock is one that
-a killed rank has left, and the next world of this user on this host removes it.
+The process that makes it has it locked. The kernel ends the lock with the process, so a folder without a lock is one
+that a killed process has left, and the next world of this user on this host removes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PREFIX = "asyncoll-join-"
 
 @contextlib.contextmanager
 def meeting_folder() -> Iterator[Path]:
-    """A folder that only this user can enter, until the end of this context. Removes those that killed ranks left."""
+    """A folder that only this user can enter, until the end of this context. Removes those of killed processes."""
     for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as lock:  # locked, another user's, or gone meanwhile
             lock.callback(os.close, _locked(left))

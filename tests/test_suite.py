@@ -1,0 +1,43 @@
+"""The suite itself: no test waits for ever, whatever it waits for, and nothing survives one that has tried to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import PATIENCE_S
+
+TESTS = Path(__file__).parent
+HANGS = """
+import signal, subprocess, sys
+
+def test_that_hangs():
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    print(child.pid, file=sys.__stderr__, flush=True)
+    child.wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_fails_with_stacks_and_leaves_no_process(tmp_path):
+    """Also with SIGINT ignored, as by `nohup` and in background jobs of a shell."""
+    (tmp_path / "test_hangs.py").write_text(HANGS)
+    command = [sys.executable, "-m", "pytest", "-c", TESTS.parent / "pyproject.toml", "-p", "conftest", "-s"]
+    run = subprocess.run(
+        ["env", "--ignore-signal=INT", *command, "-o", "faulthandler_timeout=2", tmp_path],
+        env=os.environ | {"PYTHONPATH": str(TESTS)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+    )
+    assert (run.returncode, "Timeout" in run.stderr, "in test_that_hangs" in run.stderr) == (1, True, True), run
+    child = int(next(line for line in run.stderr.splitlines() if line.isdigit()))
+    deadline = time.monotonic() + PATIENCE_S
+    while Path(f"/proc/{child}").exists():
+        assert time.monotonic() < deadline, f"{child} survives"
+        time.sleep(0.01)
