@@ -1,7 +1,8 @@
 """A world of dense calls, beside rounds; the record of what its calls gave; and the laws of that.
 
 All ranks carry out the same `Program`. They begin its calls one after another or several at once, at random moments,
-with tensors of any layout. At the end one rank may cancel a call of a communicator that has nothing else to do.
+with tensors of any layout. In a crowded program single ranks await an early call before they make the others. At the
+end one rank may cancel a call of a communicator that has nothing else to do.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from asyncoll.testing.laws.story import STEP_S, Case
 
 _ROUNDS = 3  # beside the calls
 _CANCELLED_COUNTS = (1, 2000, 200_000)  # elements of the call that may be cancelled
-_IN_PLACE = ("allreduce", "reduce", "broadcast")
+_IN_PLACE = ("allreduce", "reduce", "broadcast", "neighbor_average")
+_AWAITS = 1 / 8  # of the calls of a crowded program, those before which a rank awaits one that is under way
 _OF_MANY = ("scatter", "alltoallv")  # calls of a tensor for each rank
 
 
@@ -93,12 +95,19 @@ class Caller:
                 under_way.clear()
             comm = comms[call.split]
             if comm is not None:
-                await self._compute()
+                await self._pause(under_way)
                 under_way.append(asyncio.ensure_future(self._begin(comm, call)))
         gots += await asyncio.gather(*under_way)
         last = await self._give_up()
         await beside
         return Part(gots, self._counts, self._contributed, last)
+
+    async def _pause(self, under_way: list[asyncio.Future[Got]]) -> None:
+        """Before a call: compute, or in a crowded program perhaps await one of the calls under way."""
+        if not self._program.is_crowded:
+            await self._compute()
+        elif under_way and self._generator.random() < _AWAITS:
+            await under_way[self._generator.integers(len(under_way))]
 
     async def _compute(self) -> None:
         await asyncio.sleep(self._generator.exponential(self._step_s))
@@ -124,6 +133,7 @@ class Caller:
             "alltoall": lambda: comm.alltoall(x),
             "alltoallv": lambda: comm.alltoallv(tensors),
             "barrier": comm.barrier,
+            "neighbor_average": lambda: comm.neighbor_average(x),
         }
         work = calls[call.operation]()
 
