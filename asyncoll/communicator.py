@@ -947,7 +947,7 @@ class Communicator:
             operand.write_back()
             return x, source
 
-        self._core.member.check_caller()
+        self._core.member.check_program()
         return self._calls.start_receive_from_any(call, tag, operand.flat, result, staged_parts([operand]))
 
     # -- wait-avoiding ----------------------------------------------------------------------------
@@ -1960,7 +1960,7 @@ class Communicator:
 
     def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         """Make and start a call of two ranks by `start`. `detail` describes it."""
-        self._core.member.check_caller()
+        self._core.member.check_program()
         try:
             return start()
         except BaseException as error:

@@ -29,6 +29,9 @@ class Communicator(Protocol):
     def is_idle(self) -> bool:
         """Whether no call is under way."""
 
+    def returned(self) -> None:
+        """The program of this rank has ended."""
+
     def leave_at_once(self, reason: str) -> None:
         """Leave, and end the calls under way. The other ranks are told the `reason`."""
 
@@ -66,6 +69,11 @@ class Departures:
     def is_settled(self) -> bool:
         """Whether no numbered call of this rank is pending on any communicator. In any thread."""
         return all(communicator.is_settled() for communicator in list(self._open.values()))
+
+    def returned(self) -> None:
+        """The program of this rank has ended, and the rank waits for the others to end theirs."""
+        for communicator in list(self._open.values()):
+            communicator.returned()
 
     async def settle(self) -> None:
         """Wait until then."""

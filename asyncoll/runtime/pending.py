@@ -324,10 +324,14 @@ class PendingCalls:
         """Whether no numbered call is pending."""
         return not any(pending.number for pending in tuple(self._pending))
 
+    def has_messages(self) -> bool:
+        """Whether sends or receives are in progress."""
+        return any(map(_is_message, tuple(self._pending)))
+
     def has_only_messages(self) -> bool:
         """Whether calls are in progress, all of them sends and receives."""
         pending = tuple(self._pending)
-        return bool(pending) and all(each.kind in (Kind.PAIR, Kind.FROM_ANY) for each in pending)
+        return bool(pending) and all(map(_is_message, pending))
 
     def left(self, failure: Departed, calls: int) -> None:
         """World rank `failure.rank` takes no part in collectives after number `calls`. From any thread."""
@@ -388,6 +392,10 @@ class PendingCalls:
             self._last, self._calls = call, number
             self._recent.append((number, call))
         self._idle_since_s = max(self._idle_since_s, ended_s)
+
+
+def _is_message(pending: PendingCall) -> bool:
+    return pending.kind in (Kind.PAIR, Kind.FROM_ANY)
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -18,7 +18,7 @@ _EARLY_MAX = 1 << 16  # messages kept without a handler, for all contexts togeth
 
 SignalHandler: TypeAlias = Callable[[int, int, int, int, Buffer], None]  # source, number, step, fingerprint, payload
 Handled = TypeVar(
-    "Handled", wire.Announce, wire.Where, wire.Here, wire.Leave, wire.Unused
+    "Handled", wire.Announce, wire.Where, wire.Here, wire.Leave, wire.Returned, wire.Unused
 )  # control messages with a registered listener
 
 

@@ -211,6 +211,12 @@ class Leave(NamedTuple):
     reason: str
 
 
+class Returned(NamedTuple):
+    """Reports that the sender, whose program has ended, sends and receives nothing more on a communicator."""
+
+    communicator: int
+
+
 class Ending(NamedTuple):
     """Reports that the sender has left all communicators, and ends its connections once it has the answer."""
 
@@ -235,6 +241,7 @@ Control: TypeAlias = (
     | Here
     | Overdue
     | Leave
+    | Returned
     | Ending
     | EndingSeen
     | Unused

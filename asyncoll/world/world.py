@@ -17,7 +17,7 @@ from asyncoll.arguments import digest
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, PeerLostError, UsageError, describe, text_of
 from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.failures import WORLD
+from asyncoll.runtime.failures import WORLD, Departed, error_of
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import TAKEOVER_S, Runner
@@ -232,6 +232,9 @@ class World:
                 await self._depart(error)
             elif not self._failed():
                 await self._part(error)
+            elif isinstance(failure := self._endpoint.failures.of(self._group.communicator), Departed):
+                # Only this rank knows: the others wait for it to leave in good order.
+                self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error or error_of(failure)))
         finally:
             await self._endpoint.close(flush=self._departs or self._failed())
 
@@ -255,6 +258,7 @@ class World:
             self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
             return
         self._endpoint.depart()
+        self._endpoint.departures.returned()
         await self._core.leave(site_outside(os.path.dirname(__file__)))
         await self._settle_others()
         if self._endpoint.returns.any:
