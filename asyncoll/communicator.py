@@ -790,7 +790,8 @@ class Communicator:
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `dest` receives this message into a tensor of another dtype or number of
                 elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of
+                `dest` has ended.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
                 left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
@@ -850,7 +851,8 @@ class Communicator:
                 this thread runs no event loop. Nothing has been sent, and this rank may call again.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `source` has sent a tensor of another dtype or number of elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of
+                `source` has ended.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
                 left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
@@ -915,7 +917,8 @@ class Communicator:
                 or this thread runs no event loop. No message has been taken, and this rank may call again.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: the sender has sent a tensor of another dtype or number of elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of
+                every other rank has ended.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
                 left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
