@@ -116,7 +116,9 @@ class Router:
             self._count_early()
             self._early_signals.setdefault(header.context, []).append(signal)
 
-    def told(self, source: int, message: wire.Announce | wire.Where | wire.Here | wire.Leave | wire.Returned | wire.Unused) -> None:
+    def told(
+        self, source: int, message: wire.Announce | wire.Where | wire.Here | wire.Leave | wire.Returned | wire.Unused
+    ) -> None:
         """A CONTROL message of `source`. Raises ProtocolError if too many messages have no listener here."""
         key = type(message), message.communicator
         with self._registering:
