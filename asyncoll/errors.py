@@ -170,7 +170,13 @@ class ClosedError(AsyncollError):
 
 
 class DeadlockError(AsyncollError):
-    """In a simulated world, all ranks wait and no timer is set. The message lists what each rank waits for."""
+    """All ranks wait for each other in different calls, and nothing can make the call that one of them lacks.
+
+    The message lists each rank, the call that it is in, its line, and for how long. Every rank raises it after five
+    seconds. It is raised only where that is certain: if all threads of all ranks wait for calls, without a limit of
+    their own, and no signal handler is set. Otherwise the lowest rank logs a warning. In a simulated world `simulate`
+    raises it at once when all ranks wait and no timer is set.
+    """
 
 
 def reported_failure(error: BaseException) -> AbortedError | PeerLostError | None:

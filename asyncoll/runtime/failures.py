@@ -19,6 +19,7 @@ from asyncoll.errors import (
     AsyncollError,
     ClosedError,
     DeadlineError,
+    DeadlockError,
     MismatchError,
     PeerLostError,
     ProtocolError,
@@ -45,7 +46,9 @@ class Departed:
     pid: int
 
 
-Reported: TypeAlias = wire.Abort | wire.Broken | wire.Lost | wire.Mismatch | wire.Overdue  # sent to other ranks
+Reported: TypeAlias = (
+    wire.Abort | wire.Broken | wire.Deadlock | wire.Lost | wire.Mismatch | wire.Overdue
+)  # sent to other ranks
 Failure: TypeAlias = Reported | Closed | Departed
 
 
@@ -63,6 +66,8 @@ def error_of(failure: Failure) -> AsyncollError:
             return MismatchError(failure.text)
         case wire.Overdue():
             return DeadlineError(failure.text, ranks_in(failure.arrived), ranks_in(failure.missing))
+        case wire.Deadlock():
+            return DeadlockError(failure.text)
         case Departed():
             return PeerLostError(failure.rank, f"it has left: {failure.reason}", failure.host, failure.pid)
         case Closed():

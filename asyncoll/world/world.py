@@ -50,6 +50,7 @@ class World:
         over, or at once with an exception, and the communicators without it go on (see `runtime.departures`).
         """
         self._endpoint = endpoint
+        endpoint.standstill.program = runner
         self._runner = runner
         self._has_processes = hosts is not None
         self._joining = joining
