@@ -29,6 +29,12 @@ class Communicator(Protocol):
     def is_idle(self) -> bool:
         """Whether no call is under way."""
 
+    def has_failed(self) -> bool:
+        """Whether it, or the world, has failed."""
+
+    def check(self) -> None:
+        """Raise the error of that."""
+
     def returned(self) -> None:
         """The program of this rank has ended."""
 
@@ -74,6 +80,15 @@ class Departures:
         """The program of this rank has ended, and the rank waits for the others to end theirs."""
         for communicator in list(self._open.values()):
             communicator.returned()
+
+    def unsettled(self, *, has_begun: bool) -> list[Communicator]:
+        """The communicators with a numbered call pending that have not failed. In any thread.
+
+        With `has_begun`, a call may have begun that is not counted as pending yet: then all that have not failed.
+        """
+        return [
+            each for each in list(self._open.values()) if not (each.has_failed() if has_begun else each.is_settled())
+        ]
 
     async def settle(self) -> None:
         """Wait until then."""

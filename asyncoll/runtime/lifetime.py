@@ -147,8 +147,15 @@ class Lifetime:
 
     def is_settled(self) -> bool:
         """Whether no numbered call is pending, or all have failed."""
-        failures = self._member.endpoint.failures
-        return self._calls.is_settled() or failures.has_failed(self._member.communicator)
+        return self._calls.is_settled() or self.has_failed()
+
+    def has_failed(self) -> bool:
+        """Whether the communicator, or the world, has failed."""
+        return self._member.endpoint.failures.has_failed(self._member.communicator)
+
+    def check(self) -> None:
+        """Raise the error of that."""
+        self._member.check()
 
     def is_idle(self) -> bool:
         """Whether no call is under way."""
