@@ -58,6 +58,7 @@ class PeerLostError(AsyncollError):
         pid: its process; 0 if it is not known.
         last_seen_s: seconds between the last sign of life and the error.
         doing: the last call of the lost rank that the survivor knows of; empty if there is none.
+        has_ended: nothing is wrong with the rank: its program has ended, and this one has waited for a call of it.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PeerLostError(AsyncollError):
         self.pid = pid
         self.last_seen_s = last_seen_s
         self.doing = doing
+        self.has_ended = False
 
 
 class DeadlineError(AsyncollError):
@@ -180,14 +182,17 @@ class DeadlockError(AsyncollError):
 
 
 def reported_failure(error: BaseException) -> AbortedError | PeerLostError | None:
-    """The failure of a rank that `error`, or an exception of its chain or group, reports; None if it reports none."""
+    """The failure of a rank that `error`, or an exception of its chain or group, reports; None if it reports none.
+
+    A rank whose program has ended has not failed.
+    """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
         link = pending.pop()
         if link is None or id(link) in seen:
             continue
-        if isinstance(link, AbortedError | PeerLostError):
+        if isinstance(link, AbortedError) or (isinstance(link, PeerLostError) and not link.has_ended):
             return link
         seen.add(id(link))
         pending += [link.__context__, link.__cause__]

@@ -13,6 +13,7 @@ from conftest import SIZES, case, looped
 from receiving import LONG, SHORT, message, take_with_cancellations
 
 from asyncoll import ClosedError, DeadlineError, MismatchError, PeerLostError, UsageError, deadline
+from asyncoll.errors import reported_failure
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 
 SCRIPT = Path(__file__).parent / "scripts" / "any_source.py"
@@ -284,8 +285,10 @@ def test_a_rank_whose_program_has_ended_ends_what_waits_for_it(awaited, memory):
             assert (await comm.recv(np.empty(LONG, int), rank, 1) == message(rank, 0, 1)).all()
         await call
 
-    with pytest.raises(PeerLostError, match=r"rank [12] .*its program has ended"):
+    with pytest.raises(PeerLostError, match=r"rank [12] .*its program has ended") as caught:
         simulate(3, main, Network(latency_s=0.05), shared_memory=memory)
+    assert caught.value.has_ended
+    assert reported_failure(caught.value) is None  # so nothing blames the rank
 
 
 def test_a_task_that_outlives_its_program_sends_nothing(run):

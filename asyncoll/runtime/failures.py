@@ -44,6 +44,7 @@ class Departed:
     reason: str
     host: str
     pid: int
+    has_ended: bool  # its program, in good order
 
 
 Reported: TypeAlias = (
@@ -69,7 +70,9 @@ def error_of(failure: Failure) -> AsyncollError:
         case wire.Deadlock():
             return DeadlockError(failure.text)
         case Departed():
-            return PeerLostError(failure.rank, f"it has left: {failure.reason}", failure.host, failure.pid)
+            left = PeerLostError(failure.rank, f"it has left: {failure.reason}", failure.host, failure.pid)
+            left.has_ended = failure.has_ended
+            return left
         case Closed():
             return ClosedError("this communicator is closed")
 

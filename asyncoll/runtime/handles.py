@@ -371,11 +371,14 @@ class HandleRunner(ProgressThread):
         """Whether a task that awaits nothing but calls that are over has to let its loop turn."""
         return self._turns.is_due()
 
+    def is_waiting(self) -> bool:
+        return any(_is_waiting(each) for each in threading.enumerate() if not each.name.startswith(_OWN_THREADS))
+
     def is_stuck(self) -> bool:
         """Whether all threads of the program wait for calls, without a limit, and no signal handler may wake one."""
         if handlers_may_raise() or not self.computed_s():  # without times of threads, one may be computing
             return False
-        return all(map(_is_waiting, threading.enumerate()))
+        return all(map(_is_waiting, _threads_of_program()))
 
     # -- from callers, in any thread --------------------------------------------------------------
 
@@ -497,10 +500,14 @@ def _see(task: asyncio.Task[Any]) -> None:
         task.exception()  # mark it as seen: the handle may have been dropped
 
 
+def _threads_of_program() -> list[threading.Thread]:
+    """Those that may make calls."""
+    threads = threading.enumerate()
+    return [each for each in threads if not each.name.startswith(_OWN_THREADS) or each.name.startswith(_OF_PROGRAM)]
+
+
 def _is_waiting(thread: threading.Thread) -> bool:
     """Whether `thread` makes no call before another one ends."""
-    if thread.name.startswith(_OWN_THREADS) and not thread.name.startswith(_OF_PROGRAM):
-        return True
     gate = waiting_threads.get(thread.ident)
     return gate is not None and not gate.is_open
 

@@ -224,7 +224,7 @@ class Lifetime:
 
     def _departed(self, rank: int, reason: str) -> Departed:
         process = self._member.endpoint.membership.process(rank)
-        return Departed(rank, reason, process.host, process.pid)
+        return Departed(rank, reason, process.host, process.pid, reason == _RETURNED)
 
     def _is_through(self, rank: int) -> None:
         self._through.add(rank)

@@ -117,6 +117,9 @@ class Runner(Protocol):
     def post(self, what: Callable[[], None]) -> None:
         """Schedule `what` on the runtime's loop, from any thread."""
 
+    def is_waiting(self) -> bool:
+        """Whether the program waits for a call, as far as this can be known. It may have calls under way and go on."""
+
     def is_stuck(self) -> bool:
         """Whether nothing but the end of a call wakes the program: no thread, task, timer, signal or connection.
 
@@ -347,6 +350,9 @@ class SharedLoop:
         self.home = asyncio.get_running_loop()
         self._turns = _Turns()
 
+    def is_waiting(self) -> bool:
+        return True  # perhaps
+
     def is_stuck(self) -> bool:
         return False  # the tasks of all ranks are on one loop, which does not tell whose they are
 
@@ -465,6 +471,9 @@ class ProgressThread:
 
     def may_block(self) -> bool:
         return False
+
+    def is_waiting(self) -> bool:
+        return True  # perhaps
 
     def is_stuck(self) -> bool:
         return False  # an event loop does not tell its timers and connections

@@ -65,6 +65,9 @@ class Calls(Protocol):
 class Program(Protocol):
     """What the program of this rank does besides its calls: `progress.Runner`."""
 
+    def is_waiting(self) -> bool:
+        """Whether the program waits for a call, as far as this can be known. It may have calls under way and go on."""
+
     def is_stuck(self) -> bool:
         """Whether nothing but the end of a call wakes the program, as far as this can be known for certain."""
 
@@ -149,7 +152,7 @@ class Standstill:
         loop = asyncio.get_running_loop()
         if not self._waits() or self._failures.any or any(calls.may_arrive() for calls in self._calls):
             self.is_asleep = True
-        elif self._state() != self._mark:
+        elif self._state() != self._mark or (self.program is not None and not self.program.is_waiting()):
             self._watch()
         elif self._computed_s is None:  # not before: it takes a system call for each thread
             self._computed_s = loop.time(), self._computed()

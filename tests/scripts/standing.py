@@ -75,6 +75,19 @@ def a_limit(comm):
         comm.send(np.empty(3), 0).wait()
 
 
+def computing(comm):
+    """A rank with a call under way is in its own code, and uses no core."""
+    if comm.rank == 0:
+        call = comm.recv(np.empty(3), 1)
+        time.sleep(2.0)
+        comm.barrier().wait()
+        call.wait()
+        return
+    comm.barrier().wait()
+    if comm.rank == 1:
+        comm.send(np.empty(3), 0).wait()
+
+
 def a_handler(comm):
     """The handler of a signal that comes later ends the wait of rank 0."""
     if comm.rank == 0:
