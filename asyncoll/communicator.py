@@ -790,7 +790,8 @@ class Communicator:
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `dest` receives this message into a tensor of another dtype or number of
                 elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of
+                `dest` has ended.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
                 left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
@@ -850,7 +851,8 @@ class Communicator:
                 this thread runs no event loop. Nothing has been sent, and this rank may call again.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: `source` has sent a tensor of another dtype or number of elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of
+                `source` has ended.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
                 left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
@@ -915,7 +917,8 @@ class Communicator:
                 or this thread runs no event loop. No message has been taken, and this rank may call again.
             ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: the sender has sent a tensor of another dtype or number of elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
+            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of
+                every other rank has ended.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
                 left the world with an exception.
             DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
@@ -947,7 +950,7 @@ class Communicator:
             operand.write_back()
             return x, source
 
-        self._core.member.check_caller()
+        self._core.member.check_program()
         return self._calls.start_receive_from_any(call, tag, operand.flat, result, staged_parts([operand]))
 
     # -- wait-avoiding ----------------------------------------------------------------------------
@@ -1972,7 +1975,7 @@ class Communicator:
 
     def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         """Make and start a call of two ranks by `start`. `detail` describes it."""
-        self._core.member.check_caller()
+        self._core.member.check_program()
         try:
             return start()
         except BaseException as error:

@@ -58,6 +58,7 @@ class PeerLostError(AsyncollError):
         pid: its process; 0 if it is not known.
         last_seen_s: seconds between the last sign of life and the error.
         doing: the last call of the lost rank that the survivor knows of; empty if there is none.
+        has_ended: nothing is wrong with the rank: its program has ended, and this one has waited for a call of it.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class PeerLostError(AsyncollError):
         self.pid = pid
         self.last_seen_s = last_seen_s
         self.doing = doing
+        self.has_ended = False
 
 
 class DeadlineError(AsyncollError):
@@ -170,18 +172,27 @@ class ClosedError(AsyncollError):
 
 
 class DeadlockError(AsyncollError):
-    """In a simulated world, all ranks wait and no timer is set. The message lists what each rank waits for."""
+    """All ranks wait for each other in different calls, and nothing can make the call that one of them lacks.
+
+    The message lists each rank, the call that it is in, its line, and for how long. Every rank raises it after five
+    seconds. It is raised only where that is certain: if all threads of all ranks wait for calls, without a limit of
+    their own, and no signal handler is set. Otherwise the lowest rank logs a warning. In a simulated world `simulate`
+    raises it at once when all ranks wait and no timer is set.
+    """
 
 
 def reported_failure(error: BaseException) -> AbortedError | PeerLostError | None:
-    """The failure of a rank that `error`, or an exception of its chain or group, reports; None if it reports none."""
+    """The failure of a rank that `error`, or an exception of its chain or group, reports; None if it reports none.
+
+    A rank whose program has ended has not failed.
+    """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
         link = pending.pop()
         if link is None or id(link) in seen:
             continue
-        if isinstance(link, AbortedError | PeerLostError):
+        if isinstance(link, AbortedError) or (isinstance(link, PeerLostError) and not link.has_ended):
             return link
         seen.add(id(link))
         pending += [link.__context__, link.__cause__]

@@ -170,6 +170,12 @@ REPLACED = {
     "test_bench.py": {"algorithms.allreduce": _LAW},
     "test_cancellation.py": {"join.meet": "the moment at which the ranks have met"},
     "test_collectives.py": {"on_lane.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"},
+    "test_standstill.py": {
+        "SharedLoop.is_stuck": "ranks on one loop never know it; the test does",
+        "standstill.STILL_S": "so that ranks of drawn worlds stand still",
+        "standstill.Standstill._still": "counted, to see that they do",
+        "standstill._TICK_S": "the same as STILL_S",
+    },
     "test_selection.py": {"_core.native": "the same without the compiled core"},
     "test_cuda.py": {
         "cuda._PATIENCE_S": "so that the test does not wait for it",

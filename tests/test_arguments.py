@@ -8,6 +8,8 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncoll import Feedback, UsageError
 from asyncoll.arguments import digest
@@ -215,3 +217,28 @@ def test_a_shape_of_other_values_is_refused(shape):
             comm.empty(shape, "f4")
 
     simulate(2, main)
+
+
+@pytest.mark.parametrize("real", [{}, {"allow_non_fake_inputs": True}], ids=["fake only", "real, too"])
+@pytest.mark.parametrize("call", ["allreduce", "broadcast", "recv", "solo_allreduce", "neighbor_average"])
+def test_a_tensor_is_refused_while_torch_makes_fake_ones(call, real, run):
+    """Its view would be of other memory: the call would be over, and the tensor as before."""
+
+    async def main(comm):
+        x, apart = torch.ones(4), torch.ones(4, 2)[:, 0]
+        arguments = (1 - comm.rank,) if call == "recv" else ()
+        with FakeTensorMode(**real):
+            fake = torch.empty(4)
+            for tensor in (x, apart, fake):
+                with pytest.raises(UsageError, match=r"[Ff]ake"):
+                    getattr(comm, call)(tensor, *arguments)
+        with TorchDispatchLog():  # any other mode is no reason
+            assert (await comm.allreduce(x) == 2).all()
+            assert (await comm.allreduce(apart) == 2).all()
+
+    run(2, main)
+
+
+class TorchDispatchLog(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))

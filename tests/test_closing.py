@@ -11,7 +11,7 @@ import pytest
 from closing import different, footprint, measured, objects, settled, warmed
 from conftest import SIZES, case, looped
 
-from asyncoll import AbortedError, ClosedError, PeerLostError, UsageError
+from asyncoll import AbortedError, ClosedError, MismatchError, PeerLostError, UsageError
 from asyncoll.runtime.executions import WINDOW_BYTES
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 from asyncoll.transport.wire import SEGMENT_BYTES
@@ -350,6 +350,41 @@ def test_what_can_not_be_closed_and_what_stays():
         await comm.barrier()
 
     run_ranks(3, main, "shm")
+
+
+LEFT = {
+    "another call": (MismatchError, "allreduce #1 of . float64"),
+    "no call": (PeerLostError, "rank 1 is gone: .*its program has ended"),
+    "an abort": (AbortedError, "rank 1 aborted: no reason"),
+}
+
+
+@pytest.mark.parametrize("meets", LEFT)
+def test_a_collective_of_a_part_that_fails_as_its_rank_leaves_is_raised_there(meets, run):
+    """Its program has kept no handle, and the other rank has done something else."""
+
+    async def main(comm):
+        part = await comm.split(0)
+        if comm.rank == 0 or meets == "another call":
+            part.allreduce(np.ones(3 + comm.rank)).close()
+        elif meets == "an abort":
+            await asyncio.sleep(0.1)
+            part.abort("no reason")
+
+    kind, text = LEFT[meets]
+    with pytest.raises(kind, match=text):
+        run(2, main)
+
+
+def test_a_part_without_calls_that_fails_as_its_rank_leaves_is_no_error(run):
+    async def main(comm):
+        part = await comm.split(0)
+        await part.allreduce(np.ones(3))
+        if comm.rank == 1:
+            await asyncio.sleep(0.1)
+            part.abort("no reason")
+
+    run(2, main)
 
 
 @pytest.mark.slow

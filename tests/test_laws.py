@@ -489,6 +489,7 @@ DENSE_LIES = [
     ("meeting", "barrier", leaves_early),
     ("conservation", "solo_allreduce", counts_twice),
     ("ending", "allreduce", goes_on_when_cancelled),
+    ("farewell", "recv", gives_an_element_more),
     ("completion", "gather", blocks),
 ]
 

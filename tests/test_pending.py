@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncoll import DeadlineError, deadline
-from asyncoll.testing import Network, Pause, simulate
+from asyncoll.testing import Network, Pause, run_ranks, simulate
 from asyncoll.transport.wire import Here
 
 
@@ -74,3 +74,18 @@ def test_only_the_addressed_rank_answers():
         await comm.barrier()
 
     simulate(3, main, Network(latency_s=0.01))
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+def test_the_time_limit_of_the_environment_holds_among_ranks_on_one_loop(transport, monkeypatch):
+    monkeypatch.setenv("ASYNCOLL_DEADLINE_S", "0.2")
+
+    async def main(comm):
+        await comm.barrier()
+        if comm.rank == 0:
+            await asyncio.Event().wait()  # the failure of the others cancels this rank
+        await comm.barrier()
+
+    with pytest.raises(DeadlineError) as error:
+        run_ranks(3, main, transport)
+    assert (error.value.arrived, error.value.missing) == ((1, 2), (0,))

@@ -12,7 +12,8 @@ import pytest
 from conftest import SIZES, case, looped
 from receiving import LONG, SHORT, message, take_with_cancellations
 
-from asyncoll import DeadlineError, MismatchError, PeerLostError, UsageError, deadline
+from asyncoll import ClosedError, DeadlineError, MismatchError, PeerLostError, UsageError, deadline
+from asyncoll.errors import reported_failure
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 
 SCRIPT = Path(__file__).parent / "scripts" / "any_source.py"
@@ -261,6 +262,60 @@ def test_it_goes_on_until_all_other_ranks_have_left():
     assert simulate(3, main).results[0] == [(np.full(1, 2), 2), (np.full(1, 1), 1)]
 
 
+@pytest.mark.parametrize("memory", [False, True])
+@pytest.mark.parametrize("awaited", ["recv", "recv_any", "send", "recv in a part", "allreduce in a part"])
+def test_a_rank_whose_program_has_ended_ends_what_waits_for_it(awaited, memory):
+    """Once what it has left under way is over: its last message arrives."""
+    sends = []
+
+    async def main(comm):
+        part = await comm.split(0)
+        if comm.rank:
+            sends.append(asyncio.ensure_future(comm.send(message(comm.rank, 0, LONG), 0, tag=1)))
+            return
+        calls = {
+            "recv": lambda: comm.recv(np.empty(3), 1),
+            "recv_any": lambda: comm.recv_any(np.empty(3)),
+            "send": lambda: comm.send(np.empty(LONG), 1),
+            "recv in a part": lambda: part.recv(np.empty(3), 1),
+            "allreduce in a part": lambda: part.allreduce(np.empty(3)),
+        }
+        call = asyncio.ensure_future(calls[awaited]())
+        for rank in range(1, comm.size):
+            assert (await comm.recv(np.empty(LONG, int), rank, 1) == message(rank, 0, 1)).all()
+        await call
+
+    with pytest.raises(PeerLostError, match=r"rank [12] .*its program has ended") as caught:
+        simulate(3, main, Network(latency_s=0.05), shared_memory=memory)
+    assert caught.value.has_ended
+    assert reported_failure(caught.value) is None  # so nothing blames the rank
+
+
+def test_a_task_that_outlives_its_program_sends_nothing(run):
+    tasks = []
+
+    async def outlive(comm):
+        while not comm._core.member.endpoint.departed:
+            await asyncio.sleep(1e-3)
+        for call in (
+            lambda: comm.send(np.ones(3), 1),
+            lambda: comm.recv(np.ones(3), 1),
+            lambda: comm.recv_any(np.ones(3)),
+        ):
+            with pytest.raises(ClosedError, match="the program of this rank has ended"):
+                call()
+
+    async def main(comm):
+        if comm.rank == 0:
+            tasks.append(asyncio.create_task(outlive(comm)))
+        else:
+            while not tasks or not tasks[0].done():
+                await asyncio.sleep(1e-3)
+            tasks[0].result()
+
+    run(2, main)
+
+
 @looped("wait_s", [0.0, 5.0])
 def test_the_departure_of_the_rank_whose_message_it_has_taken_ends_it(wait_s):
     """In good order a rank leaves after its sends; this one is in the middle of a long array."""
@@ -359,3 +414,10 @@ def test_a_killed_rank_ends_it_and_without_an_event_loop_it_gives_a_handle(forke
     for rank, each in enumerate(forked_world(os.environ, 3, SCRIPT, "blocking")):
         code, out, err = each.end()
         assert rank == 2 or (code, out, err) == (0, "passed\n", ""), (rank, code, out, err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["outlives", "outlives without a loop"])
+def test_a_process_that_waits_for_one_whose_program_has_ended_tells_the_others(forked_world, mode):
+    world = [each.end() for each in forked_world(os.environ, 3, SCRIPT, mode)]
+    assert world == [(0, "PeerLostError of rank 1\n", ""), *[(0, "AbortedError of rank 0\n", "")] * 2]

@@ -158,6 +158,27 @@ def test_long_arrays_pass_in_windows():
         assert (least, most, total) == (10, 10, 34_000_000)
 
 
+@pytest.mark.parametrize("passing", ["scatter", "gather", "neighbor_average"])
+def test_a_call_by_message_passes_the_memory_of_an_earlier_call_on_only_after_that(passing):
+    """Every 4th call uses the same memory. Call 5 uses none, and is over while call 1, of two windows, needs it."""
+
+    async def main(comm):
+        calls = {
+            "scatter": lambda: comm.scatter([np.ones(3)] * comm.size if comm.rank == 0 else None),
+            "gather": lambda: comm.gather(np.ones(3)),
+            "neighbor_average": lambda: comm.neighbor_average(np.ones(3)),
+        }
+        long = asyncio.ensure_future(comm.allreduce(np.ones(1_000_000)))
+        if comm.rank == 1:
+            await long
+        works = [comm.barrier(), comm.barrier(), comm.barrier(), calls[passing](), *(comm.barrier() for _ in range(4))]
+        await asyncio.gather(*works)
+        return set(await long)
+
+    world = simulate(6, main, JITTERY, shared_memory=True, hosts="000001")
+    assert world.results == [{6.0}] * 6
+
+
 def test_hosts_may_be_several_windows_ahead():
     """Of the root, whose host comes late: their shares are short messages, which wait for no receive."""
 

@@ -29,6 +29,15 @@ class Communicator(Protocol):
     def is_idle(self) -> bool:
         """Whether no call is under way."""
 
+    def has_failed(self) -> bool:
+        """Whether it, or the world, has failed."""
+
+    def check(self) -> None:
+        """Raise the error of that."""
+
+    def returned(self) -> None:
+        """The program of this rank has ended."""
+
     def leave_at_once(self, reason: str) -> None:
         """Leave, and end the calls under way. The other ranks are told the `reason`."""
 
@@ -66,6 +75,20 @@ class Departures:
     def is_settled(self) -> bool:
         """Whether no numbered call of this rank is pending on any communicator. In any thread."""
         return all(communicator.is_settled() for communicator in list(self._open.values()))
+
+    def returned(self) -> None:
+        """The program of this rank has ended, and the rank waits for the others to end theirs."""
+        for communicator in list(self._open.values()):
+            communicator.returned()
+
+    def unsettled(self, *, has_begun: bool) -> list[Communicator]:
+        """The communicators with a numbered call pending that have not failed. In any thread.
+
+        With `has_begun`, a call may have begun that is not counted as pending yet: then all that have not failed.
+        """
+        return [
+            each for each in list(self._open.values()) if not (each.has_failed() if has_begun else each.is_settled())
+        ]
 
     async def settle(self) -> None:
         """Wait until then."""

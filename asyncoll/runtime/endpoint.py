@@ -22,6 +22,7 @@ from asyncoll.runtime.host_losses import HostLosses
 from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.returns import Returns
 from asyncoll.runtime.router import Router
+from asyncoll.runtime.standstill import Standstill
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.transport import Arena, Buffer, Loss, Transport, wire
 
@@ -75,6 +76,7 @@ class Endpoint:
         self.executions = Executions(transport, self.router, self.failures)
         self.membership = Membership(hosts)
         self._host_losses = HostLosses(self.host_of, self.rank, self.membership, self._ask_of, self.report)
+        self.standstill = Standstill(self.router, self.traffic, self.failures, self.membership)
         self.departures = Departures(self.router, self.membership)
         self.returns = Returns()
         self._services: set[asyncio.Task[None]] = set()
@@ -122,6 +124,7 @@ class Endpoint:
         # A loss that another thread has noticed may be recorded while its waits have not ended yet: this ends them.
         self.failures.fail(self.failures.record(Closed()))
         self.closed = True
+        self.standstill.finished()
         for service in list(self._services):
             service.cancel()
         try:
@@ -241,7 +244,7 @@ class Endpoint:
 
     def _control(self, source: int, message: wire.Control) -> None:
         """Dispatch a control message."""
-        if isinstance(message, wire.Abort | wire.Mismatch | wire.Overdue):
+        if isinstance(message, wire.Abort | wire.Deadlock | wire.Mismatch | wire.Overdue):
             self.failures.fail(message, message.communicator)
         elif isinstance(message, wire.Broken):
             self.failures.fail(message)
@@ -255,6 +258,8 @@ class Endpoint:
             self.membership.introduced(source, message)
         elif isinstance(message, wire.Dispute):
             self.executions.answer(source, message)
+        elif isinstance(message, wire.Still | wire.Stillness):
+            self.standstill.received(source, message)
         elif isinstance(message, wire.Ending):
             self.departures.ending(source, message)
         elif isinstance(message, wire.EndingSeen):

@@ -19,6 +19,7 @@ from asyncoll.errors import (
     AsyncollError,
     ClosedError,
     DeadlineError,
+    DeadlockError,
     MismatchError,
     PeerLostError,
     ProtocolError,
@@ -43,9 +44,12 @@ class Departed:
     reason: str
     host: str
     pid: int
+    has_ended: bool  # its program, in good order
 
 
-Reported: TypeAlias = wire.Abort | wire.Broken | wire.Lost | wire.Mismatch | wire.Overdue  # sent to other ranks
+Reported: TypeAlias = (
+    wire.Abort | wire.Broken | wire.Deadlock | wire.Lost | wire.Mismatch | wire.Overdue
+)  # sent to other ranks
 Failure: TypeAlias = Reported | Closed | Departed
 
 
@@ -63,8 +67,12 @@ def error_of(failure: Failure) -> AsyncollError:
             return MismatchError(failure.text)
         case wire.Overdue():
             return DeadlineError(failure.text, ranks_in(failure.arrived), ranks_in(failure.missing))
+        case wire.Deadlock():
+            return DeadlockError(failure.text)
         case Departed():
-            return PeerLostError(failure.rank, f"it has left: {failure.reason}", failure.host, failure.pid)
+            left = PeerLostError(failure.rank, f"it has left: {failure.reason}", failure.host, failure.pid)
+            left.has_ended = failure.has_ended
+            return left
         case Closed():
             return ClosedError("this communicator is closed")
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from asyncoll import forks
 from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
-from asyncoll.runtime.interruption import may_interrupt
+from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
 from asyncoll.runtime.progress import ProgressThread, ignore
 from asyncoll.runtime.work import Begun, Driven
 
@@ -31,6 +31,8 @@ logger = logging.getLogger("asyncoll")
 
 _FAILED = "a callback of `Handle.when_done` has failed"
 _NAP_S = 0.5  # a signal that comes as a thread falls asleep does not wake it: its handler runs after the nap
+_OWN_THREADS = "asyncoll-"
+_OF_PROGRAM = ("asyncoll-future", "asyncoll-ranks")  # of those, the ones that run its code
 _LOOKED_AT_S = 0.0005  # until the runtime asks again for a call that a thread looks at
 
 
@@ -74,13 +76,21 @@ class Gate:
         lock = threading.Lock()
         lock.acquire()
         self._waiting.add(lock)
+        thread = threading.get_ident()
         try:
+            if limit_s == threading.TIMEOUT_MAX:
+                waiting_threads[thread] = self
             left_s = limit_s
             while not self.is_open and left_s > 0 and not lock.acquire(timeout=min(left_s, _NAP_S)):
                 left_s -= _NAP_S
             return self.is_open
         finally:
+            waiting_threads.pop(thread, None)
             self._waiting.discard(lock)
+
+
+# The threads that wait for the runtime without a limit, and at which gate. Nothing else wakes them.
+waiting_threads: dict[int | None, Gate] = {}
 
 
 class Handle(Awaitable[T]):
@@ -361,6 +371,15 @@ class HandleRunner(ProgressThread):
         """Whether a task that awaits nothing but calls that are over has to let its loop turn."""
         return self._turns.is_due()
 
+    def is_waiting(self) -> bool:
+        return any(_is_waiting(each) for each in threading.enumerate() if not each.name.startswith(_OWN_THREADS))
+
+    def is_stuck(self) -> bool:
+        """Whether all threads of the program wait for calls, without a limit, and no signal handler may wake one."""
+        if handlers_may_raise() or not self.computed_s():  # without times of threads, one may be computing
+            return False
+        return all(map(_is_waiting, _threads_of_program()))
+
     # -- from callers, in any thread --------------------------------------------------------------
 
     def caller(self) -> asyncio.AbstractEventLoop:
@@ -479,6 +498,18 @@ class HandleRunner(ProgressThread):
 def _see(task: asyncio.Task[Any]) -> None:
     if not task.cancelled():
         task.exception()  # mark it as seen: the handle may have been dropped
+
+
+def _threads_of_program() -> list[threading.Thread]:
+    """Those that may make calls."""
+    threads = threading.enumerate()
+    return [each for each in threads if not each.name.startswith(_OWN_THREADS) or each.name.startswith(_OF_PROGRAM)]
+
+
+def _is_waiting(thread: threading.Thread) -> bool:
+    """Whether `thread` makes no call before another one ends."""
+    gate = waiting_threads.get(thread.ident)
+    return gate is not None and not gate.is_open
 
 
 def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:

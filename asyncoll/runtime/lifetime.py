@@ -13,6 +13,10 @@ Ending is local: ranks close a communicator at any time and in any order. The en
 A rank with an error, or one that leaves the world (see `departures`), does not wait for its calls: it ends them. It
 tells the number up to which they were over.
 
+A rank whose program has ended, and that waits for the others before it leaves the world, makes no more calls either. It
+leaves the communicators made by `split`, and tells that it sends and receives nothing more (message Returned). On the
+communicator of the world collectives meet the end of its program, which is a collective, too.
+
 A send or a receive that no rank matches is never over. Where nobody may wait for it after the end (`keeps_messages`),
 it ends once all ranks have left.
 
@@ -22,6 +26,7 @@ ends the world, and with it all memory.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Protocol
 
@@ -29,9 +34,10 @@ from asyncoll.errors import ProtocolError
 from asyncoll.runtime.failures import Closed, Departed
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import Kind, PendingCalls
-from asyncoll.transport.wire import Leave, Unused
+from asyncoll.transport.wire import Leave, Returned, Unused
 
 _CLOSED = "it has closed this communicator"
+_RETURNED = "its program has ended"
 
 
 class Part(Protocol):
@@ -76,10 +82,12 @@ class Lifetime:
         self._keeps_messages = keeps_messages
         self.serves = False  # other ranks may still ask for something of this one: it is never through
         self._is_left = False  # by this rank
+        self._has_returned = False  # the program of this rank has ended, and the others are not told of its messages
         self._leaving: set[int] = set()  # world ranks whose Leave has come
         self._through: set[int] = set()  # world ranks
         self.is_forgotten = False
         member.on_control(Leave, self._told_leave)
+        member.on_control(Returned, self._told_returned)
         if not is_world:
             member.on_control(Unused, self._told_unused)
         member.endpoint.departures.opened(member.communicator, self)
@@ -111,11 +119,27 @@ class Lifetime:
         # Also if nothing is pending: other threads may be about to make a call.
         self._member.endpoint.failures.fail(Closed(), self._member.communicator)
 
+    def returned(self) -> None:
+        """The program of this rank has ended: it makes no more calls."""
+        if self._is_left:
+            return
+        if not self.is_world:
+            self._leave(self._last(), _RETURNED)
+        self._has_returned = True
+        self._calls.is_idle(self._wake)
+        self._end_returned()
+
+    def _end_returned(self) -> None:
+        """Tell the others once the sends and receives of this rank are over. A port may serve those of others."""
+        if self._has_returned and not self._member.ports and not self._calls.has_messages():
+            self._has_returned = False
+            self._tell(Returned(self._member.communicator))
+
     def _leave(self, calls: int, reason: str) -> None:
         self._is_left = True
         self._tell(Leave(self._member.communicator, calls, reason))
 
-    def _tell(self, message: Leave | Unused) -> None:
+    def _tell(self, message: Leave | Returned | Unused) -> None:
         gone = self._member.endpoint.membership.ended
         for rank in self._member.group.ranks:
             if rank != self._member.endpoint.rank and rank not in gone:
@@ -123,8 +147,15 @@ class Lifetime:
 
     def is_settled(self) -> bool:
         """Whether no numbered call is pending, or all have failed."""
-        failures = self._member.endpoint.failures
-        return self._calls.is_settled() or failures.has_failed(self._member.communicator)
+        return self._calls.is_settled() or self.has_failed()
+
+    def has_failed(self) -> bool:
+        """Whether the communicator, or the world, has failed."""
+        return self._member.endpoint.failures.has_failed(self._member.communicator)
+
+    def check(self) -> None:
+        """Raise the error of that."""
+        self._member.check()
 
     def is_idle(self) -> bool:
         """Whether no call is under way."""
@@ -135,7 +166,10 @@ class Lifetime:
 
     def _finish_when_idle(self) -> None:
         member = self._member
-        if member.endpoint.closed or member.endpoint.rank in self._through or not member.is_closed:
+        if member.endpoint.closed:
+            return
+        self._end_returned()
+        if member.endpoint.rank in self._through or not member.is_closed:
             return
         self._end_messages()
         # A rank with an open port may have to send messages for calls of the others, and does not know the last one. So
@@ -163,6 +197,12 @@ class Lifetime:
         self._calls.left(self._departed(source, leave.reason), leave.calls)
         self._finish_when_idle()
 
+    def _told_returned(self, source: int, _: Returned) -> None:
+        self._check_part(source)
+        if self.is_world:
+            self._calls.left(self._departed(source, _RETURNED), sys.maxsize)
+        self._calls.lacks(source, Kind.PAIR)
+
     def _told_unused(self, source: int, _: Unused) -> None:
         self._check_part(source)
         self._calls.lacks(source, Kind.PAIR)
@@ -184,7 +224,7 @@ class Lifetime:
 
     def _departed(self, rank: int, reason: str) -> Departed:
         process = self._member.endpoint.membership.process(rank)
-        return Departed(rank, reason, process.host, process.pid)
+        return Departed(rank, reason, process.host, process.pid, reason == _RETURNED)
 
     def _is_through(self, rank: int) -> None:
         self._through.add(rank)

@@ -95,6 +95,15 @@ class Member:
                 "another thread pass that to asyncio.run_coroutine_threadsafe, with the loop of the program"
             ) from None
 
+    def check_program(self) -> None:
+        """As `check_caller`, for a send or a receive. Raises ClosedError once the program of this rank has ended.
+
+        The others know by then that it sends and receives nothing more.
+        """
+        self.check_caller()
+        if self.endpoint.departed:
+            raise ClosedError("the program of this rank has ended: a task or function that outlives it sends nothing")
+
     def post(self, callback: Callable[[], None]) -> None:
         """Schedule `callback` on the runtime's loop."""
         self.runner.post(callback)

@@ -24,6 +24,7 @@ from asyncoll.runtime import deadlines
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import Departed
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, Wait
 from asyncoll.tensors.staged import Arriving
 from asyncoll.transport.wire import Here, Overdue, Where
 
@@ -33,6 +34,7 @@ _ANSWER_S = 0.25  # time for the answers. The progress thread of a rank answers,
 # A call may be over without a rank that has left, if all that it needs has come. It has this long to end.
 _COMPLETION_S = 0.02
 _COMPLETION_TURNS = 4  # of the loop, which may have been busy for all that time
+_DEFAULT_S = 1700.0  # defaults of deadlines are half an hour: a shorter one is the program's own
 _RECENT_MAX = 64  # numbered calls whose names are known, for the answer what this rank has called instead
 
 
@@ -84,6 +86,7 @@ class PendingCalls:
         self._now_s = deadlines.clock()
         self._pending: dict[PendingCall, None] = {}  # an ordered set
         self._arriving: WeakKeyDictionary[PendingCall, Sequence[Arriving]] = WeakKeyDictionary()
+        self.changes = 0  # calls that have begun or ended
         self._on_idle: Callable[[], None] | None = None
         self._calls = 0  # the number of the last numbered call
         self._last: Call | None = None  # the last call of this rank
@@ -101,6 +104,8 @@ class PendingCalls:
         self._departed: dict[int, tuple[int, Departed]] = {}  # by world rank: its last call
         self._lacking: dict[int, Kind] = {}  # by world rank: the last kind of calls in which it has no part any more
         self._looking = False  # for calls that wait for a rank which has left
+        self._standstill = endpoint.standstill
+        self._post(lambda: self._standstill.opened(self))
         endpoint.router.on_control(Where, group.communicator, self._on_question)
         endpoint.router.on_control(Here, group.communicator, self._on_answer)
 
@@ -130,9 +135,15 @@ class PendingCalls:
         if pending.expires_s < self._next_check_s:
             self._post(self._check_overdue)
             self._next_check_s = pending.expires_s  # last: a signal handler may raise before the check is posted
+        self._changed()
         if self._departed:
             self._post(self._look_soon)
         return pending
+
+    def _changed(self) -> None:
+        self.changes += 1
+        if self._pending and self._standstill.is_asleep:
+            self._post(self._standstill.wake)
 
     def arrives(self, pending: PendingCall, tensors: Sequence[Arriving]) -> None:
         """The call waits for `tensors`, which come from a device."""
@@ -166,6 +177,7 @@ class PendingCalls:
         """The call has ended, in any way. Idempotent."""
         self._pending.pop(pending, None)
         self._idle_since_s = self._now_s()
+        self._changed()
         if self._on_idle is not None:
             self._on_idle()
 
@@ -196,6 +208,26 @@ class PendingCalls:
         router, communicator = self._endpoint.router, self._group.communicator
         router.off_control(Where, communicator)
         router.off_control(Here, communicator)
+        self._standstill.closed(self)
+
+    # -- for `standstill` -------------------------------------------------------------------------
+
+    def waits(self) -> list[Wait]:
+        return [self._wait(pending) for pending in tuple(self._pending)]
+
+    def _wait(self, pending: PendingCall) -> Wait:
+        communicator, key = self._group.communicator, pending.call.key
+        if pending.kind is Kind.PAIR:
+            key = "{} to {}".format(*pending.ranks)  # the same for a send and its receive
+        return Wait(communicator, pending.number, _NEEDS[pending.kind], len(pending.ranks), key)
+
+    def begun(self) -> tuple[int, int]:
+        self._catch_up()
+        return self._group.communicator, self._calls
+
+    def may_arrive(self) -> bool:
+        pending = tuple(self._pending)
+        return bool(self._arriving_keys()) or any(each.expires_s - each.since_s < _DEFAULT_S for each in pending)
 
     def _check_overdue(self) -> None:
         """Report the first overdue call, or set the timer for the next check.
@@ -284,7 +316,7 @@ class PendingCalls:
     def _location(self, rank: int) -> str:
         answer = self._answers.get(rank)
         if rank == self._endpoint.rank:
-            doing = self._doing()
+            doing = self.doing()
         else:
             doing = answer.doing if answer is not None else "which does not answer"
         return f"{self._endpoint.membership.name(rank)}, {doing}"
@@ -296,10 +328,10 @@ class PendingCalls:
         made = next((call.key for each, call in tuple(self._recent) if each == number), "")
         inside = "\n".join(pending.call.key for pending in tuple(self._pending))
         arriving = "\n".join(self._arriving_keys())
-        here = Here(communicator, number, self._calls, made, inside, arriving, self._doing())
+        here = Here(communicator, number, self._calls, made, inside, arriving, self.doing())
         self._endpoint.router.tell(source, here)
 
-    def _doing(self) -> str:
+    def doing(self) -> str:
         """What this rank does: the calls that it is in, or its last call."""
         pending, now_s = tuple(self._pending), self._now_s()
         if not pending:
@@ -324,10 +356,14 @@ class PendingCalls:
         """Whether no numbered call is pending."""
         return not any(pending.number for pending in tuple(self._pending))
 
+    def has_messages(self) -> bool:
+        """Whether sends or receives are in progress."""
+        return any(map(_is_message, tuple(self._pending)))
+
     def has_only_messages(self) -> bool:
         """Whether calls are in progress, all of them sends and receives."""
         pending = tuple(self._pending)
-        return bool(pending) and all(each.kind in (Kind.PAIR, Kind.FROM_ANY) for each in pending)
+        return bool(pending) and all(map(_is_message, pending))
 
     def left(self, failure: Departed, calls: int) -> None:
         """World rank `failure.rank` takes no part in collectives after number `calls`. From any thread."""
@@ -388,6 +424,13 @@ class PendingCalls:
             self._last, self._calls = call, number
             self._recent.append((number, call))
         self._idle_since_s = max(self._idle_since_s, ended_s)
+
+
+_NEEDS = {Kind.COLLECTIVE: ALL, Kind.PAIR: PAIR, Kind.FROM_ANY: ANY, Kind.ROUND: ROUND}
+
+
+def _is_message(pending: PendingCall) -> bool:
+    return pending.kind in (Kind.PAIR, Kind.FROM_ANY)
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import glob
 import sys
 import threading
 import types
@@ -19,6 +20,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import uvloop
@@ -114,6 +116,18 @@ class Runner(Protocol):
 
     def post(self, what: Callable[[], None]) -> None:
         """Schedule `what` on the runtime's loop, from any thread."""
+
+    def is_waiting(self) -> bool:
+        """Whether the program waits for a call, as far as this can be known. It may have calls under way and go on."""
+
+    def is_stuck(self) -> bool:
+        """Whether nothing but the end of a call wakes the program: no thread, task, timer, signal or connection.
+
+        False if that is not certain. On the runtime's loop.
+        """
+
+    def computed_s(self) -> float:
+        """The seconds that the threads of this process have computed, or waited for a core."""
 
 
 class _Awaited(Coroutine[Any, Any, T]):
@@ -336,6 +350,15 @@ class SharedLoop:
         self.home = asyncio.get_running_loop()
         self._turns = _Turns()
 
+    def is_waiting(self) -> bool:
+        return True  # perhaps
+
+    def is_stuck(self) -> bool:
+        return False  # the tasks of all ranks are on one loop, which does not tell whose they are
+
+    def computed_s(self) -> float:
+        return 0.0  # time may be virtual, and a world in virtual time is the same each time
+
     def set_timer(self) -> None:
         raise AssertionError("nothing is held here")
 
@@ -449,6 +472,15 @@ class ProgressThread:
     def may_block(self) -> bool:
         return False
 
+    def is_waiting(self) -> bool:
+        return True  # perhaps
+
+    def is_stuck(self) -> bool:
+        return False  # an event loop does not tell its timers and connections
+
+    def computed_s(self) -> float:
+        return sum(map(_runnable_s, glob.glob("/proc/self/task/*/schedstat")))
+
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
         return _Resuming(call, resume)
 
@@ -538,6 +570,15 @@ class ProgressThread:
             self._loop.run_forever()
         finally:
             self._loop.close()
+
+
+def _runnable_s(schedstat: str) -> float:
+    """The seconds that a thread has computed, or waited for a core."""
+    try:
+        running_ns, waiting_ns, _ = Path(schedstat).read_text().split()
+    except OSError:  # the thread has ended
+        return 0.0
+    return (int(running_ns) + int(waiting_ns)) / 1e9
 
 
 async def _cancel_the_rest() -> None:

@@ -18,7 +18,7 @@ _EARLY_MAX = 1 << 16  # messages kept without a handler, for all contexts togeth
 
 SignalHandler: TypeAlias = Callable[[int, int, int, int, Buffer], None]  # source, number, step, fingerprint, payload
 Handled = TypeVar(
-    "Handled", wire.Announce, wire.Where, wire.Here, wire.Leave, wire.Unused
+    "Handled", wire.Announce, wire.Where, wire.Here, wire.Leave, wire.Returned, wire.Unused
 )  # control messages with a registered listener
 
 
@@ -116,7 +116,9 @@ class Router:
             self._count_early()
             self._early_signals.setdefault(header.context, []).append(signal)
 
-    def told(self, source: int, message: wire.Announce | wire.Where | wire.Here | wire.Leave | wire.Unused) -> None:
+    def told(
+        self, source: int, message: wire.Announce | wire.Where | wire.Here | wire.Leave | wire.Returned | wire.Unused
+    ) -> None:
         """A CONTROL message of `source`. Raises ProtocolError if too many messages have no listener here."""
         key = type(message), message.communicator
         with self._registering:

@@ -150,7 +150,9 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
     if torch is not None and isinstance(x, torch.Tensor):
         if hidden and is_hidden(x):
             return _mirrored(x, writable, may_stage, is_read)
-        plain = _plain_torch_operand(x) if type(x) is torch.Tensor and x.layout is torch.strided else None
+        is_usual = type(x) is torch.Tensor and x.layout is torch.strided
+        # Inside of a mode, even a view may be of other memory: `_detached` tells.
+        plain = _plain_torch_operand(x) if is_usual and not torch._C._len_torch_dispatch_stack() else None
         if plain is not None:
             return plain
         return _torch_operand(x, writable) if x.is_cpu else _mirrored(x, writable, may_stage, is_read)
@@ -234,7 +236,7 @@ def resident_of(x: object, *, writable: bool = False) -> Resident | None:
             text = f"a tensor on {tensor.device} whose conjugate or negative is due is not supported"
             raise UsageError(f"{text}: pass x.resolve_conj().resolve_neg()")
     dtype = _checked_dtype(tensor, writable)
-    return Resident(tensor.detach(), stager, dtype, tuple(tensor.shape))
+    return Resident(_detached(tensor), stager, dtype, tuple(tensor.shape))
 
 
 def _mirrored(x: torch.Tensor, writable: bool, may_stage: bool, is_read: bool) -> Operand:
@@ -272,10 +274,22 @@ def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
         raise UsageError(f"a {type(x).__name__} without plain memory is not supported: {error}") from None
 
 
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    """`x` without its graph, with the same memory. Raises UsageError if it has none."""
+    try:
+        plain = x.detach()
+    except AssertionError as error:  # of a FakeTensorMode that takes fake tensors only
+        raise UsageError(f"no call of this library works inside of a FakeTensorMode: {error}") from None
+    if hasattr(plain, "fake_mode"):
+        what = "a FakeTensorMode is active: what it makes of a tensor has no memory, so make the call outside of it"
+        raise UsageError("this FakeTensor has no memory" if hasattr(x, "fake_mode") else what)
+    return plain
+
+
 def _strided_operand(x: torch.Tensor, dtype: str) -> Operand:
     import torch
 
-    plain = x.detach()
+    plain = _detached(x)
     direct = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
     packed = plain if direct else plain.resolve_conj().resolve_neg().contiguous()
     if not direct and packed.data_ptr() == plain.data_ptr():

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import math
+import os
 from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from asyncoll.transport.messages import inproc, zeromq
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
 from asyncoll.transport.messages.simulated import Crash, Network, SimulatedTransport, SimulatedWorld
 from asyncoll.transport.virtual_time import VirtualTimeLoop
+from asyncoll.world.environment import deadline_s
 from asyncoll.world.world import World
 
 T = TypeVar("T")
@@ -80,18 +83,19 @@ def run_ranks(size: int, main: Main[T], transport: str = "inproc", *, hosts: Seq
     `transport` is "inproc" (messages are passed as objects), "zmq" (real sockets) or "shm" (real sockets and real
     shared memory); "shm-mixed" is the same with ranks that use the compiled core and ranks that do without it, in turn.
     `hosts` has the name of each rank's host: ranks share memory if the names are equal. By default all are on one.
+    ASYNCOLL_DEADLINE_S bounds calls as in a world of processes.
 
     When a rank raises, the others are cancelled and its error is raised here; a CancelledError of its own, too. A
-    UsageError is raised for a size below 1, an unknown transport, a `main` that is not callable, or a wrong number of
-    hosts.
+    UsageError is raised for a size below 1, an unknown transport, a `main` that is not callable, a wrong number of
+    hosts, or an ASYNCOLL_DEADLINE_S that is no number of seconds.
     """
-    hosts = _check(size, main, hosts)
+    hosts, patience_s = _check(size, main, hosts), deadline_s(os.environ)
     if transport not in _WORLDS:
         raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(_WORLDS)}")
 
     async def everything() -> list[T]:
         with _WORLDS[transport](hosts) as carriers:
-            return await _run_all(carriers, hosts, main, {})
+            return await _run_all(carriers, hosts, main, {}, patience_s=patience_s)
 
     return _outside_of_any_loop(lambda: _run(uvloop.new_event_loop(), everything()))
 
@@ -164,6 +168,7 @@ async def _run_all(
     main: Main[T],
     endpoints: dict[int, Endpoint],
     crashes: Sequence[Crash] = (),
+    patience_s: float = math.inf,
 ) -> list[T]:
     """Run `main` of every rank in a task of its own. The first failure cancels the other tasks and is raised."""
     transports, arenas = carriers
@@ -173,7 +178,9 @@ async def _run_all(
     try:
         async with asyncio.TaskGroup() as ranks:
             for transport, arena_ in zip(transports, arenas, strict=True):
-                endpoint = Endpoint(transport, arena_, host_of=hosts, all_have_arenas=None not in arenas, hosts=names)
+                endpoint = Endpoint(
+                    transport, arena_, patience_s, hosts, all_have_arenas=None not in arenas, hosts=names
+                )
                 endpoints[transport.rank] = endpoint
                 tasks.append(ranks.create_task(_run_rank(World(endpoint, SharedLoop()), main, errors)))
                 if isinstance(transport, SimulatedTransport):

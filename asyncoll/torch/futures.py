@@ -11,7 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from asyncoll.runtime.handles import Gate, waiting_threads
+
 _IDLE_S = 10.0  # a thread without work ends after so long
+_ANOTHER_END = Gate()  # never open: a thread without work waits for the end of another call
 
 
 def future_of(tensors: Iterable[Tensor]) -> torch.futures.Future[Any]:
@@ -66,6 +69,7 @@ class Threads:
                 self._free += 1
             while True:
                 try:
+                    waiting_threads[threading.get_ident()] = _ANOTHER_END
                     function = self._queue.get(timeout=_IDLE_S)
                     break
                 except queue.Empty:
@@ -74,6 +78,8 @@ class Threads:
                             self._free -= 1
                             self._count -= 1
                             return
+                finally:
+                    del waiting_threads[threading.get_ident()]
 
 
 threads = Threads()

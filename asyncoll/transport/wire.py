@@ -198,6 +198,31 @@ class Overdue(NamedTuple):
     missing: str  # ranks, separated by commas
 
 
+class Still(NamedTuple):
+    """Reports that the sender stands still: it is in calls, and nothing has happened there for some seconds."""
+
+    stamp: int  # of this standstill, in the order of those of the sender
+    question: int  # the number of the Stillness that this answers; 0 for a report
+    is_sure: int  # 1 if nothing but the end of a call wakes the sender's program
+    waits: str  # its calls, one in each line
+    begun: str  # in each line a communicator, and the number of the last call of all its ranks
+    doing: str  # its calls, for people
+
+
+class Stillness(NamedTuple):
+    """Asks for another Still if nothing has happened at the receiver since that of `stamp`."""
+
+    stamp: int
+    number: int  # of this question
+
+
+class Deadlock(NamedTuple):
+    """Reports that all ranks wait for each other for ever, and so ends the world."""
+
+    communicator: int
+    text: str
+
+
 class Unused(NamedTuple):
     """Tells that the sender, which has left, sends no more messages for a communicator, and uses no memory of it."""
 
@@ -210,6 +235,12 @@ class Leave(NamedTuple):
     communicator: int
     calls: int  # the sender completes all numbered calls up to this one
     reason: str
+
+
+class Returned(NamedTuple):
+    """Reports that the sender, whose program has ended, sends and receives nothing more on a communicator."""
+
+    communicator: int
 
 
 class Ending(NamedTuple):
@@ -235,7 +266,11 @@ Control: TypeAlias = (
     | Where
     | Here
     | Overdue
+    | Still
+    | Stillness
+    | Deadlock
     | Leave
+    | Returned
     | Ending
     | EndingSeen
     | Unused

@@ -91,7 +91,7 @@ class Environment:
             shares_memory=_choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
             run=environ.get(RUN, ""),
             freeze_s=freeze_s(environ),
-            deadline_s=seconds(environ, "ASYNCOLL_DEADLINE_S", _DEADLINE_S) or math.inf,
+            deadline_s=deadline_s(environ),
             key_file="" if folder else find_key(environ),
             encrypt=_choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
             address=environ.get("ASYNCOLL_ADDRESS", "").strip("[]"),
@@ -145,6 +145,11 @@ def _ports(environ: Mapping[str, str]) -> Sequence[int]:
     if first.strip().isdecimal() and last.strip().isdecimal() and 1 <= int(first) <= int(last) <= _PORT_MAX:
         return range(int(first), int(last) + 1)
     raise UsageError(f"ASYNCOLL_PORTS={text!r} in the environment: give the first and the last port, as in 30000-30015")
+
+
+def deadline_s(environ: Mapping[str, str]) -> float:
+    """The longest time in seconds that a call may take; infinity without a limit."""
+    return seconds(environ, "ASYNCOLL_DEADLINE_S", _DEADLINE_S) or math.inf
 
 
 def freeze_s(environ: Mapping[str, str]) -> float:

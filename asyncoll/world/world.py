@@ -16,8 +16,9 @@ from asyncoll.algorithms.dense import on_lane
 from asyncoll.arguments import digest
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, PeerLostError, UsageError, describe, text_of
+from asyncoll.runtime import departures
 from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.failures import WORLD
+from asyncoll.runtime.failures import WORLD, Departed, error_of
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import TAKEOVER_S, Runner
@@ -50,12 +51,16 @@ class World:
         over, or at once with an exception, and the communicators without it go on (see `runtime.departures`).
         """
         self._endpoint = endpoint
+        endpoint.standstill.program = runner
         self._runner = runner
         self._has_processes = hosts is not None
         self._joining = joining
         self._choose = choose
         self._departs = departs
         self.has_joined = False  # so all ranks are connected
+        self._unsettled: list[
+            departures.Communicator
+        ] = []  # communicators with calls under way at the end of the program
         self._inside = contextlib.ExitStack()  # contexts of the task that is in the world
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size
         self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
@@ -99,6 +104,8 @@ class World:
 
     async def _flush(self) -> None:
         """Wait for what the program may not have awaited. Raises DeviceError if a result has not reached its device."""
+        await asyncio.sleep(0)  # a call that has just begun on this loop counts as pending then
+        self._unsettled = self._endpoint.departures.unsettled(has_begun=bool(self._runner.held))
         if self._runner.held or not self._is_settled():
             await self._runner.within(self._settle())
         if not self._departs:
@@ -232,6 +239,9 @@ class World:
                 await self._depart(error)
             elif not self._failed():
                 await self._part(error)
+            elif isinstance(failure := self._endpoint.failures.of(self._group.communicator), Departed):
+                # Only this rank knows: the others wait for it to leave in good order.
+                self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error or error_of(failure)))
         finally:
             await self._endpoint.close(flush=self._departs or self._failed())
 
@@ -255,6 +265,7 @@ class World:
             self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
             return
         self._endpoint.depart()
+        self._endpoint.departures.returned()
         await self._core.leave(site_outside(os.path.dirname(__file__)))
         await self._settle_others()
         if self._endpoint.returns.any:
@@ -266,7 +277,8 @@ class World:
     async def _settle_others(self) -> None:
         """Wait for the calls of communicators made by `split`. Those that all their ranks have made are over soon.
 
-        Unless a device has much to do before: a minute bounds that, too.
+        Unless a device has much to do before: a minute bounds that, too. Raises the error of one that fails meanwhile:
+        perhaps no handle of it is left.
         """
         try:
             async with asyncio.timeout(_SETTLE_S):
@@ -277,6 +289,8 @@ class World:
                 f"and {_SETTLE_S:g} s after the last call of all ranks it is not over: another rank has not made it, "
                 "or a device has not come to it"
             ) from None
+        for communicator in self._unsettled:
+            communicator.check()
 
     async def _depart(self, error: BaseException | None) -> None:
         """Leave while the other ranks go on."""

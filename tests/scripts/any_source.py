@@ -60,7 +60,23 @@ def blocking() -> None:
         comm.close()
 
 
+async def outlives(comm) -> None:
+    if comm.rank == 0:
+        await comm.recv(np.empty(3), 1)
+
+
+def outlives_without_a_loop() -> None:
+    with asyncoll.init() as comm:
+        if comm.rank == 0:
+            comm.recv(np.empty(3), 1).wait(SECONDS)
+
+
 if sys.argv[1] == "cancels":
     asyncio.run(cancels())
+elif sys.argv[1].startswith("outlives"):
+    try:
+        asyncoll.run(outlives) if sys.argv[1] == "outlives" else outlives_without_a_loop()
+    except (asyncoll.PeerLostError, asyncoll.AbortedError) as error:
+        print(type(error).__name__, "of rank", error.rank)
 else:
     blocking()

@@ -53,5 +53,6 @@ for number in range(GROUPS):
 after = settled(comm)
 assert before == after, (before, after)
 assert objects() == counted, different(counted, objects())
+comm.barrier().wait(SECONDS)  # a rank that ends tells the others, which note it
 comm.close()
 print("passed")

@@ -123,6 +123,7 @@ class StagingArea:
         self._spare: list[tuple[int, int]] = []  # at most one block: its address and its bytes
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
+        self._ended_early: set[int] = set()  # of these: over, but an earlier call is still using their records
         self._turns: dict[int, Turn] = {}  # by the number of the call whose end a later call waits for
         self._on_idle: Callable[[], None] | None = None
         # The tag of a rendezvous whose record is known to be free. A rank finds it out while it holds the lock to leave
@@ -143,14 +144,24 @@ class StagingArea:
         return self.control_block.cells[self._begun + rank]
 
     def end(self, number: int) -> None:
-        """Note that call `number` is over at this rank, and resume a call that waits for its records."""
+        """Note that call `number` is over at this rank, and resume a call that waits for its records.
+
+        Its records are free only once the call that had them before is over at this rank, too. A call that uses none,
+        because it goes by message between hosts, has not waited for that one.
+        """
+        if not self.is_over(number - self.sizes.calls):
+            self._ended_early.add(number)
+            return
         self._unfinished.discard(number)
         turn = self._turns.get(number)
         if turn is not None:
             turn.set()
         if self._on_idle is not None and not self._unfinished:
             self._on_idle()
-        self._turns.pop(number, None)  # last: after an exception of a signal handler this is called again
+        self._turns.pop(number, None)
+        if number + self.sizes.calls in self._ended_early:
+            self.end(number + self.sizes.calls)
+            self._ended_early.discard(number + self.sizes.calls)  # last: after an exception this is called again
 
     def is_idle(self, wake: Callable[[], None]) -> bool:
         """Whether no call is under way at this rank; otherwise `wake` is called, in any thread, when none is."""
@@ -196,8 +207,9 @@ class StagingArea:
         """Note in `known_free` whether the first record of call `number` is free. The caller holds the lock."""
         cells, base, tag = self.control_block.cells, self.base(2 * (number % self.sizes.calls)), _tag(number, 0)
         is_left = cells[base + _LEFT] == self.size or cells[base + _TAG] in (0, tag)
-        # Call `number - calls` used the record before, and may come back to it while it is under way. If it is over at
-        # this rank, it has no further rendezvous, because this rank would have to take part.
+        # Call `number - calls` used the record before, and may come back to it while it is under way. If `end` has said
+        # that it is over at this rank, neither it nor an earlier call has a further rendezvous at the record, because
+        # this rank would have to take part.
         if is_left and self.is_over(number - self.sizes.calls):
             self.known_free = tag
 

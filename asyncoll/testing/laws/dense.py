@@ -1,7 +1,8 @@
 """A world of dense calls, beside rounds; the record of what its calls gave; and the laws of that.
 
 All ranks carry out the same `Program`. They begin its calls one after another or several at once, at random moments,
-with tensors of any layout. At the end one rank may cancel a call of a communicator that has nothing else to do.
+with tensors of any layout. In a crowded program single ranks await an early call before they make the others. At the
+end one rank may cancel a call of a communicator that has nothing else to do.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from asyncoll.testing.laws.rules import Breach
 from asyncoll.testing.laws.story import STEP_S, Case
 
 _ROUNDS = 3  # beside the calls
+_LAST_COUNTS = (1, 2000, 200_000)  # elements of the last message of a rank
 _CANCELLED_COUNTS = (1, 2000, 200_000)  # elements of the call that may be cancelled
-_IN_PLACE = ("allreduce", "reduce", "broadcast")
+_IN_PLACE = ("allreduce", "reduce", "broadcast", "neighbor_average")
+_AWAITS = 1 / 8  # of the calls of a crowded program, those before which a rank awaits one that is under way
 _OF_MANY = ("scatter", "alltoallv")  # calls of a tensor for each rank
 
 
@@ -55,6 +58,7 @@ class Part:
     counts: Array  # of the rounds beside: contributions by rank, in all results
     contributed: int  # the calls of these
     last: LastCall
+    farewell: Array  # the last message that this rank has received
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +97,19 @@ class Caller:
                 under_way.clear()
             comm = comms[call.split]
             if comm is not None:
-                await self._compute()
+                await self._pause(under_way)
                 under_way.append(asyncio.ensure_future(self._begin(comm, call)))
         gots += await asyncio.gather(*under_way)
         last = await self._give_up()
         await beside
-        return Part(gots, self._counts, self._contributed, last)
+        return Part(gots, self._counts, self._contributed, last, await self._take_leave())
+
+    async def _pause(self, under_way: list[asyncio.Future[Got]]) -> None:
+        """Before a call: compute, or in a crowded program perhaps await one of the calls under way."""
+        if not self._program.is_crowded:
+            await self._compute()
+        elif under_way and self._generator.random() < _AWAITS:
+            await under_way[self._generator.integers(len(under_way))]
 
     async def _compute(self) -> None:
         await asyncio.sleep(self._generator.exponential(self._step_s))
@@ -124,6 +135,7 @@ class Caller:
             "alltoall": lambda: comm.alltoall(x),
             "alltoallv": lambda: comm.alltoallv(tensors),
             "barrier": comm.barrier,
+            "neighbor_average": lambda: comm.neighbor_average(x),
         }
         work = calls[call.operation]()
 
@@ -174,6 +186,18 @@ class Caller:
             failed = True
         await self._comm.barrier()
         return LastCall(came_s, gave_up_s if call.cancelled() else None, failed)
+
+    # -- the end ----------------------------------------------------------------------------------
+
+    async def _take_leave(self) -> Array:
+        """Send a last message to the next rank, without an await, and receive that of the rank before."""
+        comm, count = self._comm, _LAST_COUNTS[self._case.seed % len(_LAST_COUNTS)]
+        if comm.size == 1:
+            return np.zeros(1)
+        sending = comm.send(np.full(count, float(comm.rank)), (comm.rank + 1) % comm.size)
+        self._beyond_the_end = asyncio.ensure_future(sending)
+        await self._compute()
+        return (await comm.recv(np.empty(count), (comm.rank - 1) % comm.size))[:1]
 
 
 def _is_same(tensor: Any, value: Array) -> bool:
@@ -256,4 +280,19 @@ def ending(story: DenseStory) -> Iterator[Breach]:
             )
 
 
-LAWS: tuple[Callable[[DenseStory], Iterator[Breach]], ...] = (once, formula, agreement, meeting, conservation, ending)
+def farewell(story: DenseStory) -> Iterator[Breach]:
+    """A message arrives that its sender has left under way at the end of its program."""
+    for rank, part in enumerate(story.parts):
+        if part.farewell.tolist() != [float((rank - 1) % len(story.parts))]:
+            yield Breach(0, rank, f"the last message holds {part.farewell.tolist()}")
+
+
+LAWS: tuple[Callable[[DenseStory], Iterator[Breach]], ...] = (
+    once,
+    formula,
+    agreement,
+    meeting,
+    conservation,
+    ending,
+    farewell,
+)

@@ -17,7 +17,17 @@ AT_ALL = ("allreduce", "broadcast", "allgather", "allgatherv")  # all ranks get 
 _REDUCING = ("allreduce", "reduce", "reduce_scatter")
 _BY_ROWS = ("reduce_scatter", "alltoall")  # a tensor has rows for each rank
 _WITHOUT_SHAPE = ("allgatherv", "scatter", "alltoallv")  # shapes differ between ranks
-OPERATIONS = (*AT_ALL, "reduce", "reduce_scatter", "gather", "scatter", "alltoall", "alltoallv", "barrier")
+OPERATIONS = (
+    *AT_ALL,
+    "reduce",
+    "reduce_scatter",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoallv",
+    "barrier",
+    "neighbor_average",
+)
 _CALLS = 16
 _SPLITS = 2
 _COUNTS = (0, 1, 3, 17, 700, 5000)
@@ -58,7 +68,10 @@ class Expected:
 
 
 class Program:
-    """The calls of all ranks, in the order in which they begin."""
+    """The calls of all ranks, in the order in which they begin.
+
+    In a crowded one all of them are on one communicator, and all may be under way.
+    """
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -67,6 +80,8 @@ class Program:
         # By split, the color and the key of each rank.
         self.splits = [self._split(draw, may_lack=True) for _ in range(_SPLITS)]
         self.last_split = self._split(draw, may_lack=False)
+        self.is_crowded = bool(draw.integers(2))
+        self._crowded_split = int(draw.integers(_SPLITS + 1))
         self.calls = [self._call(draw, index) for index in range(_CALLS)]
 
     def _split(self, draw: np.random.Generator, *, may_lack: bool) -> list[tuple[int | None, int]]:
@@ -76,7 +91,8 @@ class Program:
 
     def _call(self, draw: np.random.Generator, index: int) -> DenseCall:
         operation = OPERATIONS[draw.integers(len(OPERATIONS))]
-        dtype = DTYPES[draw.integers(len(DTYPES))]
+        dtypes = list(filter(reductions.is_divisible, DTYPES)) if operation == "neighbor_average" else DTYPES
+        dtype = dtypes[draw.integers(len(dtypes))]
         ops = [op for op in ReduceOp if _is_defined(op, dtype)]
         op = ops[draw.integers(len(ops))]
         count = _COUNTS[draw.integers(len(_COUNTS))]
@@ -84,10 +100,12 @@ class Program:
             count = min(count, _ROW_MAX)
         shape = [(count,), (), (count // 3, 3)][draw.integers(3)]
         is_normal = reductions.is_divisible(dtype) and op in _NORMAL and bool(draw.integers(2))
-        if index == 0 and draw.random() < 1 / 8:
+        if index == 0 and draw.random() < (1 / 4 if self.is_crowded else 1 / 8):
             operation, dtype, op, shape = AT_ALL[draw.integers(2)], "float32", ReduceOp.SUM, (_LONG,)
         split, root = int(draw.integers(_SPLITS + 1)), int(draw.integers(self._case.size))
-        return DenseCall(index, split, operation, dtype, op, shape, root, is_normal, bool(draw.integers(2)))
+        is_beside = bool(draw.integers(2)) or self.is_crowded
+        split = self._crowded_split if self.is_crowded else split
+        return DenseCall(index, split, operation, dtype, op, shape, root, is_normal, is_beside)
 
     def members(self, split: int, rank: int) -> tuple[int, ...]:
         """The ranks of the communicator that `rank` has by this split, in their order; () if it has none."""
@@ -131,6 +149,9 @@ class Program:
             return Expected([self.given(call, root)])
         if call.operation == "reduce" and rank != root:
             return Expected([self.given(call, rank)])
+        if call.operation == "neighbor_average":
+            ring = sorted({(place + step) % len(group) for step in (-1, 0, 1)})
+            return mean(call.dtype, [self.given(call, group[each]) for each in ring])
         parts = [self.given(call, member) for member in group]
         if call.operation == "allgatherv":
             return Expected(parts)
@@ -160,8 +181,18 @@ def reduced(call: DenseCall, parts: Sequence[Array]) -> Expected:
     is_divided = call.op is ReduceOp.AVG and values.dtype == np.complex128  # numpy rounds twice there
     if not is_divided and not (call.is_normal and call.op in _INEXACT):
         return Expected([encoded(total, call.dtype)])
-    # Each of the additions rounds, and so does the division.
-    return Expected([total], 2 * len(parts) * _EPSILON[call.dtype] * np.abs(values).sum(0))
+    return _rounded(total, values, call.dtype)
+
+
+def mean(dtype: str, parts: Sequence[Array]) -> Expected:
+    """The mean of `parts`, computed in the widest dtype of their kind."""
+    values = np.stack([decoded(part, dtype) for part in parts])
+    return _rounded(values.sum(0) / len(values), values, dtype)
+
+
+def _rounded(total: Array, values: Array, dtype: str) -> Expected:
+    """`total`, the sum or the mean of `values`. Each of the additions rounds, and so does the division."""
+    return Expected([total], 2 * len(values) * _EPSILON[dtype] * np.abs(values).sum(0))
 
 
 _FORMULAS: dict[ReduceOp, Callable[[Array], Array]] = {
