@@ -16,7 +16,6 @@ import math
 import os
 import secrets
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,8 +32,8 @@ from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.transport.processes import allow_files
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
-from asyncoll.world.meeting_folder import meeting_folder
-from asyncoll.world.network import Place, is_loopback, on_own_link, place, url_host
+from asyncoll.world.meeting_folder import meeting_folder, temporary_folder
+from asyncoll.world.network import Place, check_address, is_loopback, on_own_link, place, url_host
 from asyncoll.world.sealed_store import SealedStore, enter_store
 
 # Files that a rank opens: in any world, and more for each rank of it, without a key and with one.
@@ -149,6 +148,8 @@ class _Addresses(NamedTuple):
 
 def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
     key = read_key(Path(environment.key_file)) if environment.key_file else None
+    if environment.address:
+        check_address(environment.address, environment.interface)  # now: the other ranks may come much later
     with contextlib.ExitStack() as undo:
         store = enter_store(environment, joining, key or Key(b""))
         undo.push(store.close)
@@ -294,7 +295,7 @@ def _machine() -> str:
     owner lives is asked in `/proc`. A rank that sees no processes shares memory with no other one.
     """
     space = process_space() or f"{socket.gethostname()}/{secrets.token_hex(16)}"
-    where = os.stat(tempfile.gettempdir())
+    where = temporary_folder().stat()
     spaces = "/".join(str(each.stat().st_ino) if each.exists() else "" for each in _NAMESPACES)
     return f"{space}/{where.st_dev}/{where.st_ino}/{spaces}"
 
