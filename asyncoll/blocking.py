@@ -22,6 +22,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.errors import ClosedError, UsageError, describe
 from asyncoll.runtime.deadlines import lift
 from asyncoll.runtime.handles import Gate, Handle, HandleRunner
+from asyncoll.runtime.threads import check_threads
 from asyncoll.world.environment import Environment
 from asyncoll.world.join import joined, sole_membership
 
@@ -97,6 +98,7 @@ class _Session:
 
     def enter(self, environment: Environment | None) -> BlockingCommunicator:
         live = partial(contextvars.copy_context().run, self._live, environment)
+        check_threads()
         thread = threading.Thread(target=live, name="asyncoll-membership", daemon=True)
         try:
             thread.start()

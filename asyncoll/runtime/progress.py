@@ -27,6 +27,7 @@ import uvloop
 
 from asyncoll import forks
 from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
+from asyncoll.runtime.threads import check_threads
 from asyncoll.runtime.timer import Timer
 from asyncoll.runtime.work import Begun, Driven
 from asyncoll.transport.virtual_time import VirtualTimeLoop
@@ -72,6 +73,7 @@ class Runner(Protocol):
 
     turn: int  # how often the timer has expired
     is_timer_set: bool
+    broke: Callable[[BaseException], None]  # called on the runtime's loop with what has ended it; it goes on then
 
     def caller(self) -> asyncio.AbstractEventLoop:
         """The loop that will await a call of this thread. Raises RuntimeError if no loop runs here, and one must."""
@@ -348,6 +350,7 @@ class SharedLoop:
 
     def __init__(self) -> None:
         self.home = asyncio.get_running_loop()
+        self.broke: Callable[[BaseException], None] = _raise  # never: such an exception ends the program
         self._turns = _Turns()
 
     def is_waiting(self) -> bool:
@@ -443,7 +446,13 @@ class ProgressThread:
     caller = staticmethod(asyncio.get_running_loop)
 
     def __init__(self, home: asyncio.AbstractEventLoop | None) -> None:
-        """`home` is the loop of the program; None: the program has none, and the runtime's takes its place."""
+        """`home` is the loop of the program; None: the program has none, and the runtime's takes its place.
+
+        Raises UsageError if a library has replaced the threads of Python.
+        """
+        check_threads()
+        self.broke: Callable[[BaseException], None] = _raise
+        self._is_stopping = False
         self._loop = uvloop.new_event_loop()
         self.home = home or self._loop
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
@@ -552,6 +561,7 @@ class ProgressThread:
         """Cancel the work that still runs, and end the thread. Blocks until the thread has ended."""
         forks.unregister(self)
         asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result()
+        self._is_stopping = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._timer.close()
@@ -565,9 +575,17 @@ class ProgressThread:
         forks.keep(self._loop)  # uvloop refuses to destroy a loop that counts as running
 
     def _run(self) -> None:
+        """Run the loop until `stop`. Whatever ends it before fails the world, so that every wait has an end."""
         asyncio.set_event_loop(self._loop)
         try:
-            self._loop.run_forever()
+            while not self._is_stopping:
+                error: BaseException = RuntimeError("its loop was stopped")
+                try:
+                    self._loop.run_forever()
+                except BaseException as raised:  # SystemExit of a callback, or one that another thread has sent here
+                    error = raised
+                if not self._is_stopping:
+                    self._loop.call_soon(self.broke, error)
         finally:
             self._loop.close()
 
@@ -579,6 +597,10 @@ def _runnable_s(schedstat: str) -> float:
     except OSError:  # the thread has ended
         return 0.0
     return (int(running_ns) + int(waiting_ns)) / 1e9
+
+
+def _raise(error: BaseException) -> None:
+    raise error
 
 
 async def _cancel_the_rest() -> None:

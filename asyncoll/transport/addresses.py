@@ -107,27 +107,26 @@ def user_behind(descriptor: int) -> int | None:
         return None
 
 
-def process_behind(descriptor: int, url: str) -> int | None:
-    """Return a pidfd of the process that listens at `url`. The caller closes it.
+def process_behind(descriptor: int, url: str) -> tuple[int, int | None]:
+    """Return the number of the process that listens at `url`, and a pidfd of it. The caller closes that.
 
-    `descriptor` is that of a socket that ZeroMQ has just connected to `url`. Returns None if the process is this one,
-    and if it is unknown: the connection is gone, it is not a unix socket, the kernel has no pidfds, or the process is
-    in another pid namespace.
+    `descriptor` is that of a socket that ZeroMQ has just connected to `url`. The number is 0 if the process is this
+    one, and if it is unknown: the connection is gone, it is not a unix socket, or the process is in another pid
+    namespace. There is no pidfd of it then, and none if the kernel, or a sandbox, gives none.
     """
-    try:
-        with _borrowed(descriptor) as connection:
-            if connection.family != socket.AF_UNIX or f"ipc://{connection.getpeername()}" != url:
-                return None  # ZeroMQ has closed it, and the number has been used again
-            pid = _credentials(connection)[0]
-            if pid in (0, os.getpid()):
-                return None
-            with contextlib.suppress(OSError):
-                return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-            # An older kernel gives only the pid. Another process may get that pid after this one has ended, but not in
-            # the instant since it has answered the handshake.
-            return os.pidfd_open(pid)
-    except (OSError, AttributeError):
-        return None
+    pid = 0
+    with contextlib.suppress(OSError, AttributeError), _borrowed(descriptor) as connection:
+        if connection.family != socket.AF_UNIX or f"ipc://{connection.getpeername()}" != url:
+            return 0, None  # ZeroMQ has closed it, and the number has been used again
+        pid = _credentials(connection)[0]
+        if pid in (0, os.getpid()):
+            return 0, None
+        with contextlib.suppress(OSError):
+            return pid, connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+        # An older kernel gives only the pid. Another process may get that pid after this one has ended, but not in
+        # the instant since it has answered the handshake.
+        return pid, os.pidfd_open(pid)
+    return pid, None
 
 
 def unacknowledged(descriptor: int, port: int) -> int:

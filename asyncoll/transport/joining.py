@@ -203,9 +203,10 @@ def process_space() -> str:
 
     Two ranks with the same non-empty value can see the state of each other's processes.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     with contextlib.suppress(OSError):
-        if not is_gone(os.getpid()):  # otherwise a sandbox hides processes, or all of /proc
+        # Otherwise a sandbox hides processes, or this is the /proc of another pid namespace, where numbers differ.
+        if os.readlink("/proc/self") == str(os.getpid()) and not is_gone(os.getpid()):
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
             return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
     return ""
 

@@ -14,13 +14,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from asyncoll.errors import UsageError
+
 _PREFIX = "asyncoll-join-"
 
 
 @contextlib.contextmanager
 def meeting_folder() -> Iterator[Path]:
     """A folder that only this user can enter, until the end of this context. Removes those of killed processes."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+    for left in temporary_folder().glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), contextlib.ExitStack() as lock:  # locked, another user's, or gone meanwhile
             lock.callback(os.close, _locked(left))
             shutil.rmtree(left)
@@ -31,10 +33,28 @@ def meeting_folder() -> Iterator[Path]:
         yield folder
 
 
+def temporary_folder() -> Path:
+    """The folder for temporary files, as TMPDIR has it. Raises UsageError if none can be written."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        raise _no_room(str(error.strerror)) from None
+
+
+def _no_room(reason: str) -> UsageError:
+    return UsageError(
+        f"the ranks of a host meet in a folder for temporary files, and none can be made ({reason}): make room, or set "
+        "TMPDIR to a folder that this user can write"
+    )
+
+
 def _made() -> tuple[Path, int]:
     """A new folder, and the descriptor that has its lock."""
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))  # with mode 0700
+        try:
+            folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary_folder()))  # with mode 0700
+        except OSError as error:
+            raise _no_room(f"{error.filename}: {error.strerror}") from None
         with contextlib.suppress(BlockingIOError, FileNotFoundError):  # another process removes it as one without lock
             return folder, _locked(folder)
 

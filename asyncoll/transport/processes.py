@@ -3,7 +3,9 @@
 import contextlib
 import os
 import resource
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 
 def is_gone(number: int) -> bool:
@@ -28,6 +30,39 @@ def status(number: int) -> list[str]:
     except OSError:
         return []
     return stat.rpartition(")")[2].split()  # the name before it, in parentheses, may contain anything
+
+
+class Thread(NamedTuple):
+    """What the kernel shows of a thread at one moment."""
+
+    state: str  # as ps shows it: "R" if it runs, or waits for a processor
+    switches: tuple[str, ...]  # how often it has left a processor, on its own account and not
+
+
+def threads(pid: int) -> dict[int, Thread]:
+    """The threads of the process `pid` by number; empty if it is gone, or cannot be seen from here."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for entry in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # this thread has ended
+                text = Path(f"/proc/{pid}/task/{entry}/status").read_text(errors="replace")
+                fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+                switches = tuple(value for name, value in fields.items() if name.endswith("_ctxt_switches"))
+                found[int(entry)] = Thread(fields["State"].split()[0], switches)
+    return found
+
+
+def is_frozen(before: Mapping[int, Thread], after: Mapping[int, Thread], *, woken: bool) -> bool:
+    """Whether a process that gives no answer cannot run: `before` and `after` are its threads at two moments.
+
+    It is stopped, by a signal or by a debugger; or none of its threads has run between the moments, nor waits for a
+    processor, although it has been `woken` meanwhile, as with the freezer of a container. Otherwise it is slow. A
+    process that cannot be seen counts as frozen: nothing speaks for it.
+    """
+    if all(thread.state in ("T", "t") for thread in after.values()):
+        return True
+    has_moved = any(thread.state == "R" or before.get(number) != thread for number, thread in after.items())
+    return woken and not has_moved
 
 
 def allow_files(count: int) -> int | None:

@@ -28,12 +28,12 @@ class Place(NamedTuple):
 def place(master: str, address: str, interface: str) -> Place:
     """The place that follows from MASTER_ADDR, ASYNCOLL_ADDRESS and ASYNCOLL_INTERFACE, each empty if it is not set.
 
+    The address has passed `check_address`.
+
     The rank listens at the interface; without one at the address; without both at the interface towards `master`.
 
     Raises UsageError, which says what to set, if none of them leads to an address of this host.
     """
-    if address:
-        _check_address(address, interface)
     if interface:
         listens = address_of(interface, is_ipv6=":" in (address or master))
         return Place(listens, address or listens)
@@ -49,7 +49,8 @@ def place(master: str, address: str, interface: str) -> Place:
     )
 
 
-def _check_address(address: str, interface: str) -> None:
+def check_address(address: str, interface: str) -> None:
+    """Raise UsageError if ASYNCOLL_ADDRESS and ASYNCOLL_INTERFACE, empty if it is not set, do not fit this host."""
     try:
         known = ipaddress.ip_address(address)
     except ValueError:

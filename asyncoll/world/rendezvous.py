@@ -14,17 +14,17 @@ import contextlib
 import logging
 import math
 import os
+import secrets
 import socket
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport import Transport
-from asyncoll.transport.joining import Joining
+from asyncoll.transport.joining import Joining, process_space
 from asyncoll.transport.keys import KEY_FILE, Key, check_folder, read_key
-from asyncoll.transport.meeting_folder import meeting_folder
+from asyncoll.transport.meeting_folder import meeting_folder, temporary_folder
 from asyncoll.transport.memory.arena import HostArena
 from asyncoll.transport.memory.fd_passing import GIVEN_UP, ArenaUnavailable, join
 from asyncoll.transport.messages.split import SplitTransport
@@ -33,12 +33,13 @@ from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.transport.processes import allow_files
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
-from asyncoll.world.network import Place, is_loopback, on_own_link, place, url_host
+from asyncoll.world.network import Place, check_address, is_loopback, on_own_link, place, url_host
 from asyncoll.world.sealed_store import SealedStore, enter_store
 
 # Files that a rank opens: in any world, and more for each rank of it, without a key and with one.
 _FILES, _FILES_PER_RANK, _FILES_PER_RANK_WITH_KEY = 60, 11, 17
-_CLOCK = Path("/proc/self/ns/time")  # a namespace with a monotonic clock of its own; since Linux 5.6
+# Of users, by whose numbers unix sockets let peers in, and of time, with a monotonic clock of its own; since Linux 5.6.
+_NAMESPACES = Path("/proc/self/ns/user"), Path("/proc/self/ns/time")
 logger = logging.getLogger("asyncoll")
 
 
@@ -59,6 +60,8 @@ def meet(environment: Environment, joining: Joining) -> PeerLinks:
     Raises PeerLostError and DeadlineError as `Joining.check` does, and UsageError if this process may not open enough
     files.
     """
+    if not os.path.isdir("/proc/self/fd"):
+        raise UsageError("a rank needs /proc, which shows processes: mount it (mount -t proc proc /proc)")
     needed = files_for(environment.size, has_key=bool(environment.key_file))
     if (limit := allow_files(needed)) is not None:  # ZeroMQ would abort the process
         raise UsageError(
@@ -145,6 +148,8 @@ class _Addresses(NamedTuple):
 
 def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
     key = read_key(Path(environment.key_file)) if environment.key_file else None
+    if environment.address:
+        check_address(environment.address, environment.interface)  # now: the other ranks may come much later
     with contextlib.ExitStack() as undo:
         store = enter_store(environment, joining, key or Key(b""))
         undo.push(store.close)
@@ -285,12 +290,14 @@ def _blames_owner(folder: Path, owner: int, joining: Joining) -> Iterator[None]:
 def _machine() -> str:
     """A text that is equal at two ranks if they can share an arena.
 
-    They have one kernel, one folder for temporary files, one user, and one clock: times are in shared memory, too.
+    They have one kernel, one folder for temporary files, one user, and one clock: times are in shared memory, too. They
+    see each other's processes and threads by the same numbers: locks hold the numbers of their owners, and whether an
+    owner lives is asked in `/proc`. A rank that sees no processes shares memory with no other one.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    where = os.stat(tempfile.gettempdir())
-    clock = _CLOCK.stat().st_ino if _CLOCK.exists() else ""
-    return f"{boot}/{where.st_dev}/{where.st_ino}/{os.getuid()}/{clock}"
+    space = process_space() or f"{socket.gethostname()}/{secrets.token_hex(16)}"
+    where = temporary_folder().stat()
+    spaces = "/".join(str(each.stat().st_ino) if each.exists() else "" for each in _NAMESPACES)
+    return f"{space}/{where.st_dev}/{where.st_ino}/{spaces}"
 
 
 def _place(environment: Environment, store: str) -> Place:

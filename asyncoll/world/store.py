@@ -80,7 +80,7 @@ def _serve_store(environment: Environment, joining: Joining) -> Any:
         _await_name(environment.master_addr, joining)
     listener = listen(environment.master_addr, environment.master_port, environment.address, environment.interface)
     address, port = listener.getsockname()[:2]
-    what = f"which does not reach its own store at {address}:{port}: a firewall of its host is in the way"
+    what = f"which does not reach its own store at {address}:{port}: its host is overloaded, or has a firewall there"
     try:
         return _tcp_store(environment, address, joining, what, is_master=True, master_listen_fd=listener.detach())
     except RuntimeError as error:

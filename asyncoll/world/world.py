@@ -174,7 +174,13 @@ class World:
         finally:
             await self._core.memory.devices.close()
 
+    def _broke(self, error: BaseException) -> None:
+        """Fail the world at all ranks, because `error` has ended the runtime's loop for a moment, amid any work."""
+        reason = f"its runtime was interrupted: {describe(error)}"
+        self._endpoint.failures.abort(WORLD, self._group.ranks, reason)
+
     async def _join(self) -> Communicator:
+        self._runner.broke = self._broke
         try:
             await self._start()
             if self._endpoint.arena is not None:

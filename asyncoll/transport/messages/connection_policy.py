@@ -13,12 +13,16 @@ from typing import Final
 
 import zmq
 
+from asyncoll.transport import START_TIMEOUT_S
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication
 from asyncoll.transport.messages.monitor import Monitor
 from asyncoll.transport.messages.peers import UnauthenticatedPeers
 
-_HANDSHAKE_MS = 5000  # from the connection of a peer to the end of its handshake
+_HANDSHAKE_MS = 5000  # from the connection of a peer of another host to the end of its handshake
+# Of this host, where only processes of this user connect. Its end is no message: a rank that takes its connection for
+# made, because it has this rank's half of the handshake, would see it break. On a busy host that took more than 5 s.
+_LOCAL_HANDSHAKE_MS = round(1000 * START_TIMEOUT_S)
 _BACKLOG = 128  # connections that wait to be accepted, besides two for each rank
 _FAILURES: Final = {
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "it does not speak the protocol of this job's ranks",
@@ -44,22 +48,24 @@ class ConnectionPolicy:
     def attach(self, router: zmq.Socket[bytes]) -> None:
         """Guard `router`. Call this before it binds. Its context must have no other connection policy."""
         self._router = router
-        router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         router.setsockopt(zmq.BACKLOG, _BACKLOG + 2 * self._size)
         self._monitor = Monitor(router, sum(_FAILURES), self._failed)
 
     def guard(self, address: str) -> None:
         """Prepare the ROUTER for a bind to `address`: first over ipc, then over tcp.
 
-        The order matters. IPC_FILTER_UID and the ZAP handler are options of the socket that each bind copies, so the
-        handler must not exist yet when the ROUTER binds over ipc, where peers have no credentials.
+        The order matters. IPC_FILTER_UID, the time for a handshake and the ZAP handler are options of the socket that
+        each bind copies, so the handler must not exist yet when the ROUTER binds over ipc, where peers have no
+        credentials.
         """
         if address.startswith("ipc://"):
             assert self._authenticator is None, (
                 "the ROUTER must bind over ipc first: the ZAP handler would guard ipc too"
             )
             self._router.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+            self._router.setsockopt(zmq.HANDSHAKE_IVL, _LOCAL_HANDSHAKE_MS)
             return
+        self._router.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self._authenticator = authentication.Authenticator(self._router.context, self._is_rank, self._rejected)
         self._authenticator.guard(self._router)
         if self._encrypted:

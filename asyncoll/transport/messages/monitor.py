@@ -11,7 +11,9 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-_BEATS_PER_FREEZE = 4  # heartbeats in the time without one after which a process counts as frozen
+_BEATS_PER_FREEZE = 4  # heartbeats in the time without one after which a process counts as silent
+_HANDSHAKE_MS = 5000  # for a connection that is made again; a peer that is frozen answers no handshake
+_EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 def to_zeromq(address: str) -> Any:
@@ -84,28 +86,34 @@ class Heartbeat:
         alive: Callable[[], None],
         stopped: Callable[[], None],
     ) -> None:
-        """Connect `dealer` to `address`, and call `alive` once it is connected.
+        """Connect `dealer` to `address`, and call `alive` each time that it is connected.
 
         Afterwards `stopped` is called if there is no heartbeat for `freeze_s` seconds, or at once if the connection
-        breaks.
+        breaks. ZeroMQ connects again then; `stopped` is called once more for each attempt that fails.
         """
         dealer.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * freeze_s / _BEATS_PER_FREEZE))
         dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * freeze_s))
+        dealer.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+        self.beats = False
+        self.stops = 0  # how often `stopped` was called
+        self.has_knocked = False  # since the last stop: the kernel has woken the process for a new connection
         self._dealer = dealer
         self._alive = alive
         self._stopped = stopped
-        self._has_begun = False
-        self._monitor = Monitor(dealer, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED, self._handle_event)
+        self._monitor = Monitor(dealer, _EVENTS, self._handle_event)
         dealer.connect(to_zeromq(address))
         self._monitor.start()
 
     def _handle_event(self, event: int, _: int) -> None:
-        """Handle the begin or the end of a connection. ZeroMQ connects again after a loss."""
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._has_begun = True
+        """Handle the begin or the end of a connection."""
+        if event == zmq.EVENT_CONNECTED:
+            self.has_knocked = True
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.beats = True
             self._alive()
-        elif self._has_begun:
-            self._has_begun = False
+        elif self.beats or self.stops:  # otherwise there was no heartbeat yet
+            self.beats = self.has_knocked = False
+            self.stops += 1
             self._stopped()
 
     def close(self) -> None:

@@ -11,7 +11,10 @@ logger = logging.getLogger("asyncoll")
 
 def silence_cause(freeze_s: float) -> str:
     """The cause of the loss of a peer without a heartbeat."""
-    return f"it has shown no sign of life for {freeze_s:g} s: its process is stopped, or the network is cut"
+    return (
+        f"it has shown no sign of life for {freeze_s:g} s: its process is stopped, the network is cut, or its host is "
+        "overloaded (give it more time with ASYNCOLL_FREEZE_S)"
+    )
 
 
 class _Events:

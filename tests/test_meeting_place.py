@@ -1,0 +1,44 @@
+"""What prevents a rank from meeting the others is said at once, by a UsageError that names the remedy."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+
+import asyncoll
+from asyncoll import UsageError
+from asyncoll.world import rendezvous
+
+WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ASYNCOLL_DEADLINE_S": "20"}
+
+
+async def main(comm: asyncoll.Communicator) -> None:
+    raise AssertionError("there is no other rank")
+
+
+@pytest.fixture(autouse=True)
+def world(monkeypatch):
+    for name, value in WORLD.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_wrong_address_is_noticed_before_the_other_ranks_come(monkeypatch):
+    monkeypatch.setenv("ASYNCOLL_ADDRESS", "203.0.113.9")
+    with pytest.raises(UsageError, match=r"ASYNCOLL_ADDRESS=203.0.113.9 is no address of this host"):
+        asyncoll.run(main)
+
+
+def test_a_host_without_proc_is_refused(monkeypatch):
+    monkeypatch.setattr(rendezvous.os.path, "isdir", lambda path: path != "/proc/self/fd")
+    with pytest.raises(UsageError, match="a rank needs /proc"):
+        asyncoll.run(main)
+
+
+def test_a_folder_for_temporary_files_that_is_full_is_refused(monkeypatch):
+    def full(*args, **more):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", full)
+    with pytest.raises(UsageError, match="set TMPDIR to a folder"):
+        rendezvous._machine()

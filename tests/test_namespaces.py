@@ -1,0 +1,76 @@
+"""Ranks in namespaces of their own, as the containers of a pod are, with one folder for temporary files."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import PATIENCE_S
+
+SCRIPT = Path(__file__).parent / "scripts" / "apart.py"
+SIZE = 3
+# Options of unshare by namespace, and whether ranks of which each has its own can share memory. A network of its own is
+# that of another host: tests/test_networks.py.
+KINDS = {
+    "pid": (["--pid", "--fork", "--mount-proc"], False),
+    "pid, and the /proc of another one": (["--pid", "--fork"], False),
+    "user": (["--user", "--map-root-user"], False),
+    "time": (["--time", "--fork"], False),
+    "mount": (["--mount"], True),
+    "ipc": (["--ipc"], True),
+    "uts": (["--uts"], True),
+    "cgroup": (["--cgroup"], True),
+}
+PAIRS = list(itertools.combinations(KINDS, 2))
+MARKS = dict.fromkeys(
+    random.Random(os.environ.get("ASYNCOLL_TEST_SEED", "namespaces")).sample(PAIRS, 3), ()
+)  # of drawn pairs
+
+
+def unshare(kinds: tuple[str, ...]) -> list[str]:
+    options = dict.fromkeys(option for kind in kinds for option in KINDS[kind][0])
+    return ["unshare", *options]
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [(kind,) for kind in KINDS] + [pytest.param(pair, marks=MARKS.get(pair, pytest.mark.slow)) for pair in PAIRS],
+    ids=" and ".join,
+)
+def test_ranks_in_namespaces_of_their_own_make_one_world(kinds, tmp_path):
+    """They share memory only where locks, process numbers and clocks mean the same to all of them."""
+    command = unshare(kinds)
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*command, "true"], capture_output=True, check=False).returncode
+    ):
+        pytest.skip(f"this user may not make namespaces: {' '.join(command)}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    world = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": str(tmp_path)}
+    ranks = [
+        subprocess.Popen(
+            [*command, sys.executable, SCRIPT],
+            env=os.environ | world | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(SIZE)
+    ]
+    shared = SIZE if all(KINDS[kind][1] for kind in kinds) else 1
+    try:
+        for rank in ranks:
+            out, err = rank.communicate(timeout=PATIENCE_S)
+            assert (rank.returncode, out) == (0, f"{shared}\n"), err
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()

@@ -1,0 +1,41 @@
+"""The runtime's thread: what replaces it is refused, and what interrupts it ends every wait with its reason."""
+
+from __future__ import annotations
+
+import _thread
+import os
+from pathlib import Path
+
+import pytest
+
+import asyncoll
+from asyncoll import UsageError
+
+SCRIPT = Path(__file__).parent / "scripts" / "broken_runtime.py"
+WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def spawn(function, args=(), kwargs=None):
+    raise AssertionError("no thread is started")
+
+
+@pytest.mark.parametrize("library", ["gevent", "eventlet"])
+@pytest.mark.parametrize("enter", ["run", "init"])
+def test_threads_that_a_library_has_replaced_are_refused(monkeypatch, library, enter):
+    async def main(comm: asyncoll.Communicator) -> None: ...
+
+    for name, value in WORLD.items():
+        monkeypatch.setenv(name, value)
+    spawn.__module__ = f"{library}.thread"
+    monkeypatch.setattr(_thread, "start_new_thread", spawn)
+    with pytest.raises(UsageError, match=f"^{library} has replaced the threads"):
+        asyncoll.run(main) if enter == "run" else asyncoll.init()
+
+
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("way", ["exit", "interrupt", "stop", "sent"])
+def test_whatever_interrupts_the_thread_of_the_runtime_ends_every_wait(forked_world, way, transport):
+    ranks = forked_world(os.environ | {"ASYNCOLL_TRANSPORT": transport}, 3, SCRIPT, way)
+    for code, out, err in (rank.end() for rank in ranks):
+        assert code == 0, err
+        assert out.startswith("rank 1 aborted: its runtime was interrupted: "), (out, err)
