@@ -255,7 +255,7 @@ class World:
             self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
             return
         self._endpoint.depart()
-        await self._core.leave(site_outside(os.path.dirname(__file__)))
+        await self._core.leave(site_outside())
         await self._settle_others()
         if self._endpoint.returns.any:
             await self._return()
