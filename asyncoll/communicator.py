@@ -49,7 +49,6 @@ from asyncoll.tensors.operands import (
 from asyncoll.tensors.reductions import ReduceOp, build
 
 T = TypeVar("T")
-_FOLDER = __file__.rpartition("/")[0]  # of the facades
 
 
 @dataclass(frozen=True, slots=True)
@@ -2090,4 +2089,4 @@ def _nothing() -> None:
 
 
 def _site() -> Site:
-    return site_outside(_FOLDER)
+    return site_outside()

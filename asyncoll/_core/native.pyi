@@ -3,6 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import numpy as np
@@ -141,6 +142,7 @@ class ShortCalls:
         turns: dict[int, Any],
         end: Callable[[int], None],
         note: Callable[[Any], None],
+        place_outside: Callable[[FrameType, tuple[str, ...]], tuple[CodeType, int]],
         running_loop: Callable[[], asyncio.AbstractEventLoop],
         expiry: Callable[[], float | None],
         array_type: type,

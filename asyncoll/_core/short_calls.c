@@ -34,31 +34,32 @@ typedef struct {
 } Kind;
 
 /* Names of attributes, as Python strings in ShortCalls.names. */
-enum { ANY, CLOSED, CODE, DRIVE, DTYPE, BACK, FILENAME, INSTRUCTION, IS_TIMER_SET, SET_TIMER, TURN, UNSTARTED, NAMES };
-static const char *const names[NAMES] = {"any",         "closed",  "f_code",       "drive",     "dtype", "f_back",
-                                         "co_filename", "f_lasti", "is_timer_set", "set_timer", "turn",  "unstarted"};
+enum { ANY, CLOSED, DRIVE, DTYPE, IS_TIMER_SET, SET_TIMER, TURN, UNSTARTED, NAMES };
+static const char *const names[NAMES] = {"any",          "closed",    "drive", "dtype",
+                                         "is_timer_set", "set_timer", "turn",  "unstarted"};
 
 typedef struct {
     PyObject_HEAD
     Meetings *meetings;
-    PyObject *host;         /* asyncoll.algorithms.backend.Host */
-    PyObject *runner;       /* asyncoll.runtime.progress.Runner */
-    PyObject *home;         /* the only loop that may make calls; None: any loop may */
-    PyObject *held;         /* the calls that have begun and wait for their callers: a dict of the runner, or None */
-    PyObject *endpoint;     /* `closed` if this rank has left */
-    PyObject *failures;     /* `any` if something has failed */
-    PyObject *unused;       /* registered memory to give back before the next call, if not empty */
-    PyObject *unfinished;   /* a set: the numbers of the calls under way */
-    PyObject *turns;        /* a dict, empty unless a call waits for the end of another one */
-    PyObject *end;          /* end(number): tells that call */
-    PyObject *note;         /* note(entry): for reports; plan, number, code, instruction */
-    PyObject *running_loop; /* asyncio.get_running_loop */
-    PyObject *expiry;       /* the end of the deadline of the current context, or None */
-    PyObject *array_type;   /* numpy.ndarray */
-    PyObject *may_raise;    /* may_raise(): whether a signal handler may raise in this thread */
-    PyObject *call_type;    /* ShortCall */
-    PyObject *entry;        /* of the newest call, or NULL */
-    PyObject *libraries;    /* a tuple: what the names of files begin with that are not the user's; or NULL */
+    PyObject *host;          /* asyncoll.algorithms.backend.Host */
+    PyObject *runner;        /* asyncoll.runtime.progress.Runner */
+    PyObject *home;          /* the only loop that may make calls; None: any loop may */
+    PyObject *held;          /* the calls that have begun and wait for their callers: a dict of the runner, or None */
+    PyObject *endpoint;      /* `closed` if this rank has left */
+    PyObject *failures;      /* `any` if something has failed */
+    PyObject *unused;        /* registered memory to give back before the next call, if not empty */
+    PyObject *unfinished;    /* a set: the numbers of the calls under way */
+    PyObject *turns;         /* a dict, empty unless a call waits for the end of another one */
+    PyObject *end;           /* end(number): tells that call */
+    PyObject *note;          /* note(entry): for reports; plan, number, code, instruction */
+    PyObject *place_outside; /* asyncoll.runtime.signature.place_outside */
+    PyObject *running_loop;  /* asyncio.get_running_loop */
+    PyObject *expiry;        /* the end of the deadline of the current context, or None */
+    PyObject *array_type;    /* numpy.ndarray */
+    PyObject *may_raise;     /* may_raise(): whether a signal handler may raise in this thread */
+    PyObject *call_type;     /* ShortCall */
+    PyObject *entry;         /* of the newest call, or NULL */
+    PyObject *libraries;     /* a tuple: what the names of files begin with that are not the user's */
     PyObject *names[NAMES];
     long long last; /* the number of the last call */
     long long polls, sleep_ns;
@@ -202,62 +203,20 @@ static PyObject *loop_of(ShortCalls *self)
     return loop;
 }
 
-/* Whether two files are in one folder. -1 with an exception. */
-static int is_beside(PyObject *file, PyObject *other)
-{
-    Py_ssize_t end = PyUnicode_FindChar(file, '/', 0, PyUnicode_GetLength(file), -1);
-    Py_ssize_t other_end = PyUnicode_FindChar(other, '/', 0, PyUnicode_GetLength(other), -1);
-    if (end < 0 || end != other_end)
-        return end < -1 || other_end < -1 ? -1 : 0;
-    PyObject *folder = PyUnicode_Substring(other, 0, other_end + 1);
-    Py_ssize_t is = folder ? PyUnicode_Tailmatch(file, folder, 0, end + 1, -1) : -1;
-    Py_XDECREF(folder);
-    return (int)is;
-}
-
-/* Whether a file is not the user's: it is in the folder of `inside`, or of one of the libraries. -1 with an exception. */
-static int is_of_library(ShortCalls *self, PyObject *file, PyObject *inside)
-{
-    int is = is_beside(file, inside);
-    Py_ssize_t count = self->libraries ? PyTuple_Size(self->libraries) : 0;
-    for (Py_ssize_t i = 0; !is && i < count; i++)
-        is = (int)PyUnicode_Tailmatch(file, PyTuple_GetItem(self->libraries, i), 0, PyUnicode_GetLength(file), -1);
-    return count < 0 ? -1 : is;
-}
-
-/* The entry of a call for reports: its plan, its number, and the place of the call, as
- * asyncoll/runtime/signature.py::place_outside finds it on the stack. The frame on top is that of the public method. */
+/* The entry of a call for reports: its plan, its number, and the place of the call, which the frame on top leads to: that
+ * of the public method. */
 static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
 {
-    PyObject *frame = (PyObject *)PyEval_GetFrame(), *entry = NULL, *inside = NULL;
+    PyObject *frame = (PyObject *)PyEval_GetFrame();
     if (!frame) {
         PyErr_SetString(PyExc_RuntimeError, "no Python function makes this call");
         return NULL;
     }
-    Py_INCREF(frame);
-    PyObject *code = PyObject_GetAttr(frame, self->names[CODE]);
-    PyObject *file = inside = code ? PyObject_GetAttr(code, self->names[FILENAME]) : NULL;
-    Py_XINCREF(file);
-    while (file && is_of_library(self, file, inside) == 1) {
-        PyObject *back = PyObject_GetAttr(frame, self->names[BACK]);
-        if (!back || back == Py_None) {
-            Py_XDECREF(back);
-            break;
-        }
-        replace(&frame, back);
-        replace(&code, PyObject_GetAttr(frame, self->names[CODE]));
-        replace(&file, code ? PyObject_GetAttr(code, self->names[FILENAME]) : NULL);
-    }
-    if (PyErr_Occurred())
-        Py_CLEAR(file);
-    PyObject *instruction = file ? PyObject_GetAttr(frame, self->names[INSTRUCTION]) : NULL;
-    if (instruction)
+    PyObject *place = PyObject_CallFunctionObjArgs(self->place_outside, frame, self->libraries, NULL), *entry = NULL;
+    PyObject *code, *instruction;
+    if (place && PyArg_ParseTuple(place, "OO:place", &code, &instruction))
         entry = Py_BuildValue("OLOO", kind->plan, number, code, instruction);
-    Py_XDECREF(instruction);
-    Py_XDECREF(file);
-    Py_XDECREF(inside);
-    Py_XDECREF(code);
-    Py_DECREF(frame);
+    Py_XDECREF(place);
     return entry;
 }
 
@@ -874,20 +833,22 @@ PyType_Spec short_call_spec = {
 /* -- the type of the factory ---------------------------------------------------------------------- */
 
 /* `ShortCalls(meetings, host, runner, home, held, endpoint, failures, unused, unfinished, turns, end, note,
- * running_loop, expiry, array_type, may_raise, (start, length, first), (private_min, private_max), polls, sleep_ns)` */
+ * place_outside, running_loop, expiry, array_type, may_raise, (start, length, first), (private_min, private_max), polls,
+ * sleep_ns)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
-    PyObject *parts[16];
+    PyObject *parts[17];
     long long polls, sleep_ns;
-    static char *known[] = {"meetings",   "host",       "runner",  "home",    "held",  "endpoint",     "failures",
-                            "unused",     "unfinished", "turns",   "end",     "note",  "running_loop", "expiry",
-                            "array_type", "may_raise",  "segment", "private", "polls", "sleep_ns",     NULL};
+    static char *known[] = {"meetings",      "host",         "runner",     "home",       "held",      "endpoint",
+                            "failures",      "unused",       "unfinished", "turns",      "end",       "note",
+                            "place_outside", "running_loop", "expiry",     "array_type", "may_raise", "segment",
+                            "private",       "polls",        "sleep_ns",   NULL};
     long long start, length, first, private_min, private_max;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOO!O!OOOOOO(LLL)(LL)LL:ShortCalls", known, &parts[0],
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOO!O!OOOOOOO(LLL)(LL)LL:ShortCalls", known, &parts[0],
                                      &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6], &parts[7],
                                      &PySet_Type, &parts[8], &PyDict_Type, &parts[9], &parts[10], &parts[11],
-                                     &parts[12], &parts[13], &parts[14], &parts[15], &start, &length, &first,
-                                     &private_min, &private_max, &polls, &sleep_ns))
+                                     &parts[12], &parts[13], &parts[14], &parts[15], &parts[16], &start, &length,
+                                     &first, &private_min, &private_max, &polls, &sleep_ns))
         return NULL;
     if (!is_meetings(parts[0]) || (parts[4] != Py_None && !PyDict_Check(parts[4]))) {
         PyErr_SetString(PyExc_ValueError, "these are no short calls");
@@ -910,6 +871,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
                            &self->turns,
                            &self->end,
                            &self->note,
+                           &self->place_outside,
                            &self->running_loop,
                            &self->expiry,
                            &self->array_type,
@@ -925,8 +887,9 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->sleep_ns = sleep_ns;
     PyObject *module = PyType_GetModule(type);
     self->call_type = module ? PyObject_GetAttrString(module, "ShortCall") : NULL;
+    self->libraries = PyTuple_New(0);
     self->kinds = PyMem_Calloc(KINDS, sizeof(Kind));
-    bool is_complete = self->call_type && self->kinds;
+    bool is_complete = self->call_type && self->libraries && self->kinds;
     for (int i = 0; is_complete && i < NAMES; i++)
         is_complete = (self->names[i] = PyUnicode_InternFromString(names[i])) != NULL;
     if (is_complete)
@@ -951,6 +914,7 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->turns);
     Py_VISIT(self->end);
     Py_VISIT(self->note);
+    Py_VISIT(self->place_outside);
     Py_VISIT(self->running_loop);
     Py_VISIT(self->expiry);
     Py_VISIT(self->array_type);
@@ -996,6 +960,7 @@ static void destroy(PyObject *object)
                          self->unfinished,
                          self->end,
                          self->note,
+                         self->place_outside,
                          self->expiry,
                          self->entry,
                          self->libraries,

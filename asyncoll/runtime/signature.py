@@ -33,9 +33,9 @@ class Site(NamedTuple):
         return f"{place} ({self.remark})" if self.remark else place
 
 
-def site_outside(folder: str) -> Site:
-    """The place of the call in the user's code: the first frame outside the modules in `folder`, which call this."""
-    return Site(*_place_outside(folder, sys._getframe(1)))
+def site_outside() -> Site:
+    """The place of the call in the user's code: the first frame outside the folder of the module that calls this."""
+    return Site(*place_outside(sys._getframe(1)))
 
 
 def place_outside(frame: FrameType, libraries: tuple[str, ...] = ()) -> Place:
@@ -43,7 +43,14 @@ def place_outside(frame: FrameType, libraries: tuple[str, ...] = ()) -> Place:
 
     Files whose names begin with one of `libraries` are left out, too. In a context of `reported_at` it is that place.
     """
-    return _place_outside(_folder_of(frame.f_code.co_filename), frame, libraries)
+    if (place := _reported.get()) is not None:
+        return place
+    folder = _folder_of(frame.f_code.co_filename)
+    while (caller := frame.f_back) is not None:
+        frame, file = caller, caller.f_code.co_filename
+        if _folder_of(file) != folder and not (libraries and file.startswith(libraries)):
+            break
+    return frame.f_code, frame.f_lasti
 
 
 @contextlib.contextmanager
@@ -57,16 +64,6 @@ def reported_at(place: Place) -> Iterator[None]:
         yield
     finally:
         _reported.reset(token)
-
-
-def _place_outside(folder: str, frame: FrameType, libraries: tuple[str, ...] = ()) -> Place:
-    if (place := _reported.get()) is not None:
-        return place
-    file = frame.f_code.co_filename
-    while (_folder_of(file) == folder or file.startswith(libraries)) and frame.f_back is not None:
-        frame = frame.f_back
-        file = frame.f_code.co_filename
-    return frame.f_code, frame.f_lasti
 
 
 @lru_cache(maxsize=256)

@@ -272,7 +272,7 @@ class World:
             return
         self._endpoint.depart()
         self._endpoint.departures.returned()
-        await self._core.leave(site_outside(os.path.dirname(__file__)))
+        await self._core.leave(site_outside())
         await self._settle_others()
         if self._endpoint.returns.any:
             await self._return()

@@ -21,7 +21,7 @@ from asyncoll.algorithms.dense.staging import Copy, StagingArea, signed
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import Runner
-from asyncoll.runtime.signature import Signature
+from asyncoll.runtime.signature import Signature, place_outside
 from asyncoll.runtime.work import Driven, Work
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import BFLOAT16, Array, ReduceOp, into_all, kernel_number, reducer
@@ -89,6 +89,7 @@ class ShortWay:
             *staging.under_way,
             staging.end,
             self._note,
+            place_outside,
             runner.caller,
             deadlines.expiry.get,
             np.ndarray,

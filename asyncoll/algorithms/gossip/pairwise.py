@@ -38,7 +38,6 @@ from asyncoll.tensors.staged import Staged
 from asyncoll.transport.wire import Buffer
 
 T = TypeVar("T")
-_FOLDER = __file__.rpartition("/")[0]
 
 
 class _Exchange(NamedTuple):
@@ -237,7 +236,7 @@ class Gossip:
             return self._member.runner.start(_nothing())
         draw = digest("partner", self._seed, self._rank, self._begun)
         passive = self._partners[draw % len(self._partners)]
-        call = _Exchange(self._call, self._begun + 1, self._rank, passive, site_outside(_FOLDER))
+        call = _Exchange(self._call, self._begun + 1, self._rank, passive, site_outside())
         ranks = self._member.group.ranks
         pending = self._pending.enter(call, ranks=(ranks[self._rank], ranks[passive]))
         try:
@@ -284,7 +283,7 @@ class Gossip:
             await comm.allreduce(model, op=asyncoll.AVG)  # (size - 1) / 2 everywhere
         """
         self._check()
-        call = self._calls.number("Gossip.close", "", -1, self._call.key, site_outside(_FOLDER))
+        call = self._calls.number("Gossip.close", "", -1, self._call.key, site_outside())
         self._closed = True
         asked, rows = shapes.rows(self._size, 1), shapes.rows(self._size, 1)
         for passive, count in self._asked.items():

@@ -296,10 +296,12 @@ class RoundRecord:
                 table[rank, COLUMN.granted : COLUMN.granted_taken + 1] = results[rank]
                 blocks.keep(cells[self._row[rank].granted_block])
         cells[latest] = number
-        if not self._keeps:  # each contribution is in one round
-            table[:, COLUMN.staged : COLUMN.staged_at + 1] = NONE
-            for block in staged:
-                blocks.drop(block)
+        if not self._keeps:  # each contribution is in one round, and there is one group
+            for row, block in zip(self._row, staged, strict=True):
+                if block != NONE:
+                    cells[row.staged] = cells[row.staged_at] = NONE
+                    if block != dest:  # otherwise its keeper is that of the result now
+                        blocks.drop(block)
         self._forget(number)
         self.control_block.wake()
         return 0
@@ -315,7 +317,8 @@ class RoundRecord:
         blocks = self.blocks
         if len(taken) < 2:  # the contribution is the result: nothing to reduce
             dest = taken[0] if taken else NONE
-            blocks.keep(dest)
+            if self._keeps:  # it stays staged, so the block has another keeper
+                blocks.keep(dest)
             return dest
         dest = blocks.take()
         self._reduce(blocks.address(dest), [blocks.address(block) for block in taken])

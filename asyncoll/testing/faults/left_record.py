@@ -1,4 +1,4 @@
-"""What the record of rounds in memory holds, as a death has left it: for checks that no contribution is lost or doubled."""
+"""What a death has left of rounds in memory: for checks that it loses no contribution, and doubles none."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Left(NamedTuple):
 
 
 def left_records(comm: Communicator) -> list[Left]:
-    """What is left of each operation of `comm` in the memory of one host, if its contributions are one array and add up.
+    """What is left of each operation of `comm` that is in memory: not of groups, and not between hosts.
 
-    To be called after a rank has died.
+    A contribution must be one array. To be called after a rank has died.
     """
     left = []
     for rounds in comm._core.backend.operations:
