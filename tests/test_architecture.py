@@ -103,6 +103,7 @@ PACKAGES: dict[str, set[str]] = {
         "rpc",
         "runtime",
         "tensors",
+        "training",
         "transport",
         "transport.memory",
         "transport.messages",
@@ -132,7 +133,11 @@ SANS_IO = (
     *(f"algorithms.rounds.{name}" for name in ("engine", "rules", "activation", "grouping", "operation")),
 )
 SANS_IO_FORBIDDEN = {"asyncio", "zmq", "time", "random", "threading", "socket", "select", "selectors", "os", "uvloop"}
-TORCH = {"bench", "tensors", "torch", "torch.hooks", "training", "transport.staging", "doctor", "launch", "world"}
+TORCH = {"bench", "tensors", "testing", "torch", "torch.hooks", "training", "transport.staging"} | {
+    "doctor",
+    "launch",
+    "world",
+}
 ZMQ = {"transport.messages", "doctor"}
 DOORS = (
     "asyncoll.notebook",

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from asyncoll import Communicator, NonFiniteError, Reduction, UsageError
+from asyncoll import Communicator, Metrics, NonFiniteError, Reduction, UsageError
 from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.algorithms.sparse.operations import ALGORITHMS
 from asyncoll.cli import main
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import LawBroken, check_laws
-from asyncoll.testing.laws import dense, gossip, runs, sparse
+from asyncoll.testing.laws import dense, gossip, runs, sparse, training
 from asyncoll.testing.laws.dense_program import OPERATIONS, Program
 from asyncoll.testing.laws.rules import conservation, laws_of, staleness, synchrony
 from asyncoll.testing.laws.runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
@@ -34,12 +34,15 @@ from asyncoll.testing.laws.story import (
     KINDS,
     NAP_S,
     SPARSE,
+    TRAINING,
     Call,
     Cancelled,
     Story,
     draw,
 )
 from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
+from asyncoll.training import EagerSGD
+from asyncoll.training.recovery import Recovery
 
 CALLS = draw("solo", 1, 0).calls  # the most calls of a rank
 
@@ -706,3 +709,86 @@ def test_bad_arguments_of_the_checker():
     for size, seed in [(0, 0), (2, -1)]:
         with pytest.raises(UsageError, match="at least one rank, and seeds count from 0"):
             check_laws("solo", size, seed)
+
+
+async def takes_nothing(truth, sgd):
+    """As if the state of another rank were there."""
+    return sgd.round < sgd._needed()
+
+
+async def says_that_it_recovered(truth, sgd):
+    await truth(sgd)
+    return True
+
+
+async def doubles_a_gradient(truth, sgd, weight):
+    sgd._flat.gradients.mul_(2)
+    return await truth(sgd, weight)
+
+
+async def loses_a_gradient(truth, sgd, weight):
+    if sgd.round % 3 == 1:
+        sgd._flat.zero_gradients()
+    return await truth(sgd, weight)
+
+
+async def sleeps(truth, sgd, weight):
+    await asyncio.sleep(NAP_S)
+    return await truth(sgd, weight)
+
+
+async def gives_nothing(truth, recovery, needed):
+    await asyncio.get_running_loop().create_future()
+
+
+def says_more(truth, metrics):
+    return {key: value + 0.5 for key, value in truth(metrics).items()}
+
+
+def gives_old_results(truth, sgd, reduction):
+    truth(sgd, reduction)
+    if sgd.round > 5:
+        sgd._due.clear()
+
+
+TRAINING_LIES = [
+    ("equal", EagerSGD, "_recover", takes_nothing),
+    ("equal", EagerSGD, "_hear", gives_old_results),
+    ("once", EagerSGD, "_update", doubles_a_gradient),
+    ("whole", EagerSGD, "_update", loses_a_gradient),
+    ("recovery", EagerSGD, "_recover", says_that_it_recovered),
+    ("prompt", EagerSGD, "_update", sleeps),
+    ("metrics", Metrics, "means", says_more),
+    ("completion", Recovery, "give", gives_nothing),
+]
+
+
+@pytest.mark.parametrize(
+    ("law", "kind", "method", "lie"), TRAINING_LIES, ids=lambda value: getattr(value, "__name__", value)
+)
+def test_a_fault_breaks_its_law_of_training(law, kind, method, lie, monkeypatch):
+    truth = getattr(kind, method)
+
+    async def lies(self, *x):
+        return await lie(truth, self, *x)
+
+    is_plain = method in ("means", "_hear")
+    monkeypatch.setattr(kind, method, (lambda self, *x: lie(truth, self, *x)) if is_plain else lies)
+    broken = next(broken for _, broken in breaches(TRAINING) if broken.law == law)
+    assert (broken.rank is None) == (law == "completion")
+
+
+def test_every_law_of_training_is_broken_by_a_fault():
+    assert {law.__name__ for law in training.LAWS} | {"completion"} == {law for law, *_ in TRAINING_LIES}
+
+
+@pytest.mark.parametrize("transport", [SIMULATED, MEMORY, HOSTS])
+def test_the_drawn_trainings_recover_with_metrics_and_cancelled_steps(transport):
+    """Of one late rank, of several, and of all but one."""
+    stories = [tell(draw(TRAINING, size, seed), transport) for size in (2, 3, 5) for seed in range(12)]
+    recovering = [sum(any(done.recovered for done in part.done) for part in story.parts) for story in stories]
+    assert 1 in recovering
+    assert any(late >= len(story.parts) - 1 > 1 for late, story in zip(recovering, stories, strict=True))
+    assert any(done.metrics for story in stories for part in story.parts for done in part.done if done.recovered)
+    assert any(len(part.made) >= len(part.done) for story in stories for part in story.parts)
+    assert {story.program.partial for story in stories} == {"solo", "majority", "quorum"}

@@ -29,6 +29,14 @@ def entry(saved: object, key: str, is_right: Callable[[Any], bool], what: str) -
     return value
 
 
+def origin(saved: object, key: str) -> int | str:
+    """What tells where a checkpoint is from; "missing" if that is no checkpoint of this kind."""
+    if isinstance(saved, dict) and key not in saved:
+        return "missing"
+    value: int | str = entry(saved, key, lambda value: type(value) in (int, str), "a number or a text")
+    return value
+
+
 def count(saved: object, key: str) -> int:
     """A number of rounds, or of updates."""
     value: int = entry(saved, key, is_count, "a number of rounds")

@@ -249,7 +249,7 @@ class Trainer(ABC):
         if self.has_local_state:
             expected["rank"] = self.comm.rank
         for what, here in expected.items():
-            there = saved.entry(state, what, lambda value: type(value) in (int, str), "a number or a text")
+            there = saved.origin(state, what)
             if there != here:
                 shown = "other parameters" if what == "model" else f"{what} {there!r}, and not {here!r}"
                 raise asyncoll.UsageError(

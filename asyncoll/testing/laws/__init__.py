@@ -1,4 +1,4 @@
-"""The laws of wait-avoiding, dense and sparse collectives and of gossip, checked in worlds drawn from seeds."""
+"""The laws of wait-avoiding, dense and sparse collectives, gossip and training, checked in worlds drawn from seeds."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from asyncoll.testing.laws import dense, gossip, sparse
+from asyncoll.testing.laws import dense, gossip, sparse, training
 from asyncoll.testing.laws.rules import Breach, laws_of
 from asyncoll.testing.laws.runs import SIMULATED, tell
-from asyncoll.testing.laws.story import DENSE, GOSSIP, SPARSE, draw
+from asyncoll.testing.laws.story import DENSE, GOSSIP, SPARSE, TRAINING, draw
 
 _OTHERS: dict[str, Iterable[Callable[[Any], Iterator[Breach]]]] = {
     GOSSIP: gossip.LAWS,
     DENSE: dense.LAWS,
     SPARSE: sparse.LAWS,
+    TRAINING: training.LAWS,
 }
 
 
@@ -35,7 +36,7 @@ class LawBroken(AssertionError):  # noqa: N818
 class Lawful:
     """The size of a world that kept all laws."""
 
-    rounds: int  # averages, in a world of gossip; calls of all ranks, in one of dense or sparse calls
+    rounds: int  # averages, in a world of gossip; calls of all ranks, in one of dense or sparse calls, or steps
     messages: int  # 0 on a real transport, which does not count them
 
 
@@ -50,8 +51,8 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     compiled core, as in "shm-mixed". In real time there is neither a drawn network nor a pause of a trainer.
 
     With `devices` some ranks have most of their tensors on devices without hardware (`fake_device`), and the law
-    `completion` says also that no copy was at the wrong time. Worlds of dense and sparse calls have no
-    devices.
+    `completion` says also that no copy was at the wrong time. Worlds of dense and sparse calls, and of
+    trainings, have no devices.
 
     Raises UsageError for an unknown kind, a size below 1 or a negative seed.
     """

@@ -20,12 +20,25 @@ from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.laws import dense, gossip, sparse
+from asyncoll.testing.laws import dense, gossip, sparse, training
 from asyncoll.testing.laws.dense import DenseStory
 from asyncoll.testing.laws.dense_program import Program
 from asyncoll.testing.laws.gossip import Gossiper, GossipStory
 from asyncoll.testing.laws.sparse import SparseProgram, SparseStory
-from asyncoll.testing.laws.story import DENSE, GOSSIP, SPARSE, AlarmError, Call, Cancelled, Case, Story, Trainer, draw
+from asyncoll.testing.laws.story import (
+    DENSE,
+    GOSSIP,
+    SPARSE,
+    TRAINING,
+    AlarmError,
+    Call,
+    Cancelled,
+    Case,
+    Story,
+    Trainer,
+    draw,
+)
+from asyncoll.testing.laws.training import Learner, TrainingProgram, TrainingStory
 from asyncoll.testing.worlds import run_ranks, simulate
 from asyncoll.transport.messages.simulated import Network
 from asyncoll.world.join import run
@@ -69,9 +82,11 @@ def _in_processes(case: Case) -> Case:
 
 
 async def take_part(comm: Communicator, case: Case) -> Any:
-    """The `Part` of this rank, the `gossip.Part`, the `dense.Part` or the `sparse.Part`."""
+    """The `Part` of this rank, or that of gossip, of dense or sparse calls, or of a training."""
     if case.kind in (DENSE, SPARSE):
         return await (dense if case.kind == DENSE else sparse).Caller(comm, case).run()
+    if case.kind == TRAINING:
+        return await Learner(comm, case).run()
     trainer = Gossiper if case.kind == GOSSIP else Trainer
     if comm.rank not in case.staging:
         return await trainer(comm, case).run()
@@ -79,11 +94,15 @@ async def take_part(comm: Communicator, case: Case) -> Any:
         return await trainer(comm, case, device).run()  # in the end of the block the answers get their values
 
 
-def _story(case: Case, parts: list[Any], messages: int) -> Story | GossipStory | DenseStory | SparseStory:
+def _story(
+    case: Case, parts: list[Any], messages: int
+) -> Story | GossipStory | DenseStory | SparseStory | TrainingStory:
     if case.kind == DENSE:
         return DenseStory(Program(case), parts, messages)
     if case.kind == SPARSE:
         return SparseStory(SparseProgram(case), parts, messages)
+    if case.kind == TRAINING:
+        return TrainingStory(TrainingProgram(case), parts, messages)
     if case.kind == GOSSIP:
         return GossipStory(case, parts, messages)
     return Story(case, [calls for calls, _ in parts], [each for _, cancelled in parts for each in cancelled], messages)
@@ -161,6 +180,8 @@ def read_record(record: Path, kind: str = "") -> Any:
         return sparse.Part([sparse.Got(**got | {"thresholds": tuple(got["thresholds"])}) for got in fields["gots"]])
     if kind == GOSSIP:
         return _gossip(**fields)
+    if kind == TRAINING:
+        return training.Part(fields["made"], [training.Done(**done) for done in fields["done"]])
     calls, cancelled = fields
     return [_call(**each) for each in calls], [Cancelled(**each) for each in cancelled]
 

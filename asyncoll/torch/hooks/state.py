@@ -105,9 +105,7 @@ class HookState(ABC):
         if self._has_begun or self._has_ended:
             raise UsageError("load the state of a hook before the first backward()")
         for what, here in self._origin().items():
-            if (
-                there := saved.entry(state, what, lambda value: type(value) in (int, str), "a number or a text")
-            ) != here:
+            if (there := saved.origin(state, what)) != here:
                 raise UsageError(
                     f"the state that was saved has {what} {there!r}, and not {here!r}: load the one that this rank of "
                     "this job has saved, or begin a new training from the model and the optimizer alone"
