@@ -11,7 +11,8 @@ Ending is local: ranks close a communicator at any time and in any order. The en
    under way, because messages of a rank arrive in order. So the memory and all tables come back.
 
 A rank with an error, or one that leaves the world (see `departures`), does not wait for its calls: it ends them. It
-tells the number up to which they were over.
+tells the number up to which they were over. One that leaves because of an error, or whose program ends without leaving,
+has not left in order: no rank that is in the middle of rounds makes more of them without it.
 
 A send or a receive that no rank matches is never over. Where nobody may wait for it after the end (`keeps_messages`),
 it ends once all ranks have left.
@@ -26,10 +27,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from asyncoll.errors import ProtocolError
+from asyncoll.runtime.departures import IN_ORDER
 from asyncoll.runtime.failures import Closed, Departed
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import Kind, PendingCalls
-from asyncoll.transport.wire import Leave, Unused
+from asyncoll.transport.wire import Ending, Leave, Unused
 
 _CLOSED = "it has closed this communicator"
 
@@ -102,18 +104,18 @@ class Lifetime:
         if error:
             self.leave_at_once(error)
         else:
-            self._leave(self._last(), _CLOSED)
+            self._leave(self._last(), _CLOSED, in_order=True)
         self._finish_when_idle()
 
     def leave_at_once(self, reason: str) -> None:
-        """Leave, and end the calls under way. The other ranks are told the `reason`."""
-        self._leave(self._calls.completed(), reason)
+        """Leave, and end the calls under way. The others are told the `reason`; if it is empty, this is in order."""
+        self._leave(self._calls.completed(), reason or IN_ORDER, in_order=not reason)
         # Also if nothing is pending: other threads may be about to make a call.
         self._member.endpoint.failures.fail(Closed(), self._member.communicator)
 
-    def _leave(self, calls: int, reason: str) -> None:
+    def _leave(self, calls: int, reason: str, *, in_order: bool) -> None:
         self._is_left = True
-        self._tell(Leave(self._member.communicator, calls, reason))
+        self._tell(Leave(self._member.communicator, calls, reason, in_order))
 
     def _tell(self, message: Leave | Unused) -> None:
         gone = self._member.endpoint.membership.ended
@@ -160,7 +162,7 @@ class Lifetime:
     def _told_leave(self, source: int, leave: Leave) -> None:
         self._check_part(source)
         self._leaving.add(source)
-        self._calls.left(self._departed(source, leave.reason), leave.calls)
+        self._has_left(source, leave, leave.calls)
         self._finish_when_idle()
 
     def _told_unused(self, source: int, _: Unused) -> None:
@@ -168,12 +170,12 @@ class Lifetime:
         self._calls.lacks(source, Kind.PAIR)
         self._is_through(source)
 
-    def ended(self, rank: int, reason: str) -> None:
+    def ended(self, rank: int, ending: Ending) -> None:
         """World rank `rank` has left the world: it is through with all communicators and serves none. In any thread."""
         if rank not in self._member.group.ranks:
             return
         if rank not in self._leaving:  # it has not known this communicator
-            self._calls.left(self._departed(rank, reason), 0)
+            self._has_left(rank, ending, 0)
         self._calls.lacks(rank, Kind.ROUND)
         self._is_through(rank)
         self._wake()
@@ -182,9 +184,12 @@ class Lifetime:
         if source not in self._member.group.ranks:
             raise ProtocolError("it has left a communicator that it has no part in")
 
-    def _departed(self, rank: int, reason: str) -> Departed:
+    def _has_left(self, rank: int, news: Leave | Ending, calls: int) -> None:
         process = self._member.endpoint.membership.process(rank)
-        return Departed(rank, reason, process.host, process.pid)
+        departed = Departed(rank, news.reason, process.host, process.pid)
+        self._calls.left(departed, calls)
+        if not news.in_order:
+            self._calls.deserted(departed)
 
     def _is_through(self, rank: int) -> None:
         self._through.add(rank)
