@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -41,8 +42,8 @@ def init() -> BlockingCommunicator:
 
     Leaving is collective: this rank goes on serving the rounds of others until every rank leaves. A `with` block that
     raises an exception aborts the world: the pending and later calls of the other ranks raise AbortedError with its
-    text as the reason. So does a program that ends without `close`, for whatever reason: the others are told of a
-    ClosedError then, because nothing knows of the exception that has ended it.
+    text as the reason. So does a program that ends without `close`: the others are told of the exception that has ended
+    it, or of a ClosedError if there was none, or if it was SystemExit, of which nothing is known then.
 
     If an exception of a signal handler (Ctrl-C) interrupts it, this process is in no world afterwards. The others raise
     a PeerLostError that names this rank: in `init`, or in their calls if they have joined already. After it all ranks,
@@ -68,13 +69,12 @@ def init() -> BlockingCommunicator:
     return join(None)
 
 
-def join(environment: Environment | None, *, departs: bool = False) -> BlockingCommunicator:
+def join(environment: Environment | None, *, departs: bool = False, leaves_by: str = "`close`") -> BlockingCommunicator:
     """As `init`, for the world of `environment`; None: that of the environment variables.
 
-    With `departs`, leaving is not collective: this rank leaves once its calls are over, or at once with an exception,
-    and communicators without it go on.
+    With `departs`, leaving is that of `World`. `leaves_by` is the call of the program by which it leaves, for errors.
     """
-    return _Session(departs).enter(environment)
+    return _Session(departs, leaves_by).enter(environment)
 
 
 class _Session:
@@ -84,8 +84,9 @@ class _Session:
     only wait for it. So an exception of a handler (Ctrl-C) ends a wait, and leaves nothing half done.
     """
 
-    def __init__(self, departs: bool) -> None:
+    def __init__(self, departs: bool, leaves_by: str) -> None:
         self._departs = departs
+        self._leaves_by = leaves_by
         self._process = os.getpid()
         self._entered, self._over = Gate(), Gate()
         self._comm: Communicator | None = None
@@ -129,8 +130,10 @@ class _Session:
                 raise self._outcome
 
     def _leave_at_exit(self) -> None:
+        # The interpreter notes the exception that ends a program. An interactive one has noted that of some statement.
+        last = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         with contextlib.suppress(Exception):
-            self.leave(ClosedError("its program has ended without `close`"))
+            self.leave(last or ClosedError(f"its program has ended without {self._leaves_by}"))
 
     def _ask_to_leave(self, reason: BaseException | None) -> None:
         if not self._is_asked:

@@ -196,8 +196,9 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
 def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport: str, jobs: int, hosts: int) -> None:
     """Let a rank fail in every way, in every operation, and check that the other ranks raise the right error in time.
 
-    Each cell is a world of real processes. One of them suffers {kill, orphan, exit, raise, signal, disconnect, stop,
-    gil, slow} {before, inside, after} an operation. "orphan" kills a rank that has a living child; "signal" sends a
+    Each cell is a world of real processes. One of them suffers {kill, orphan, exit, raise, signal, interrupt,
+    terminate, crash, fatal, disconnect, stop, gil, slow} {before, inside, after} an operation. "interrupt" is Ctrl-C,
+    "terminate" SIGTERM, "crash" SIGSEGV, "fatal" SIGABRT. "orphan" kills a rank with a living child; "signal" sends a
     signal whose handler ends the program by an exception. "kill" and "stop" also strike at each injection point of the
     compiled core, such as kill/allreduce/meeting-arrived, in the operations that pass it. Operations staged_* have
     tensors on devices without hardware; faults strike them also when a copy has "begun" or "landed". All other ranks

@@ -181,6 +181,13 @@ class DeadlockError(AsyncollError):
     """
 
 
+def reason_to_leave(error: BaseException | None) -> str:
+    """Why a rank leaves that does so with `error`, for the others; empty if it leaves in order."""
+    if error is None:
+        return ""
+    return text_of(error) if isinstance(error, ClosedError) else f"after {describe(error)}"
+
+
 def reported_failure(error: BaseException) -> AbortedError | PeerLostError | None:
     """The failure of a rank that `error`, or an exception of its chain or group, reports; None if it reports none.
 

@@ -473,6 +473,7 @@ def test_any_other_breach_breaks_a_cell(cell, what, complaint):
 
 CELLS = ("kill/allreduce/inside", "exit/solo/after", "raise/alltoallv/inside", "disconnect/send_recv/inside")
 CELLS += ("slow/ddp_step/inside", "kill/eager_step/before", "raise/sparse/inside", "exit/broadcast/inside")
+CELLS += ("interrupt/solo/inside", "terminate/majority/after", "crash/rpc/inside", "fatal/allreduce/before")
 CELLS += ("orphan/allreduce/inside", "orphan/registered_allreduce/before", "orphan/quorum/inside")
 CELLS += ("signal/allreduce/inside", "signal/solo/inside", "signal/rpc/inside")
 

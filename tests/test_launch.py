@@ -98,6 +98,10 @@ def runs(pid: int) -> bool:
         return False
 
 
+def state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def pids(folder: Path) -> list[int]:
     return [int(entry.name) for entry in folder.iterdir() if entry.name.isdigit()]
 
@@ -406,6 +410,55 @@ def test_stop_signal_lets_ranks_finish(signum: signal.Signals, code: int, reques
     assert sorted(out.splitlines()) == [f"{rank}: finished after {forwarded}" for rank in range(2)]
     assert err.startswith(signum.name)
     assert "Traceback" not in err
+
+
+def check_suspends(folder: Path, *where: str, env: Mapping[str, str] = LIGHT) -> None:
+    """Ctrl-Z stops a job of three ranks, and it goes on with the launcher."""
+    with start(*where, SCRIPTS / "suspended.py", folder, env=env) as launcher:
+        try:
+            await_ready(launcher, 3)
+            launcher.send_signal(signal.SIGTSTP)
+            until(lambda: [state(pid) for pid in (launcher.pid, *pids(folder))] == ["T"] * 4)
+            launcher.send_signal(signal.SIGCONT)
+            (folder / "end").touch()
+            assert launcher.wait(PATIENCE_S) == 0
+        finally:
+            launcher.kill()
+
+
+def test_a_job_is_suspended_and_continued_with_its_launcher(tmp_path: Path) -> None:
+    check_suspends(tmp_path, "-n", "3")
+
+
+CLOSED = ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"]
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_standard_streams_may_be_closed(closed: str, tmp_path: Path) -> None:
+    """As those of a daemon: at the launcher, and at a program without one."""
+    program = [sys.executable, str(SCRIPTS / "suspended.py"), str(tmp_path)]
+    (tmp_path / "end").touch()
+    for command in ([*COMMAND, "-n", "2", *program[1:]], program):
+        run = subprocess.run(
+            ["sh", "-c", f'exec "$@" {closed}', "sh", *command],
+            env=environment(LIGHT),
+            cwd=ROOT,
+            capture_output=True,
+            timeout=PATIENCE_S,
+        )
+        assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize(("full", "other"), [("stdout", "stderr"), ("stderr", "stdout")])
+def test_a_full_disk_for_its_output_does_not_end_a_job(full: str, other: str, tmp_path: Path) -> None:
+    (tmp_path / "end").touch()
+    with open("/dev/full", "w") as sink:
+        command = [*COMMAND, "-n", "2", str(SCRIPTS / "suspended.py"), str(tmp_path)]
+        streams = {full: sink, other: subprocess.PIPE}
+        run = subprocess.run(command, env=environment(LIGHT), cwd=ROOT, text=True, timeout=PATIENCE_S, **streams)
+    assert run.returncode == 0
+    said = "cannot be written (No space left on device)" if full == "stdout" else "0: ready"
+    assert said in getattr(run, other)
 
 
 def test_a_second_interrupt_kills_the_ranks() -> None:

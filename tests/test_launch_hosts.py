@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from conftest import PATIENCE_S
-from test_launch import SCRIPTS, await_ready, launch, pids, runs, start, until
+from test_launch import SCRIPTS, await_ready, check_suspends, launch, pids, runs, start, until
 
 import asyncoll
 from asyncoll import cli
@@ -278,3 +278,7 @@ def test_a_lost_host_is_the_root_cause_and_named_once():
 def test_stopped_ranks_are_named_with_their_hosts():
     said = tell_stopped([1], {0: 10, 1: 11}, 1.0, {0: "a", 1: "b"})
     assert said.startswith("rank 1 (host b, pid 11) is stopped and every other rank has ended")
+
+
+def test_ranks_of_all_hosts_are_suspended_and_continued_with_the_launcher(hosts, tmp_path):
+    check_suspends(tmp_path, "--hosts", "a:1,b:2", env=hosts)

@@ -7,6 +7,7 @@ import builtins
 import dataclasses
 import inspect
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -89,6 +90,24 @@ def test_a_cell_has_a_running_loop_an_output_for_text_and_pools_of_threads(monke
         torch.set_num_threads(before)
     assert sorted(sys.stdout.getvalue().splitlines()) == ["0: sum 64000000.0", "1: sum 64000000.0"]
     assert sorted(capfd.readouterr().err.splitlines()) == ["0: to stderr", "1: to stderr"]
+
+
+def test_handlers_of_logging_of_an_earlier_cell_write_as_a_rank(monkeypatch, capfd):
+    """A kernel's own stream would show the line, and know of no rank."""
+    of_kernel = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", of_kernel)
+    handler, logger = logging.StreamHandler(), logging.getLogger("of a notebook")
+    logger.addHandler(handler)
+
+    async def main(comm):
+        logger.warning("of rank %d", comm.rank)
+
+    try:
+        notebook.run(main, ranks=2)
+        logger.warning("of the kernel")
+    finally:
+        logger.removeHandler(handler)
+    assert sorted(of_kernel.getvalue().splitlines()) == ["0: of rank 0", "1: of rank 1", "of the kernel"]
 
 
 def test_a_rank_that_replaces_its_output_keeps_the_descriptor():

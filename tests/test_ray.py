@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from conftest import PATIENCE_S
+from test_program_ends import told_by_ray
 
 pytestmark = pytest.mark.slow
 DRIVER = Path(__file__).parent / "scripts" / "ray_driver.py"
@@ -55,6 +56,12 @@ def test_the_rank_that_fails_by_itself_is_the_cause(told):
     place, *followers = error["notes"]  # a rank that is slow to fail is cancelled, and not among them
     assert place.startswith("rank 1 ran on host ")
     assert all(re.match(r"ranks? (0|2|0, 2) failed too: .*rank 1 ", note) for note in followers), followers
+
+
+def test_each_end_of_a_program_is_told(told):
+    """As the table in docs/concepts/failures.md has it."""
+    for end, outcome in told["ends"].items():
+        told_by_ray(end, outcome)
 
 
 def test_a_killed_rank_is_the_cause(told):

@@ -407,6 +407,47 @@ def test_calls_of_a_lost_client_are_cancelled(place, what):
     run(main())
 
 
+class Ending:
+    """A service that its clients end."""
+
+    def __init__(self) -> None:
+        self.ended, self.loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def stop(self) -> None:
+        self.ended.set()
+
+    async def stop_and_go_on(self) -> None:
+        self.ended.set()
+        await asyncio.Event().wait()
+
+    def stop_in_thread(self) -> None:
+        self.loop.call_soon_threadsafe(self.ended.set)
+
+
+@pytest.mark.parametrize("how", ["stop", "stop_and_go_on", "stop_in_thread"])
+def test_a_notification_may_end_the_service(tmp_path, how):
+    """It has begun, so the connection ends without an error. The last call of the connection is never answered."""
+
+    async def end(url):
+        service, listens = Ending(), asyncio.get_running_loop().create_future()
+
+        async def live():
+            async with serve(service, url) as address:
+                listens.set_result(address)
+                await service.ended.wait()
+
+        life = asyncio.create_task(live())
+        async with connect(await listens) as client:
+            await client.notify(how)
+        await life
+
+    async def main():
+        for turn in range(10):
+            await end(f"ipc://{tmp_path}/{turn}")
+
+    asyncio.run(main())
+
+
 def test_notifications_begin_before_their_client_has_left_and_continue(ipc):
     begun, ended = [], []
 

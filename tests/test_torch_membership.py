@@ -12,7 +12,17 @@ from asyncoll.transport.keys import write_key
 
 SCRIPT = Path(__file__).parent / "scripts" / "torch_membership.py"
 # By case: the ranks that do not end well. Each dies, or raises an exception on purpose.
-CASES = {"stores": (), "leaves": (), "groups": (), "misuse": (), "forks": (), "ends": (0,), "dies": (1,), "mixed": ()}
+CASES = {
+    "stores": (),
+    "leaves": (),
+    "groups": (),
+    "misuse": (),
+    "forks": (),
+    "fails": (0,),
+    "ends": (),
+    "dies": (1,),
+    "mixed": (),
+}
 
 
 def play(forked_world, tmp_path, size, case, **more):
@@ -28,7 +38,7 @@ def test_processes_of_torch_form_and_leave_worlds(forked_world, tmp_path, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["leaves", "ends"])
+@pytest.mark.parametrize("case", ["leaves", "fails", "ends"])
 def test_ranks_leave_by_message(forked_world, tmp_path, case):
     ends = play(forked_world, tmp_path, 3, case, ASYNCOLL_TRANSPORT="zmq", **WHOLE_END)
     for rank, (code, out, err) in enumerate(ends):

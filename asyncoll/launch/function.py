@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import gc
 import getpass
+import logging
 import os
 import selectors
 import signal
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
+from typing import IO, Any
 
 from asyncoll.errors import UsageError
 from asyncoll.launch import process_tree, rank
@@ -123,8 +125,10 @@ def _serve(size: int, act: Callable[[], None], channel: socket.socket, folder: P
 
 def _be_rank(act: Callable[[], None], channel: socket.socket) -> None:
     """Run `act`. The process ends without the interpreter's end, which would run what the notebook has registered."""
+    of_kernel = sys.stdout, sys.stderr
     # `closefd`: a program that replaces one of them must not close it, or its next socket would take that descriptor.
     sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in enumerate("rww"))  # noqa: SIM115
+    _redirect_logging(of_kernel, (sys.stdout, sys.stderr))
     builtins.input = getpass.getpass = _refuse_input  # a kernel's own would wait for an answer to the kernel
     if "torch" in sys.modules and (count := os.environ.get(THREADS[0])):  # torch has read it before
         sys.modules["torch"].set_num_threads(int(count))
@@ -138,6 +142,14 @@ def _be_rank(act: Callable[[], None], channel: socket.socket) -> None:
             with suppress(OSError):
                 stream.flush()
         os._exit(code)
+
+
+def _redirect_logging(before: tuple[object, object], now: tuple[IO[Any], IO[Any]]) -> None:
+    """Let handlers that the notebook has configured write to the output of this rank, and not to that of the kernel."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    for handler in {handler for logger in loggers for handler in getattr(logger, "handlers", ())}:
+        if isinstance(handler, logging.StreamHandler) and handler.stream in before:
+            handler.stream = now[before.index(handler.stream)]  # not `setStream`, which would flush that of the kernel
 
 
 def _refuse_input(*_: object, **__: object) -> str:

@@ -26,9 +26,11 @@ from asyncoll.launch.program import Program
 from asyncoll.launch.remote import remote_host, travelling
 from asyncoll.launch.supervisor import GIVE_UP_S, INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
+from asyncoll.transport import standard_streams
 from asyncoll.transport.keys import new_key
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+SUSPENDING = signal.SIGTSTP  # Ctrl-Z
 LOOPBACK = "127.0.0.1"
 LOOK_S = 0.5  # between two looks at the states of the ranks that run while others have ended
 
@@ -71,6 +73,7 @@ def launch(
     if placement.is_here:
         check(placement.size, program)
     grace_s = stopped_grace_s(os.environ)
+    standard_streams.fill_gaps()  # the ranks get these descriptors
     with ExitStack() as job:
         output = job.enter_context(open_output(placement.size, None if log_dir is None else Path(log_dir)))
         signals = job.enter_context(stop_signals())
@@ -121,8 +124,8 @@ def stop_signals() -> Iterator[socket.socket]:
     with reader, writer:
         reader.setblocking(False)
         writer.setblocking(False)
-        before = {signum: signal.getsignal(signum) for signum in STOPPING}
-        taken = [signum for signum in STOPPING if before[signum] is not signal.SIG_IGN]
+        before = {signum: signal.getsignal(signum) for signum in (*STOPPING, SUSPENDING)}
+        taken = [signum for signum in before if before[signum] is not signal.SIG_IGN]
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for signum in taken:
             signal.signal(signum, lambda *_: None)
@@ -285,6 +288,9 @@ class Launcher:
 
     def _hear_user(self) -> None:
         for signum in self._signals.recv(64):
+            if signum == SUSPENDING:
+                self._suspend()
+                continue
             if self._supervisor.stopping:
                 _say(["killing the ranks"])
             else:
@@ -294,6 +300,15 @@ class Launcher:
             self._supervisor.stop(signum, 128 + signum, time.monotonic())
             if not self._supervisor.running:
                 self._kill_the_rest()
+
+    def _suspend(self) -> None:
+        """Stop all ranks, and this process until the user continues it; and then continue them.
+
+        They are in sessions of their own, which Ctrl-Z does not reach, and where SIGTSTP stops nothing.
+        """
+        self._order(signal.SIGSTOP, [*self._supervisor.running])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._order(signal.SIGCONT, [*self._supervisor.running])
 
     def _kill_the_rest(self) -> None:
         """What is left are descendants of the ranks, or hosts that do not answer."""
@@ -328,12 +343,15 @@ class Launcher:
                 self._supervisor.failed(Failure(after_s=now - self._supervisor.started_at, **news))
 
     def _show(self, stream: Stream, data: bytes) -> None:
-        """Show output. If the reader of it is gone (`| head`), stop the job."""
+        """Show output. If the reader of it is gone (`| head`), stop the job. A full disk stops the output alone."""
         try:
             stream.show(data, time.monotonic())
         except BrokenPipeError:
             stream.abandon()
             self._supervisor.stop(signal.SIGTERM, 128 + signal.SIGPIPE, time.monotonic())
+        except OSError as error:
+            stream.abandon()
+            _say([f"the output of the ranks cannot be written ({error.strerror}): the job goes on without it"])
 
     def _lose(self, name: str, why: str) -> None:
         """A host has ended, and with it the ranks that ran there."""
@@ -349,7 +367,9 @@ class Launcher:
 
 
 def _say(lines: Iterable[str]) -> None:
-    with suppress(BrokenPipeError):
+    if sys.stderr is None:
+        return
+    with suppress(OSError):
         for line in lines:
             print(line, file=sys.stderr)
         sys.stderr.flush()

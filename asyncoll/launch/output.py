@@ -75,8 +75,10 @@ class Output(NamedTuple):
 def open_output(size: int, logs: Path | None) -> Iterator[Output]:
     """Open the streams of `size` ranks. If `logs` is given, their raw bytes are also written there."""
     with ExitStack() as opened:
+        nowhere = opened.enter_context(open(os.devnull, "w"))  # in place of a standard stream that was closed
 
-        def stream(rank: int, sink: TextIO, name: str) -> Stream:
+        def stream(rank: int, shown: TextIO | None, name: str) -> Stream:
+            sink = nowhere if shown is None else shown
             prefix = f"{rank:>{len(str(size - 1))}}:"
             if sink.isatty() and not os.environ.get("NO_COLOR"):
                 prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"

@@ -138,7 +138,8 @@ class Template:
             if number in ranks:
                 with suppress(ProcessLookupError):
                     os.killpg(pid, signum)
-                    os.killpg(pid, signal.SIGCONT)  # a stopped process handles no signal before it continues
+                    if signum != signal.SIGSTOP:
+                        os.killpg(pid, signal.SIGCONT)  # a stopped process handles no signal before it continues
 
     def _reap(self) -> None:
         with suppress(ChildProcessError):

@@ -118,6 +118,7 @@ class Client:
         self._sending: set[asyncio.Task[Any]] = set()  # callers that wait for a slot or for the carrier
         self._background_sends: set[asyncio.Task[None]] = set()  # of CANCEL and CREDIT, which have no caller
         self._failure: Callable[[], AsyncollError] | None = None
+        self._lost_notifications = False  # the failure came before the answers to some, so that they may not have begun
         self._loop = asyncio.get_running_loop()
         self._now_s = clock()
         self._encoder = Encoder()
@@ -416,6 +417,7 @@ class Client:
         if self._failure is not None:
             return
         self._failure = make
+        self._lost_notifications = any(pending.kind == protocol.NOTIFY for pending in self._pending.values())
         for pending in self._pending.values():
             if pending.answer is not None and not pending.answer.done():
                 _raise_in(pending.answer, make())
@@ -433,12 +435,17 @@ class Client:
         """Wait until every notification from here has begun.
 
         Messages to one peer are delivered in order. So the answer to a later call shows that the notifications have
-        begun.
+        begun. So does the answer to each of them, which a peer that a notification ends may be the last to send.
         """
+        if self._lost_notifications:
+            self.check()
         level = depth.set(protocol.MAX_DEPTH)  # at this depth slots are free, so the call does not wait for other calls
         try:
             for peer in {pending.peer for pending in self._pending.values() if pending.kind == protocol.NOTIFY}:
                 await self._exchange(Request(peer, METHODS, (), {}))
+        except AsyncollError:
+            if self._failure is None or self._lost_notifications:
+                raise
         finally:
             depth.reset(level)
 

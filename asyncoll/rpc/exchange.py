@@ -49,6 +49,10 @@ class Exchange:
         self.client.fail(make)
         self._server.stop()
 
+    def answer_notifications(self) -> None:
+        """As `Server.answer_notifications`."""
+        self._server.answer_notifications()
+
     def forget(self, peer: int) -> None:
         """Cancel the calls of a peer that is gone. This end has made no calls to it."""
         self._server.forget(peer)

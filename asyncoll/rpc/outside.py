@@ -94,6 +94,7 @@ class _Server:
         return self._socket
 
     async def close(self) -> None:
+        self._exchange.answer_notifications()
         await self._exchange.close()
 
     def _broken(self, client: int, error: ProtocolError) -> None:

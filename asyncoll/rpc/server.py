@@ -247,6 +247,13 @@ class Server:
             if key[0] == peer:
                 task.cancel()
 
+    def answer_notifications(self) -> None:
+        """Answer those that have begun, which is all that their callers wait for, before this server ends."""
+        for call in self._calls.values():
+            if call.message.kind == NOTIFY and call.has_begun:
+                with contextlib.suppress(AsyncollError):  # a lost peer waits for nothing
+                    self._carrier.send_nowait(call.peer, *protocol.encode(RESULT, call.message.call))
+
     def stop(self) -> None:
         """Cancel all calls, and send no more answers. Idempotent."""
         self._closed = True

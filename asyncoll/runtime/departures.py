@@ -17,7 +17,7 @@ from asyncoll.transport.wire import Ending, EndingSeen
 
 _ANSWER_S = 2.0  # time for the answers to an Ending. The runtime of a rank answers, also while the rank computes
 _PAUSE_S = 0.002  # between two looks at the calls of this rank
-_IN_GOOD_ORDER = "it makes no further call"
+IN_ORDER = "it makes no further call"
 
 
 class Communicator(Protocol):
@@ -39,9 +39,9 @@ class Communicator(Protocol):
         """The program of this rank has ended."""
 
     def leave_at_once(self, reason: str) -> None:
-        """Leave, and end the calls under way. The other ranks are told the `reason`."""
+        """Leave, and end the calls under way. The others are told the `reason`; if it is empty, this is in order."""
 
-    def ended(self, rank: int, reason: str) -> None:
+    def ended(self, rank: int, ending: Ending) -> None:
         """World rank `rank` has left the world."""
 
 
@@ -56,15 +56,15 @@ class Departures:
         self._router = router
         self._membership = membership
         self._open: dict[int, Communicator] = {}  # those of this rank that are not forgotten
-        self._ended: dict[int, str] = {}  # by rank that has left the world: the reason
+        self._ended: dict[int, Ending] = {}  # by rank that has left the world
         self._unanswered: set[int] = set()  # ranks that have not answered the Ending of this rank
         self._changed: asyncio.Event | None = None  # set with each answer
 
     def opened(self, number: int, communicator: Communicator) -> None:
         """Add a communicator of this rank. Peers may have left the world already."""
         self._open[number] = communicator
-        for rank, reason in list(self._ended.items()):
-            communicator.ended(rank, reason)
+        for rank, ending in list(self._ended.items()):
+            communicator.ended(rank, ending)
 
     def forget(self, number: int) -> None:
         """All ranks are through with this communicator."""
@@ -100,15 +100,18 @@ class Departures:
             await asyncio.sleep(_PAUSE_S)
 
     async def leave_world(self, reason: str) -> None:
-        """Leave all communicators, and wait until the other ranks know, for a limited time."""
+        """Leave all communicators, and wait until the other ranks know, for a limited time.
+
+        `reason` is that of `Communicator.leave_at_once`.
+        """
         for communicator in list(self._open.values()):
-            communicator.leave_at_once(reason or _IN_GOOD_ORDER)
+            communicator.leave_at_once(reason)
         with contextlib.suppress(TimeoutError):  # the others may use the memory again after the Ending
             await asyncio.wait_for(self._idle(), _ANSWER_S)
         others = set(range(self._router.size)) - {self._router.rank} - self._membership.lost
         self._unanswered = others - self._membership.ended
         for rank in self._unanswered:
-            self._router.tell(rank, Ending(reason or _IN_GOOD_ORDER))
+            self._router.tell(rank, Ending(reason or IN_ORDER, not reason))
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_answered(), _ANSWER_S)
 
@@ -123,9 +126,9 @@ class Departures:
     def ending(self, source: int, ending: Ending) -> None:
         """An Ending message: the end of the connection to `source` is no loss from now on."""
         self._membership.ended.add(source)
-        self._ended[source] = ending.reason
+        self._ended[source] = ending
         for communicator in list(self._open.values()):
-            communicator.ended(source, ending.reason)
+            communicator.ended(source, ending)
         self._router.tell(source, EndingSeen(source))
         self.answered(source)
 

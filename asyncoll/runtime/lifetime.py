@@ -11,7 +11,8 @@ Ending is local: ranks close a communicator at any time and in any order. The en
    under way, because messages of a rank arrive in order. So the memory and all tables come back.
 
 A rank with an error, or one that leaves the world (see `departures`), does not wait for its calls: it ends them. It
-tells the number up to which they were over.
+tells the number up to which they were over. One that leaves because of an error, or whose program ends without leaving,
+has not left in order: no rank that is in the middle of rounds makes more of them without it.
 
 A rank whose program has ended, and that waits for the others before it leaves the world, makes no more calls either. It
 leaves the communicators made by `split`, and tells that it sends and receives nothing more (message Returned). On the
@@ -31,10 +32,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 from asyncoll.errors import ProtocolError
+from asyncoll.runtime.departures import IN_ORDER
 from asyncoll.runtime.failures import Closed, Departed
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import Kind, PendingCalls
-from asyncoll.transport.wire import Leave, Returned, Unused
+from asyncoll.transport.wire import Ending, Leave, Returned, Unused
 
 _CLOSED = "it has closed this communicator"
 _RETURNED = "its program has ended"
@@ -110,12 +112,12 @@ class Lifetime:
         if error:
             self.leave_at_once(error)
         else:
-            self._leave(self._last(), _CLOSED)
+            self._leave(self._last(), _CLOSED, in_order=True)
         self._finish_when_idle()
 
     def leave_at_once(self, reason: str) -> None:
-        """Leave, and end the calls under way. The other ranks are told the `reason`."""
-        self._leave(self._calls.completed(), reason)
+        """Leave, and end the calls under way. The others are told the `reason`; if it is empty, this is in order."""
+        self._leave(self._calls.completed(), reason or IN_ORDER, in_order=not reason)
         # Also if nothing is pending: other threads may be about to make a call.
         self._member.endpoint.failures.fail(Closed(), self._member.communicator)
 
@@ -124,7 +126,7 @@ class Lifetime:
         if self._is_left:
             return
         if not self.is_world:
-            self._leave(self._last(), _RETURNED)
+            self._leave(self._last(), _RETURNED, in_order=True)
         self._has_returned = True
         self._calls.is_idle(self._wake)
         self._end_returned()
@@ -135,9 +137,9 @@ class Lifetime:
             self._has_returned = False
             self._tell(Returned(self._member.communicator))
 
-    def _leave(self, calls: int, reason: str) -> None:
+    def _leave(self, calls: int, reason: str, *, in_order: bool) -> None:
         self._is_left = True
-        self._tell(Leave(self._member.communicator, calls, reason))
+        self._tell(Leave(self._member.communicator, calls, reason, in_order))
 
     def _tell(self, message: Leave | Returned | Unused) -> None:
         gone = self._member.endpoint.membership.ended
@@ -194,7 +196,7 @@ class Lifetime:
     def _told_leave(self, source: int, leave: Leave) -> None:
         self._check_part(source)
         self._leaving.add(source)
-        self._calls.left(self._departed(source, leave.reason), leave.calls)
+        self._has_left(source, leave, leave.calls)
         self._finish_when_idle()
 
     def _told_returned(self, source: int, _: Returned) -> None:
@@ -208,12 +210,12 @@ class Lifetime:
         self._calls.lacks(source, Kind.PAIR)
         self._is_through(source)
 
-    def ended(self, rank: int, reason: str) -> None:
+    def ended(self, rank: int, ending: Ending) -> None:
         """World rank `rank` has left the world: it is through with all communicators and serves none. In any thread."""
         if rank not in self._member.group.ranks:
             return
         if rank not in self._leaving:  # it has not known this communicator
-            self._calls.left(self._departed(rank, reason), 0)
+            self._has_left(rank, ending, 0)
         self._calls.lacks(rank, Kind.ROUND)
         self._is_through(rank)
         self._wake()
@@ -221,6 +223,12 @@ class Lifetime:
     def _check_part(self, source: int) -> None:
         if source not in self._member.group.ranks:
             raise ProtocolError("it has left a communicator that it has no part in")
+
+    def _has_left(self, rank: int, news: Leave | Ending, calls: int) -> None:
+        departed = self._departed(rank, news.reason)
+        self._calls.left(departed, calls)
+        if not news.in_order:
+            self._calls.deserted(departed)
 
     def _departed(self, rank: int, reason: str) -> Departed:
         process = self._member.endpoint.membership.process(rank)

@@ -5,7 +5,8 @@ of the call where they are (message Where), waits a short time for the answers (
 communicator with a message that names the ranks that have arrived and the ranks that are missing (message Overdue). A
 rank whose tensor has not arrived from its device is missing, as if it had not made the call.
 
-A call that waits for a rank which has left (see `lifetime`) fails the communicator, too.
+A call that waits for a rank which has left (see `lifetime`) fails the communicator, too. So does a rank that has not
+left in order, if this one is in the middle of rounds: they would go on without it.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class PendingCalls:
         self._last: Call | None = None  # the last call of this rank
         # Of calls that are not told here one by one: the newest, its number, and when one last ended. None before it.
         self.newest: Callable[[], tuple[Call, int, float] | None] = lambda: None
+        self.makes_rounds: Callable[[], bool] = lambda: False  # whether this rank has begun rounds, and may make more
         self._idle_since_s = self._now_s()
         self._next_check_s = math.inf  # when `_check_overdue` runs next
         self._timer: asyncio.TimerHandle | None = None
@@ -103,6 +105,7 @@ class PendingCalls:
         self._all_answered: asyncio.Event | None = None  # set while a question is open
         self._departed: dict[int, tuple[int, Departed]] = {}  # by world rank: its last call
         self._lacking: dict[int, Kind] = {}  # by world rank: the last kind of calls in which it has no part any more
+        self._deserter: Departed | None = None  # the first rank that has not left in order
         self._looking = False  # for calls that wait for a rank which has left
         self._standstill = endpoint.standstill
         self._post(lambda: self._standstill.opened(self))
@@ -376,14 +379,27 @@ class PendingCalls:
         if self._pending:
             self._post(self._look_soon)
 
+    def deserted(self, failure: Departed) -> None:
+        """World rank `failure.rank` has left, and not in order. From any thread."""
+        self._deserter = self._deserter or failure
+        self._post(self._look_soon)
+
     def _look_soon(self) -> None:
-        if not self._looking and self._calls_of_departed():
+        if not self._looking and self._is_looked_for():
             self._looking = True
             self._endpoint.spawn(self._look(), self._group.communicator)
 
+    def _is_looked_for(self) -> bool:
+        return bool(self._calls_of_departed()) or (self._deserter is not None and self.makes_rounds())
+
     async def _look(self) -> None:
-        """Fail the communicator if a call has waited for some time for a rank that has left."""
-        while waiting := self._calls_of_departed():
+        """Fail the communicator if a call has waited for some time for a rank that has left.
+
+        Or if a rank has deserted the rounds that this one makes.
+        """
+        failures, communicator = self._endpoint.failures, self._group.communicator
+        while self._is_looked_for() and not failures.has_failed(communicator):
+            waiting = self._calls_of_departed()
             await asyncio.sleep(_COMPLETION_S)
             for _ in range(_COMPLETION_TURNS):
                 await asyncio.sleep(0)
@@ -392,7 +408,9 @@ class PendingCalls:
                 continue  # the failure would end these collectives, too, which lack no rank
             for pending, failure in found.items():
                 if pending in waiting:
-                    self._endpoint.failures.fail(failure, self._group.communicator)
+                    failures.fail(failure, communicator)
+            if self._deserter is not None and self.makes_rounds():
+                failures.fail(self._deserter, communicator)
         self._looking = False
 
     def _calls_of_departed(self) -> dict[PendingCall, Departed]:

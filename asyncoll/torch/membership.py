@@ -12,7 +12,6 @@ case, and what torch itself writes to the store is never sealed.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import sys
@@ -27,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from asyncoll.arguments import digest
 from asyncoll.blocking import BlockingCommunicator, join
-from asyncoll.errors import AsyncollError, ClosedError, UsageError, describe
+from asyncoll.errors import ClosedError, UsageError, reason_to_leave
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.runtime.group import Group
 from asyncoll.world.environment import Environment
@@ -64,9 +63,9 @@ def enter(store: Any, rank: int, size: int, timeout: timedelta) -> BlockingCommu
         try:
             number = _number(store, 1) if rank == 0 else 0
             with deadline(timeout.total_seconds()):
-                comm = join(Environment.of_store(store, rank, size), departs=True)
+                place = Environment.of_store(store, rank, size)
+                comm = join(place, departs=True, leaves_by="destroy_process_group")
             _world = _World(comm, os.getpid(), number or _number(store, 0))
-            atexit.register(_leave_at_exit)  # after that of `join`, so it runs before
         except BaseException:
             # The names of groups are counts, and parts of the names in the store. destroy_process_group resets the
             # count; after an error nothing else does, and this rank would not meet those that have had no error.
@@ -89,7 +88,6 @@ def _leave_forgotten(world: _World) -> None:
     global _world
     if not distributed_c10d.is_initialized():
         _world = None
-        atexit.unregister(_leave_at_exit)
         world.comm._leave(ClosedError("init_process_group was interrupted"))
 
 
@@ -119,11 +117,10 @@ def leave(comm: BlockingCommunicator) -> None:
 
     Leaving the world waits until the collectives under way are over, and ends sends and receives. Leaving a group waits
     for nothing: its collectives go on, and its sends and receives do until all ranks have left it. While an exception
-    is handled, as in a `finally` block, this ends all calls at once, and tells the others of the exception. Without
-    effect in a forked child.
+    is handled, as in a `finally` block, this ends all calls at once, and tells the others of the exception. So
+    left, the world is aborted. Without effect in a forked child.
     """
-    error = sys.exc_info()[1]
-    _leave(comm, None if error is None else ClosedError(f"after {describe(error)}"))
+    _leave(comm, sys.exc_info()[1])
 
 
 def abort(comm: BlockingCommunicator) -> None:
@@ -138,29 +135,19 @@ def _number(store: Any, more: int) -> int:
     return 0
 
 
-def _leave(comm: BlockingCommunicator, error: AsyncollError | None) -> None:
+def _leave(comm: BlockingCommunicator, error: BaseException | None) -> None:
     global _world
     world = _world
     if world is None or world.process != os.getpid():
         return
     if comm is not world.comm:
         if comm._core.member.endpoint is world.comm._core.member.endpoint:  # not of an earlier world
-            comm._end("" if error is None else str(error))
+            comm._end(reason_to_leave(error))
         return
     comm._leave(error)  # first: if a signal handler raises in it, the next call waits for the end
     with _lock:
         if _world is world:
             _world = None
-            atexit.unregister(_leave_at_exit)
-
-
-def _leave_at_exit() -> None:
-    """Leave without waiting for calls under way: their peers hear that this program has ended."""
-    world = _world
-    if world is not None:
-        last = getattr(sys, "last_value", None)  # an exception that has ended the program
-        why = "its program has ended without destroy_process_group" + (f", after {describe(last)}" if last else "")
-        _leave(world.comm, ClosedError(why))
 
 
 def _forget() -> None:

@@ -235,6 +235,7 @@ class Leave(NamedTuple):
     communicator: int
     calls: int  # the sender completes all numbered calls up to this one
     reason: str
+    in_order: bool  # False: its program has ended without leaving, or leaves because of an error
 
 
 class Returned(NamedTuple):
@@ -247,6 +248,7 @@ class Ending(NamedTuple):
     """Reports that the sender has left all communicators, and ends its connections once it has the answer."""
 
     reason: str  # as in Leave
+    in_order: bool
 
 
 class EndingSeen(NamedTuple):

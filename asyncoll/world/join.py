@@ -20,7 +20,7 @@ from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop
-from asyncoll.transport import START_TIMEOUT_S, Transport
+from asyncoll.transport import START_TIMEOUT_S, Transport, standard_streams
 from asyncoll.transport.joining import Joining, in_daemon_thread
 from asyncoll.transport.messages import inproc
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
@@ -79,6 +79,7 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         async with connect() as comm:
             return await main(comm, *args)
 
+    standard_streams.fill_gaps()
     runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
     process = os.getpid()
     try:
@@ -197,6 +198,7 @@ async def joined(
 
 @contextlib.contextmanager
 def sole_membership() -> Iterator[None]:
+    standard_streams.fill_gaps()  # before anything is opened
     member = _member
     if not member.acquire(blocking=False):
         raise UsageError(

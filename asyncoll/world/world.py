@@ -15,7 +15,16 @@ from asyncoll.algorithms.core import ChooseBackend, Core
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.arguments import digest
 from asyncoll.communicator import Communicator
-from asyncoll.errors import AsyncollError, DeadlineError, DeviceError, PeerLostError, UsageError, describe, text_of
+from asyncoll.errors import (
+    AsyncollError,
+    ClosedError,
+    DeadlineError,
+    DeviceError,
+    PeerLostError,
+    UsageError,
+    describe,
+    reason_to_leave,
+)
 from asyncoll.runtime import departures
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import WORLD, Departed, error_of
@@ -48,7 +57,8 @@ class World:
 
         `joining` bounds how long the other ranks may take to join; None if they are in this process. `choose` makes the
         backend of each communicator. With `departs`, leaving is not collective: this rank leaves once its calls are
-        over, or at once with an exception, and the communicators without it go on (see `runtime.departures`).
+        over, and the communicators without it go on (see `runtime.departures`). With a ClosedError it does so at once.
+        Any other exception aborts the world, as it does where leaving is collective.
         """
         self._endpoint = endpoint
         endpoint.standstill.program = runner
@@ -299,11 +309,18 @@ class World:
             communicator.check()
 
     async def _depart(self, error: BaseException | None) -> None:
-        """Leave while the other ranks go on."""
+        """Leave while the other ranks go on; or, with an exception of the program, abort the world and leave.
+
+        In both cases the others answer before the connections end, so that no rank takes their end for a loss.
+        """
         await self._take_over()
-        if self._endpoint.failures.of(WORLD) is None:
-            self._endpoint.depart()
-            await self._endpoint.departures.leave_world("" if error is None else text_of(error))
+        failures = self._endpoint.failures
+        if failures.of(WORLD) is not None:
+            return
+        if error is not None and not isinstance(error, ClosedError) and not self._failed():
+            failures.abort(WORLD, self._group.ranks, describe(error))
+        self._endpoint.depart()
+        await self._endpoint.departures.leave_world(reason_to_leave(error))
 
     async def _barrier(self, why: str) -> None:
         context = digest(self._group.communicator, why)

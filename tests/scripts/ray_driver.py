@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import program_ends
 import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
@@ -143,6 +144,8 @@ def cases(folder, cluster, far):
             "trial": pool.submit(trials),
             "no room": pool.submit(without_room),
         }
+        ends = [end for end in program_ends.ENDS if end not in program_ends.HANDLED_BY_RAY]
+        by_end = [pool.submit(outcome, program_ends.main, end) for end in ends]
         told = {
             "no ranks": outcome(total, ranks=0),
             "no coroutine": outcome(print),
@@ -154,6 +157,7 @@ def cases(folder, cluster, far):
             "no name": outcome(total, resources_per_rank={"": 1}),
         }
         told |= {name: each.result() for name, each in under_way.items()}
+        told["ends"] = {end: each.result() for end, each in zip(ends, by_end, strict=True)}
         out, _ = page.communicate()
         told["page"] = [page.returncode, out]
     told["interrupt"] = outcome(interrupt, os.getpid(), folder)

@@ -81,6 +81,7 @@ class Operations:
         self._joined: set[str] = set()  # the names of those that this rank has joined
         # By name: the turns of calls, from the first one on whose tensors were on a device. Waiters get them in order.
         self._turns: dict[str, asyncio.Lock] = {}
+        pending.makes_rounds = lambda: not self._joined.issuperset(tuple(self._called))
 
     def start(self, spec: Operation, given: Bundle | Single, site: Site) -> Coroutine[Any, Any, Reduction]:
         """Start a call of the operation `spec`. Returns a coroutine that waits for the result.

@@ -72,6 +72,11 @@ KINDS: dict[str, Kind] = {
     "raise": Kind(lambda: Raise(TroubleError("a fault")), ("AbortedError",), DEATH_S),
     # PeerLostError if the handler has raised in the middle of an RPC message.
     "signal": Kind(Signal, ("AbortedError", "PeerLostError"), DEATH_S),
+    # Ctrl-C, which cancels `main`.
+    "interrupt": Kind(lambda: Signal(signal.SIGINT), ("AbortedError", "PeerLostError"), DEATH_S),
+    "terminate": Kind(lambda: Signal(signal.SIGTERM), ("PeerLostError",), DEATH_S),
+    "crash": Kind(lambda: Signal(signal.SIGSEGV), ("PeerLostError",), DEATH_S),
+    "fatal": Kind(lambda: Signal(signal.SIGABRT), ("PeerLostError",), DEATH_S),  # a fatal error of the interpreter
     "disconnect": Kind(Disconnect, ("PeerLostError",), DEATH_S),
     "stop": Kind(Stop, ("PeerLostError",), FREEZE_S, stops=True),
     "kill-host": Kind(KillHost, ("PeerLostError",), DEATH_S, of_host=True, signal=signal.SIGKILL),

@@ -39,6 +39,8 @@ def be_rank(cell: Cell, rank: int, channel: socket.socket, began_s: float) -> No
     code = 1
     try:
         faulthandler.register(signal.SIGUSR1)
+        if cell.kind == "interrupt":
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
         if cell.kind == "signal":
             # SystemExit in the main thread, wherever that is: many programs end like this on SIGTERM.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
