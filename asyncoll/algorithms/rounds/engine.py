@@ -8,8 +8,8 @@ the call is late: it stages its contribution and takes the newest result at once
 that opened rounds would be alone in them (of 8 ranks, 1.8 instead of 6.1 stay active).
 
 A rank is told of each round once, in order: as the result of a call, as a missed result, or as one of the skipped
-rounds. An answer that is ready may have no receiver: its call is cancelled, closed or never awaited. Then its rounds are
-owed, and the aim goes back to them. So the next call is late, and tells of them at once. If a newer answer has been
+rounds. An answer that is ready may have no receiver: its call is cancelled, closed or never awaited. Its rounds are
+owed then, and the aim goes back to them. So the next call is late, and tells of them at once. If a newer answer has been
 given meanwhile, the owed rounds would be told out of order: they count as skipped.
 
 `NextRound` decides when a round by message opens, and which signals the ranks send each other for that. The carriers
@@ -89,7 +89,7 @@ class Engine(Generic[R]):
         return latest + 1 if latest < self.aim or late_call_opens() else 0
 
     def step_back(self) -> bool:
-        """Move the aim back over the rounds of answers taken back, if no newer answer was given. Returns whether it did.
+        """Move the aim back over answers that were taken back, if no newer one was given. Returns whether it did.
 
         A call that waits asks once more when its round is over: the answer before it may have been taken back since.
         """
