@@ -9,7 +9,7 @@ that opened rounds would be alone in them (of 8 ranks, 1.8 instead of 6.1 stay a
 
 A rank is told of each round once, in order: as the result of a call, as a missed result, or as one of the skipped
 rounds. An answer that is ready may have no receiver: its call is cancelled, closed or never awaited. Its rounds are
-owed then, and the aim goes back to them. So the next call is late, and tells of them at once. If a newer answer has been
+owed then, and the aim goes back to them. So the next call is late, and tells of them at once. If a newer answer was
 given meanwhile, the owed rounds would be told out of order: they count as skipped.
 
 `NextRound` decides when a round by message opens, and which signals the ranks send each other for that. The carriers
