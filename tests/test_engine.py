@@ -46,8 +46,8 @@ def deliver(engine, number, missed=()):
     return engine.deliver(1, Result(number), list(missed))
 
 
-def told(missed=(), skipped=0, dropped=(), lag=None):
-    return Told(True, list(missed), skipped, list(dropped), len(missed) + skipped if lag is None else lag)
+def told(missed=(), skipped=0, lag=None):
+    return Told(True, list(missed), skipped, len(missed) + skipped if lag is None else lag)
 
 
 def no():
@@ -89,41 +89,77 @@ def test_history_turns_skipped_rounds_into_missed_ones():
     assert deliver(engine, 5, results(3, 4)) == told(results(3, 4), skipped=2)
 
 
-def test_an_answer_that_is_lost_is_owed_to_the_next_call():
+def test_after_an_answer_that_is_lost_the_next_call_is_late_and_takes_it_at_once():
     engine = calls(history=2)
     deliver(engine, 1)
-    lost = Result(1)
-    engine.take_back([lost], rounds=1, newest=1)
-    assert engine.owes(lost)
-    assert not engine.owes(Result(1)), "another result of the same number is other memory"
-    assert engine.aim == 2, "the aim does not move"
-    assert deliver(engine, 2) == told([lost], lag=0)
-    assert not engine.owes(lost)
+    engine.take_back(newest=1, lag=0, rounds=1)
+    assert engine.begin(latest=1, late_call_opens=no) == 0
+    assert engine.aim == 1
+    assert deliver(engine, 1) == told()
+    assert engine.begin(latest=1, late_call_opens=no) == 2
+
+
+def test_a_lost_answer_is_told_with_a_newer_one():
+    engine = calls(history=2)
+    deliver(engine, 1)
+    engine.take_back(newest=1, lag=0, rounds=1)
+    assert engine.begin(latest=2, late_call_opens=no) == 0
+    assert engine.first_missed(latest=1) == 1
+    assert deliver(engine, 2, results(1)) == told(results(1))
 
 
 def test_without_history_a_lost_answer_counts_as_skipped():
     engine = calls()
     deliver(engine, 3)
-    engine.take_back([], rounds=3, newest=3)  # its own round, and the two that it had skipped
-    assert deliver(engine, 4) == told(skipped=3, lag=0)
+    engine.take_back(newest=3, lag=2, rounds=3)  # its own round, and the two that it had skipped
+    assert engine.begin(latest=4, late_call_opens=no) == 0
+    assert deliver(engine, 4) == told(skipped=3)
 
 
-def test_a_result_owed_too_long_is_dropped_and_counted_as_skipped():
-    engine = calls(history=1)
+def test_an_answer_that_is_lost_while_the_next_call_waits_is_told_by_that_call():
+    engine = calls(history=2)
     deliver(engine, 1)
-    engine.take_back(results(1), rounds=1, newest=1)
-    assert deliver(engine, 3, results(2)) == told(results(2), skipped=1, dropped=results(1), lag=1)
+    assert engine.begin(latest=1, late_call_opens=no) == 2
+    engine.take_back(newest=1, lag=0, rounds=1)
+    assert engine.step_back()
+    assert engine.first_missed(latest=1) == 1
+    assert deliver(engine, 2, results(1)) == told(results(1))
+
+
+def test_an_answer_that_is_lost_after_a_newer_one_was_given_counts_as_skipped():
+    engine = calls(history=4)
+    deliver(engine, 1)
+    deliver(engine, 2)
+    engine.take_back(newest=1, lag=0, rounds=1)
+    assert engine.begin(latest=2, late_call_opens=no) == 3, "round 1 would come after round 2"
+    assert not engine.step_back()
+    assert deliver(engine, 3) == told(skipped=1, lag=0)
+    engine.take_back(newest=3, lag=0, rounds=2)
+    assert engine.begin(latest=3, late_call_opens=no) == 0
+    assert deliver(engine, 3) == told(skipped=1, lag=0), "it was lost again"
+
+
+def test_answers_are_lost_in_any_order():
+    engine = calls(history=4)
+    for number in (1, 2, 3, 4):
+        deliver(engine, number)
+    for number in (3, 1, 4):
+        engine.take_back(newest=number, lag=0, rounds=1)
+    assert engine.begin(latest=4, late_call_opens=no) == 0
+    assert engine.first_missed(latest=3) == 3, "round 2 has reached its caller"
+    assert deliver(engine, 4, results(3)) == told(results(3), skipped=1, lag=1)
 
 
 def test_every_round_is_reported_once_although_answers_are_lost():
     engine, reported = calls(history=3), []
-    for number, missed in [(1, []), (3, results(2)), (4, [])]:
+    for number, missed in [(1, []), (3, results(2)), (4, results(2, 3))]:
+        engine.step_back()
         answer = deliver(engine, number, missed)
         if number == 3:
-            engine.take_back([*answer.missed, Result(number)], rounds=2 + answer.skipped, newest=3)
+            engine.take_back(number, answer.lag, rounds=2 + answer.skipped)
         else:
             reported += [*(result.number for result in answer.missed), number]
-    assert sorted(reported) == [1, 2, 3, 4]
+    assert reported == [1, 2, 3, 4]
 
 
 def test_a_contribution_is_included_if_it_was_taken():
@@ -303,16 +339,16 @@ def test_the_last_answer_tells_the_rounds_since_the_last_call():
 def test_the_last_answer_tells_the_newest_round_again_if_it_was_lost():
     engine = calls(history=2)
     deliver(engine, 2, results(1))
-    engine.take_back(results(1, 2), rounds=2, newest=2)
+    engine.take_back(newest=2, lag=1, rounds=2)
     assert engine.has_news(2)
-    assert engine.conclude(1, Result(2), []) == told(results(1), dropped=results(2), lag=0)
+    assert engine.conclude(1, Result(2), results(1)) == told(results(1))
 
 
 def test_a_lost_round_before_one_that_was_told_is_no_news():
     engine = calls(history=2)
     deliver(engine, 1)
     deliver(engine, 2)
-    engine.take_back(results(1), rounds=1, newest=1)
+    engine.take_back(newest=1, lag=0, rounds=1)
     assert not engine.has_news(2)
 
 

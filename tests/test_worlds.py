@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import PATIENCE_S
 
-from asyncoll import MIN, Communicator, UsageError, connect, offload
+from asyncoll import MIN, Communicator, DeadlockError, UsageError, connect, offload
 from asyncoll.testing import Network, Pause, run_ranks, simulate
 
 
@@ -183,3 +185,50 @@ def test_the_next_world_removes_the_folder_of_a_killed_one(tmp_path, signum, mon
 
     run_ranks(2, main, "zmq")
     assert not [*tmp_path.iterdir()]
+
+
+async def _sleep(seconds):
+    await asyncio.sleep(seconds)
+
+
+async def _call_at(seconds):
+    event = asyncio.Event()
+    asyncio.get_running_loop().call_at(seconds, event.set)
+    await event.wait()
+
+
+async def _timeout(seconds):
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.Event().wait()
+
+
+async def _wait_for(seconds):
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.Event().wait(), seconds)
+
+
+_WAITS = [_sleep, _call_at, _timeout, _wait_for]
+
+
+@pytest.mark.parametrize("wait", _WAITS)
+@pytest.mark.parametrize("seconds", [math.inf, sys.float_info.max])
+def test_a_timer_at_infinity_is_a_deadlock(wait, seconds):
+    async def main(comm):
+        if comm.rank == 0:
+            await wait(seconds)
+        await comm.barrier()
+
+    with pytest.raises(DeadlockError, match="rank 1: barrier #1"):
+        simulate(2, main)
+
+
+@pytest.mark.parametrize("wait", _WAITS)
+@pytest.mark.parametrize("seconds", [1e6, 1e8, 1e300])
+def test_virtual_time_goes_on_to_a_timer_at_once_however_late_it_is(wait, seconds):
+    async def main(comm):
+        await wait(seconds)
+        await comm.barrier()
+        return asyncio.get_running_loop().time()
+
+    assert simulate(2, main).results == [pytest.approx(seconds)] * 2

@@ -52,7 +52,7 @@ static int return_result(Answer *self)
     self->result = NULL;
     Py_DECREF(result);
     PyObject *done =
-        PyObject_CallMethod(self->owed, "append", "((()LL))", (long long)self->rounds, (long long)self->number);
+        PyObject_CallMethod(self->owed, "append", "((LL))", (long long)self->rounds, (long long)self->number);
     Py_XDECREF(done);
     return done ? 0 : -1;
 }

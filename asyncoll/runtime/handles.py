@@ -280,9 +280,8 @@ class _Unfetched(Handle[T]):
         self.__class__ = Handle  # type: ignore[assignment]
 
     def __del__(self) -> None:
-        # On the runtime's loop: a finalizer may run in any thread, also in one that holds a lock.
         with contextlib.suppress(RuntimeError, AttributeError):  # the loop is closed, or `__init__` was interrupted
-            self._runner.home.call_soon_threadsafe(self._discarded)
+            self._discarded()
 
 
 class _Resuming(Handle[T]):

@@ -88,10 +88,13 @@ class Runner(Protocol):
         """Start `work` now; the returned coroutine waits for it and returns its result.
 
         Cancelling the returned coroutine cancels `work`, after its first step, and waits until it has stopped: `work`
-        does not use the caller's memory afterwards. Then `discarded` is called, on the runtime's loop, because `work`
-        may have completed, and its result has no receiver. The caller goes on after that. An exception that a signal
-        handler raises in the caller has the same effect. If the returned coroutine is never awaited, `work` runs to its
-        end, and `discarded` is called, too.
+        does not use the caller's memory afterwards. Then `discarded` is called, because `work` may have completed, and
+        its result has no receiver. The caller goes on after that. An exception that a signal handler raises in the
+        caller has the same effect. If the returned coroutine is never awaited, or is closed, `discarded` is called at
+        once, and `work` runs to its end.
+
+        `discarded` may be called in any thread, between any two steps, as finalizers are: it must take no lock. The
+        next call of the same thread finds its effect.
         """
 
     def may_block(self) -> bool:
@@ -135,15 +138,9 @@ class Runner(Protocol):
 class _Awaited(Coroutine[Any, Any, T]):
     """The coroutine that the caller of a runner gets, after its first step."""
 
-    def __init__(
-        self,
-        waiting: Coroutine[Any, Any, T],
-        discarded: Callable[[], None],
-        runtime_loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    def __init__(self, waiting: Coroutine[Any, Any, T], discarded: Callable[[], None]) -> None:
         """`waiting` waits for the work; `discarded` is called if the result has no receiver."""
         self._discarded = discarded
-        self._runtime_loop = runtime_loop
         self._waiting = waiting
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -165,8 +162,7 @@ class _Begun(_Awaited[T]):
     If a task is cancelled before its first step, asyncio closes a plain coroutine without running it. This one runs its
     first step before it raises the cancellation, so that the work is cancelled and stops using the caller's memory.
 
-    If this object is destroyed before its first step, the result has no receiver, and `discarded` is called. It is
-    called on the runtime's loop, because a finalizer may run in any thread, also in one that holds a lock.
+    If this object is closed or destroyed before its first step, the result has no receiver, and `discarded` is called.
 
     The first step changes the class to `_Awaited`, which has no finalizer. With a finalizer, every call would run it in
     the caller's thread, and Python drops an exception that a signal handler raises in a finalizer.
@@ -191,10 +187,15 @@ class _Begun(_Awaited[T]):
             raise error from None
         return self._waiting.throw(error, *more)
 
+    def close(self) -> None:
+        self.__class__ = _Awaited  # type: ignore[assignment]
+        self._waiting.close()
+        self._discarded()
+
     def __del__(self) -> None:
         if hasattr(self, "_waiting"):  # not set if a signal handler raised during `__init__`
             with contextlib.suppress(RuntimeError):  # the loop is closed: the world has ended
-                self._runtime_loop.call_soon_threadsafe(self._discarded)
+                self._discarded()
 
 
 class _Turns:
@@ -259,18 +260,11 @@ class _Ended(Coroutine[Any, Any, T]):
     it is awaited, the result has no receiver, and `discarded` is called, as in `_Begun`.
     """
 
-    __slots__ = ("_discarded", "_runtime_loop", "_turns", "_work")
+    __slots__ = ("_discarded", "_turns", "_work")
 
-    def __init__(
-        self,
-        work: Driven[T],
-        discarded: Callable[[], None],
-        runtime_loop: asyncio.AbstractEventLoop,
-        turns: _Turns,
-    ) -> None:
+    def __init__(self, work: Driven[T], discarded: Callable[[], None], turns: _Turns) -> None:
         self._work: Driven[T] | None = work
         self._discarded = discarded
-        self._runtime_loop = runtime_loop
         self._turns = turns
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -302,7 +296,7 @@ class _Ended(Coroutine[Any, Any, T]):
     def __del__(self) -> None:
         if getattr(self, "_work", None) is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
-                self._runtime_loop.call_soon_threadsafe(self._discarded)
+                self.close()
 
 
 class _Resuming(Coroutine[Any, Any, T]):
@@ -376,7 +370,7 @@ class SharedLoop:
             return _crossed(self.home, work, discarded)
         task = self.home.create_task(work)
         task.add_done_callback(_see)  # a program that hears of the failure elsewhere may not await the call
-        return _Begun(_join(task, discarded), discarded, self.home)
+        return _Begun(_join(task, discarded), discarded)
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return self.start(work)
@@ -392,7 +386,7 @@ class SharedLoop:
             return _crossed(self.home, work.finish(), discarded)
         work.begin()
         if work.is_over:
-            return _Ended(work, discarded, self.home, self._turns)
+            return _Ended(work, discarded, self._turns)
         return self.start(work.finish(), discarded)
 
     def post(self, what: Callable[[], None]) -> None:
@@ -413,6 +407,9 @@ async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
     except asyncio.CancelledError:
         asyncio.get_running_loop().call_soon(task.cancel)  # later than the first step, which is already scheduled
         await _settled(task)
+        discarded()
+        raise
+    except GeneratorExit:  # a coroutine that is being closed cannot await
         discarded()
         raise
 
@@ -498,10 +495,10 @@ class ProgressThread:
             return self.start(work.finish(), discarded)
         work.begin()
         if work.is_over:
-            return _Ended(work, discarded, self._loop, self._turns)
+            return _Ended(work, discarded, self._turns)
         self.held[work] = asyncio.get_running_loop(), self.turn
         self.set_timer()
-        return _Begun(self._claim(work, discarded), discarded, self._loop)
+        return _Begun(self._claim(work, discarded), discarded)
 
     async def _claim(self, work: Driven[T], discarded: Callable[[], None]) -> T:
         """Continue `work` for the caller that awaits it, or wait for the runtime if that has taken it over."""
@@ -516,13 +513,12 @@ class ProgressThread:
             if claimed:
                 return await work.finish()
             return await self.taken(work)
-        except asyncio.CancelledError:
-            # In the caller's thread, not on the runtime's loop: the next call may begin before that loop turns.
+        except (asyncio.CancelledError, GeneratorExit):
             discarded()
             raise
 
     def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
-        return _Awaited(self._taken.pop(work).outcome(ignore), ignore, self._loop)
+        return _Awaited(self._taken.pop(work).outcome(ignore), ignore)
 
     def set_timer(self) -> None:
         if self.is_timer_set:
@@ -657,7 +653,7 @@ class _Crossing:
             if not self._there.is_closed() and self._there not in _abandoned:  # otherwise the work has ended, too
                 self._there.call_soon_threadsafe(self._cancel)
                 if isinstance(error, GeneratorExit):  # a coroutine that is being closed cannot await
-                    self._there.call_soon_threadsafe(discarded)
+                    discarded()
                 else:
                     await self._until(self._is_over)
                     self._there.call_soon_threadsafe(self._discard, discarded)
@@ -735,7 +731,7 @@ def _crossed(
 ) -> Coroutine[Any, Any, T]:
     """Start `work` on the loop `there`; the returned coroutine waits for it on the running loop of this thread."""
     crossing = _Crossing(there)
-    begun: _Begun[T] = _Begun(crossing.outcome(discarded), discarded, there)
+    begun: _Begun[T] = _Begun(crossing.outcome(discarded), discarded)
     crossing.begin(work)
     return begun
 

@@ -1,8 +1,8 @@
 """An event loop in virtual time: it never sleeps, and it reports deadlocks.
 
 The loop has a selector of its own. When no task is ready, the selector moves the clock to the next event or timer. When
-there is neither, no task can ever run again, and the selector raises the error of the deadlock reporter. Real I/O does
-not work on such a loop.
+there is neither, no task can ever run again, and the selector raises the error of the deadlock reporter. A timer at
+infinity counts as none. Real I/O does not work on such a loop.
 
 Events are the deliveries of a simulated network: plain calls, ordered by time. A timer of asyncio costs a handle, a
 context and an iteration of the loop in addition. A thousand ranks send half a million messages, so deliveries take most
@@ -27,9 +27,11 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self.now = 0.0
+        self.resolution_s = 0.0  # a timer is due so much before its time
         self.on_deadlock: Callable[[], Exception] = lambda: DeadlockError("nothing is ready and no timer is set")
         self.ready: Sized = ()  # the loop's queue of callbacks that can run now
         self.count_timers: Callable[[], int] = lambda: 0  # of the loop
+        self.next_timer_s: Callable[[], float] = lambda: math.inf  # when the first of them expires
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
@@ -43,14 +45,17 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         events, ready, timers = self.events, self.ready, self.count_timers()
-        until = math.inf if timeout is None else self.now + timeout
+        # asyncio waits for at most a day at a time, and would wait for a timer in a million years every day.
+        until = self.now if timeout == 0 else self.next_timer_s()
         while events and events[0][0] <= until:
             when, _, callback, args = heapq.heappop(events)
             self.now = max(when, self.now)
             callback(*args)
             if ready or self.count_timers() > timers:  # a new timer may come before `until`
                 return []
-        if timeout is None:
+        if until == until + self.resolution_s:  # a late time: to asyncio a timer of exactly this time is not yet due
+            until = math.nextafter(until, math.inf)
+        if until == math.inf:
             raise self.on_deadlock()
         self.now = max(until, self.now)
         return []
@@ -72,6 +77,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._jumping.ready = self._ready  # type: ignore[attr-defined]
         # Not the list itself: asyncio makes a new one when many of its timers were cancelled.
         self._jumping.count_timers = lambda: len(self._scheduled)  # type: ignore[attr-defined]
+        self._jumping.next_timer_s = self._next_timer_s
+        self._jumping.resolution_s = self._clock_resolution  # type: ignore[attr-defined]
         self._events = self._jumping.events
         self._count = itertools.count()  # events of equal time run in the order of their creation
 
@@ -81,6 +88,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now
+
+    def _next_timer_s(self) -> float:
+        timers = self._scheduled  # type: ignore[attr-defined]
+        return float(timers[0].when()) if timers else math.inf
 
     def set_deadlock_reporter(self, reporter: Callable[[], Exception]) -> None:
         """Raise the error that `reporter` returns when all tasks wait and there is no event and no timer."""

@@ -60,11 +60,13 @@ class LoneRounds:
         elif contribution.weight != 1:
             contribution.scale_lent()
         with self._lock:
+            self._engine.step_back()
+            missed = self._missed(self._latest)
             number = self._latest = self._latest + 1
             result = self._result(_Kept(number, parts, contribution.weight))
             # Copied now: after the call the caller's memory is divided, and the caller's own.
             self._kept.append(_Kept(number, [part.copy() for part in parts], contribution.weight))
-            told = self._engine.deliver(number, result, ())
+            told = self._engine.deliver(number, result, missed)
         return delivery_of(((*told.missed, result), told.included, told.skipped, told.lag))
 
     def _at_once(self, array: Array) -> Coroutine[Any, Any, Reduction] | None:
@@ -92,18 +94,19 @@ class LoneRounds:
         if self.operation.group_size or not self._engine.has_news(self._latest):
             return None
         result = self._result(self._kept[-1])
-        told = self._engine.conclude(result.number, result, ())
+        told = self._engine.conclude(result.number, result, self._missed(self._latest - 1))
         return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
 
     def release(self, delivery: Delivery) -> None:
         """Without effect: the results that are kept are copies."""
 
     def take_back(self, delivery: Delivery) -> None:
-        newest = delivery.results[-1]
-        numbers = {result.number for result in delivery.results}
-        kept = tuple(self._kept) if self.operation.history else ()
-        results = [self._result(each) for each in kept if each.number in numbers]
-        self._engine.take_back(results, len(delivery.results) + delivery.skipped, newest.number)
+        self._engine.take_back(delivery.results[-1].number, delivery.lag, len(delivery.results) + delivery.skipped)
+
+    def _missed(self, latest: int) -> list[Result]:
+        """The results up to round `latest` that this rank's callers were not told of, as far as history has them."""
+        first = self._engine.first_missed(latest)
+        return [self._result(kept) for kept in self._kept if first <= kept.number <= latest]
 
     def statistics(self) -> OperationStatistics:
         rounds = self._latest
@@ -113,4 +116,4 @@ class LoneRounds:
         number, parts, weight = kept
         synchronous = self.operation.is_synchronous(number)
         # The round is the ticket of its one contribution.
-        return result_of((number, parts, _ALONE, _ALONE, number, synchronous, weight, False, False, 0))
+        return result_of((number, parts, _ALONE, _ALONE, number, synchronous, weight, False, False, False, 0))

@@ -54,7 +54,7 @@ class PythonAnswer(Coroutine[Any, Any, Reduction]):
     def close(self) -> None:
         result, self._result = self._result, None
         if result is not None:
-            self._owed.append(((), self._rounds, self._number))
+            self._owed.append((self._rounds, self._number))
 
     def __del__(self) -> None:
         if getattr(self, "_result", None) is not None:  # not set if a signal handler raised during `__init__`

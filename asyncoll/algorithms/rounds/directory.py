@@ -67,7 +67,11 @@ class Rounds(Protocol):
         """The results of `delivery` have been read."""
 
     def take_back(self, delivery: Delivery) -> None:
-        """The caller did not get `delivery`: the next call reports its rounds, as missed or as skipped."""
+        """The caller does not get `delivery`, and has been handed it over: the next call reports its rounds.
+
+        It reports the results that `history` still has as missed, and counts the others as skipped; all of them, if
+        this rank has been given a newer answer. Takes no lock, because a finalizer may call this, in any thread.
+        """
 
     def statistics(self) -> OperationStatistics:
         """Totals so far. In any thread."""

@@ -7,9 +7,10 @@ clock. A call aims at the round after the newest one that this rank's callers we
 the call is late: it stages its contribution and takes the newest result at once, without opening anything. A late rank
 that opened rounds would be alone in them (of 8 ranks, 1.8 instead of 6.1 stay active).
 
-A rank is told of each round once: as the result of a call, as a missed result, or as one of the skipped rounds. A call
-that is cancelled when its answer is ready tells its caller of nothing. The rounds of that answer are owed to the next
-call. That call may be under way already, so its aim must not move: only a delivery moves it.
+A rank is told of each round once, in order: as the result of a call, as a missed result, or as one of the skipped
+rounds. An answer that is ready may have no receiver: its call is cancelled, closed or never awaited. Its rounds are
+owed then, and the aim goes back to them. So the next call is late, and tells of them at once. If a newer answer was
+given meanwhile, the owed rounds would be told out of order: they count as skipped.
 
 `NextRound` decides when a round by message opens, and which signals the ranks send each other for that. The carriers
 only carry out its instructions.
@@ -21,6 +22,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from asyncoll.algorithms.rounds import rules
@@ -49,7 +51,6 @@ class Told(NamedTuple, Generic[R]):
     included: bool  # whether the contribution of the call is in the result
     missed: Sequence[R]  # results of rounds before, oldest first
     skipped: int  # rounds before that it has no results of
-    dropped: Sequence[R]  # results that were owed, are too old to be told, and count as skipped
     lag: int  # rounds from the one that the call aimed at to the one of its result
 
 
@@ -58,17 +59,19 @@ class Told(NamedTuple, Generic[R]):
 _AIM, _STALE, _LAGS = range(3)
 _CELLS = 64
 
+_TOO_OLD = -1  # the newest one of owed rounds that can only count as skipped
+
 
 class Engine(Generic[R]):
-    """The calls of one rank on one operation. `take_back` may be called in any thread."""
+    """The calls of one rank on one operation, one after another. `take_back` may be called at any moment."""
 
     def __init__(self, operation: Operation) -> None:
         self.cells = memoryview(bytearray(8 * _CELLS)).cast("q")  # the compiled core carries out and counts calls, too
         self.cells[_AIM] = 1
         self._operation = operation
         self._replaces = operation.group_size > 0  # contributions replace each other
-        # Of each answer taken back: its results, the number of its other rounds, and its newest round.
-        self.owed: deque[tuple[Sequence[R], int, int]] = deque()
+        # Of each answer taken back: how many rounds it told of, one after another, and the newest of them.
+        self.owed: deque[tuple[int, int]] = deque()
         self._lag: Counter[int] = Counter()  # calls that are too late for the cells, by lag
 
     @property
@@ -81,7 +84,24 @@ class Engine(Generic[R]):
 
         Returns 0 if the call is late and takes the newest result. Asks `late_call_opens` if the call is late.
         """
+        if self.owed:
+            self.step_back()
         return latest + 1 if latest < self.aim or late_call_opens() else 0
+
+    def step_back(self) -> bool:
+        """Move the aim back over answers that were taken back, if no newer one was given. Returns whether it did.
+
+        A call that waits asks once more when its round is over: the answer before it may have been taken back since.
+        """
+        if not self.owed:
+            return False
+        answers = [self.owed.popleft() for _ in range(len(self.owed))]
+        answers.sort(key=itemgetter(1))
+        aim = self.aim
+        while answers and answers[-1][1] == self.aim - 1:
+            self.cells[_AIM] -= answers.pop()[0]
+        self.owed.extend(answers)
+        return self.aim < aim
 
     def first_missed(self, latest: int) -> int:
         """The oldest round that the call under way is told of as missed, when `latest` is the newest of them.
@@ -107,11 +127,9 @@ class Engine(Generic[R]):
         self.cells[_LAGS] += 1
 
     def has_news(self, latest: int) -> bool:
-        """Whether the newest round, `latest`, was not told to a caller of this rank.
-
-        If it was, results of older rounds that are owed are of no use: they would be applied out of order.
-        """
-        return latest >= self.aim or any(newest == latest for _, _, newest in self.owed)
+        """Whether the newest round, `latest`, was not told to a caller of this rank."""
+        self.step_back()
+        return latest >= self.aim
 
     def conclude(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         """All ranks have joined, `result` is the newest round, and it is news. As `deliver`, but it ends no call."""
@@ -120,33 +138,21 @@ class Engine(Generic[R]):
     def _tell(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         # Gradients add up until a round takes them. In groups a model that another has replaced is in no round.
         included = ticket == result.taken if self._replaces else ticket <= result.taken
-        since = result.number - self.cells[_AIM]  # -1: this very round is owed, its call was cancelled
-        lag = since if since > 0 else 0
+        lag = result.number - self.cells[_AIM]
         self.cells[_AIM] = result.number + 1
-        skipped = since - len(missed)
-        if not self.owed:
-            return tuple.__new__(Told, (included, missed, skipped, [], lag))  # in half the time of `Told(...)`
-        results = list(missed)
-        while self.owed:
-            owed, others, _ = self.owed.popleft()
-            results += owed
-            skipped += others
-        results.sort(key=lambda result: result.number)
-        oldest = result.number - self._operation.history
-        told = [old for old in results if oldest <= old.number < result.number]
-        dropped = [old for old in results if not oldest <= old.number < result.number]
-        return Told(included, told, skipped + len(dropped), dropped, lag)
+        skipped = lag - len(missed)
+        while self.owed:  # older than a round that was told, or than this one
+            skipped += self.owed.popleft()[0]
+        return tuple.__new__(Told, (included, missed, skipped, lag))  # in half the time of `Told(...)`
 
-    def take_back(self, results: Sequence[R], rounds: int, newest: int) -> None:
-        """An answer of `rounds` rounds up to `newest` did not reach its caller.
+    def take_back(self, newest: int, lag: int, rounds: int) -> None:
+        """An answer of `rounds` rounds up to `newest`, which was `lag` rounds after its aim, has no receiver.
 
-        The `results` of some of them can be told again.
+        Takes no lock: a finalizer may call this, in any thread, also in one that holds the lock of the rounds.
         """
-        self.owed.append((results, rounds - len(results), newest))
-
-    def owes(self, result: R) -> bool:
-        """Whether this very result is to be told again, so that its memory is not to be used for anything else."""
-        return any(result is owed for results, _, _ in tuple(self.owed) for owed in results)
+        self.owed.append((1 + lag, newest))
+        if rounds > 1 + lag:
+            self.owed.append((rounds - 1 - lag, _TOO_OLD))
 
     def statistics(
         self, rounds: int, active: dict[int, int], waits_s: Sequence[float], late_s: Sequence[float]

@@ -31,7 +31,6 @@ from asyncoll.algorithms.rounds.round_cells import BlockLayout, Chunk, Kept, Sta
 from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
-from asyncoll.errors import AsyncollError
 from asyncoll.tensors.reductions import combiner, reducer, storage
 from asyncoll.transport.control_block import checkpoint, until
 
@@ -411,11 +410,19 @@ class OneSidedRounds:
 
     def _deliver(self, call: Call) -> Delivery:
         assert call.kept is not None
-        return self._answer(self._engine.deliver(call.ticket, call.kept, call.missed), call.kept)
+        missed = self._with_owed(call.missed, call.kept.number)
+        return self._answer(self._engine.deliver(call.ticket, call.kept, missed), call.kept)
+
+    def _with_owed(self, missed: Sequence[Kept], number: int) -> Sequence[Kept]:
+        """`missed` of the call that is given round `number`, after the results of an answer taken back as it waited."""
+        engine = self._engine
+        aim = engine.aim
+        if not engine.step_back():
+            return missed
+        with self._control_block:
+            return [*self._rounds.keep(engine.first_missed(number - 1), aim - 1), *missed]
 
     def _answer(self, told: Told[Kept], kept: Kept) -> Delivery:
-        if told.dropped:
-            self._drop([old.block for old in told.dropped])
         results = tuple(map(self._result, (*told.missed, kept)))
         return delivery_of((results, told.included, told.skipped, told.lag))
 
@@ -428,7 +435,7 @@ class OneSidedRounds:
         if not block:
             return Result(number, [], (), members, taken, synchronous, 0.0)
         parts, ranks = self._parts(blocks.address(block)), _ranks_of(blocks.contributors(block))
-        fields = (number, parts, ranks, members, taken, synchronous, blocks.weight(block), False, False, block)
+        fields = (number, parts, ranks, members, taken, synchronous, blocks.weight(block), False, False, False, block)
         return result_of(fields)
 
     def release(self, delivery: Delivery) -> None:
@@ -440,14 +447,7 @@ class OneSidedRounds:
             self._drop(blocks)
 
     def take_back(self, delivery: Delivery) -> None:
-        """As `WaitAvoiding.take_back`."""
-        kept: list[Kept] = []
-        # `release` has dropped the blocks, or will: those that history still has are kept anew, for the next call.
-        if self.operation.history:
-            numbers = [result.number for result in delivery.results]
-            with contextlib.suppress(AsyncollError), self._control_block:
-                kept = [record for number in numbers for record in self._rounds.keep(number, number)]
-        self._engine.take_back(kept, len(delivery.results) + delivery.skipped, delivery.results[-1].number)
+        self._engine.take_back(delivery.results[-1].number, delivery.lag, len(delivery.results) + delivery.skipped)
 
     def statistics(self) -> OperationStatistics:
         with self._control_block:

@@ -211,14 +211,14 @@ class Operations:
         receipt: Receipt,
         pending: PendingCall,
     ) -> Reduction:
-        """Wait for the delivery, and hand it over. `receipt` has it before `given` is written."""
+        """Wait for the delivery, and hand it over."""
         delivery = await rest
-        # Signed here and not at the end: the caller may be cancelled from now on, when the call is over for the
-        # operation and only the caller can lose its rounds.
-        receipt.sign(rounds, delivery)
+        # Without an await up to the signature: when the call is over for the operation, only the caller can lose its
+        # rounds.
         try:
             return self.hand_over(call.operation, delivery, given, self.pending.age_s(pending))
         finally:
+            receipt.sign(rounds, delivery)
             rounds.release(delivery)
 
     def failed(self, call: RoundCall | JoinCall, error: BaseException) -> None:
@@ -321,6 +321,8 @@ class Operations:
         AVG in groups divides by the number of models in the result. Otherwise it divides by the number of ranks,
         contributing or not, as in the algorithm of section 5 of the PPoPP 2020 paper.
         """
+        if result.averaged:
+            return 1
         if spec.weighted:
             return result.weight or 1.0
         if spec.op is ReduceOp.AVG and not spec.group_size:
@@ -357,11 +359,11 @@ class _PromptCall(Work[Reduction]):
             operations.member.check()
             answer = rounds.begin(given)
             if isinstance(answer, Delivery):
-                self._receipt.sign(rounds, answer)
                 operations.pending.note(call)
                 try:
                     self._result = operations.hand_over(call.operation, answer, given, operations.now_s() - came_s)
                 finally:
+                    self._receipt.sign(rounds, answer)
                     rounds.release(answer)
                 self.is_over = True
                 return

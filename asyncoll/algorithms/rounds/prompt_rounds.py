@@ -131,6 +131,7 @@ class PromptRounds(OneSidedRounds):
         lent = -1 if address is None else address
         while self._unused:
             unused.append(self._unused.popleft())
+        self._engine.step_back()
         while isinstance(answer := compiled.begin(own, weight, self._engine.aim, unused, lent), int):
             unused = []
             self._prepare(answer)
@@ -174,10 +175,9 @@ class PromptRounds(OneSidedRounds):
         operation = self.operation
         members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
         synchronous = operation.sync_every > 0 and operation.is_synchronous(number) and not ended.absent
-        fields = (number, own, ranks, members, ended.taken, synchronous, ended.weight, False, False, NONE)
+        fields = (number, own, ranks, members, ended.taken, synchronous, ended.weight, False, False, False, NONE)
         result = result_of(fields)
-        told = self._engine.deliver(ended.ticket, result, [Kept(*old) for old in missed] if missed else ())
-        if told.dropped:
-            self._drop([old.block for old in told.dropped])
+        kept = self._with_owed([Kept(*old) for old in missed] if missed else (), number)
+        told = self._engine.deliver(ended.ticket, result, kept)
         results = (*map(self._result, told.missed), result) if told.missed else (result,)
         return delivery_of((results, told.included, told.skipped, told.lag))

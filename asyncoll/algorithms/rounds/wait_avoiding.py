@@ -72,6 +72,7 @@ class Result(NamedTuple):
     weight: float  # the sum of the weights of its contributions, if the operation is weighted
     deserted: bool = False  # the round was synchronous, and all ranks were gone: no rank makes calls any more
     lent: bool = False  # `parts` are the memory of the caller that waits for the round
+    averaged: bool = False  # `parts` are divided already, if the reduction is an average
     block: int = 0  # in memory: the block that has `parts`; 0: none
 
 
@@ -152,6 +153,7 @@ class WaitAvoiding(ABC):
                 result = await self._wait(number)
             else:
                 self._follow(self._round.here(LATE))
+                self._own(self._latest)
                 result = self._latest
             self._tally.returned(next_has_begun=self._round.has_begun)
             return _delivery(self._engine.deliver(ticket, result, self._missed(result)), result)
@@ -160,6 +162,7 @@ class WaitAvoiding(ABC):
 
     def _missed(self, result: Result) -> list[Result]:
         """The results that history has of the rounds from the aim of this call to `result`."""
+        self._engine.step_back()
         return [old for old in self._history if self._engine.aim <= old.number < result.number]
 
     async def join(self) -> Delivery | None:
@@ -206,18 +209,16 @@ class WaitAvoiding(ABC):
                 del self._waiting[number]
 
     def take_back(self, delivery: Delivery) -> None:
-        """The caller was cancelled when `delivery` was ready, and does not get it: the next call reports its rounds.
+        newest = delivery.results[-1]
+        self._engine.take_back(newest.number, delivery.lag, len(delivery.results) + delivery.skipped)
+        if newest.lent:
+            self._port.post(lambda: self._own(newest))
 
-        That call reports their results as `missed` if `history` still has them. Otherwise it counts them as skipped.
-        From any thread.
-        """
-        self._port.post(lambda: self._take_back(delivery))
-
-    def _take_back(self, delivery: Delivery) -> None:
-        # By identity: the parts of a result that history has dropped may be another contribution already.
-        here = (*self._history, self._latest) if self.operation.history else ()
-        kept = [result for result in delivery.results if any(result is other for other in here)]
-        self._engine.take_back(kept, len(delivery.results) + delivery.skipped, delivery.results[-1].number)
+    def _own(self, result: Result) -> None:
+        """A late call is given `result`, which its first caller had, or did not get: it leaves that caller's memory."""
+        if result is self._latest and result.lent:
+            own = [part.copy() for part in result.parts]
+            self._latest = result._replace(parts=own, lent=False, averaged=True)
 
     def release(self, delivery: Delivery) -> None:  # noqa: B027 (results are this rank's own memory)
         """The results of `delivery` have been read."""
@@ -299,14 +300,14 @@ class WaitAvoiding(ABC):
         """`result` is the newest no longer: put it into history. The memory of the result that history drops is free.
 
         It is not free if a caller has been given that result and has not run since, as several rounds may end in one
-        turn of the loop, or if the result is owed to a later call. A result in a caller's memory is not kept.
+        turn of the loop. A result in a caller's memory is not kept.
         """
         if not result.number or result.lent:
             return
         kept = self._history
         oldest = result if not kept.maxlen else kept[0] if len(kept) == kept.maxlen else None
         kept.append(result)
-        if oldest is not None and oldest is not self._handed and not self._engine.owes(oldest):
+        if oldest is not None and oldest is not self._handed:
             self._spare = oldest.parts
 
     def _take_part_if_gone(self) -> None:

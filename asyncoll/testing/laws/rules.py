@@ -197,16 +197,19 @@ def history(story: Story) -> Iterator[Breach]:
     """A rank late by at most `history` rounds gets each result that it missed, once, oldest first.
 
     `skipped` counts older results, so every round between two calls of a rank is accounted for. If calls of a rank
-    overlap and one is cancelled, any later call may report the rounds of the cancelled one.
+    overlap and one has no receiver, a later call may report its rounds; as skipped, if a call between them had an
+    answer. No call gets a missed result from before the round that an earlier call got.
     """
     values = {number: value for number, value, _ in _sums(story)}
     for calls in story.calls:
         alarmed = {each.rank for each in story.cancelled if each.unsure}
+        told = 0
         for call in calls:
             if all(other.alone for other in calls) and call.rank not in alarmed:
                 yield from _completes(call, values, story.case.history)
             else:
-                yield from _matches(call, values)
+                yield from _matches(call, values, told)
+            told = max(told, call.round)
         if story.case.kind != "group":  # two rounds of a group may have equal results, as contributions stay
             yield from _balances(calls, alarmed)
 
@@ -223,14 +226,14 @@ def _completes(call: Call, values: dict[int, Array], history: int) -> Iterator[B
             yield Breach(call.round, call.rank, f"call {call.index} got a wrong missed result for round {number}")
 
 
-def _matches(call: Call, values: dict[int, Array]) -> Iterator[Breach]:
-    """The missed results of the call are results of older rounds, oldest first."""
-    older = iter([number for number in values if number < call.round])
+def _matches(call: Call, values: dict[int, Array], told: int) -> Iterator[Breach]:
+    """The missed results of the call are results of rounds between round `told` and its own, oldest first."""
+    older = iter([number for number in values if told < number < call.round])
     if any(number not in values for number in range(1, call.round)):  # no call returned that round: nothing to compare
         return
     for result in call.missed:
         if not any(np.array_equal(result[0], values[number]) for number in older):
-            yield Breach(call.round, call.rank, f"call {call.index} got a missed result of no older round")
+            yield Breach(call.round, call.rank, f"call {call.index} got a missed result of no round since {told}")
 
 
 def _balances(calls: list[Call], alarmed: set[int]) -> Iterator[Breach]:

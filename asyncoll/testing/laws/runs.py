@@ -77,8 +77,12 @@ def _in_real_time(case: Case) -> Case:
 
 
 def _in_processes(case: Case) -> Case:
-    """The devices are for tests of calls, and bear neither the exceptions of signal handlers nor forks."""
-    return replace(case, staging=tuple(rank for rank in case.staging if rank not in (case.alarmed, case.forking)))
+    """The devices are for tests of calls, and bear neither the exceptions of signal handlers nor forks.
+
+    A call that is dropped here may end in another thread, after the next one has begun: its rounds come one call later.
+    """
+    staging = tuple(rank for rank in case.staging if rank not in (case.alarmed, case.forking))
+    return replace(case, staging=staging, careless=None, gathers=False)
 
 
 async def take_part(comm: Communicator, case: Case) -> Any:

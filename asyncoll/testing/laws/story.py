@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
+import warnings
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
@@ -35,7 +36,7 @@ ALL_KINDS = (*KINDS, GOSSIP, DENSE, SPARSE, TRAINING)
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
-_CANCELS = 4  # the most calls that the impatient rank of a world cancels
+_CANCELS = 4  # the most calls that the impatient or the careless rank of a world gives up
 _ALARM_S = 0.0005  # mean time from the start of a call to the signal: about as long as a call takes, so many hit it
 _OVERLAPS = (1, 1, 2, 4)  # drawn: the most calls of one rank that are in flight at the same time
 STEP_S = 0.01  # mean computation of a trainer between two calls; the slow rank of a world takes five times as long
@@ -62,6 +63,10 @@ class Case:
     quitter: int | None  # the rank that leaves the world before the others
     quits_after: int  # calls of the quitter
     impatient: int | None  # the rank that cancels some of its calls
+    careless: int | None  # the rank that makes some of its calls and never awaits them; not where ranks are processes
+    gathers: (
+        bool  # ranks stay in the world until all have the last round; only if none leaves early, or calls too often
+    )
     network: Network
     overlap: int  # the most calls that a rank has in flight at the same time
     alarmed: int | None  # the rank whose signal handler raises in some of its calls; only where ranks are processes
@@ -160,6 +165,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
         alarmed=one_of(None, rank()) if kind != "group" and size > 1 else None,
         staging=tuple(rank for rank in range(size) if one_of(True, False)),
         **_draw_hosts(size, seed),
+        **_draw_ends(kind, size, seed),
     )
 
 
@@ -172,6 +178,13 @@ def _draw_hosts(size: int, seed: int) -> dict[str, Any]:
     return {"hosts": tuple(hosts.tolist()), "bare": bare}
 
 
+def _draw_ends(kind: str, size: int, seed: int) -> dict[str, Any]:
+    generator = np.random.default_rng([seed, size, ALL_KINDS.index(kind), 1])  # of its own, as in `_draw_hosts`
+    careless, gathers = generator.integers(3) == 0, generator.integers(3) == 0
+    rank = int(generator.integers(size))
+    return {"careless": rank if careless and kind in KINDS and kind != "group" else None, "gathers": bool(gathers)}
+
+
 @dataclass(frozen=True, slots=True, repr=False)  # debug mode of asyncio formats task results: a quarter of the time
 class Call:
     """One call and its answer. `sum` and `missed` count contributions by [bucket, number of the call, rank]."""
@@ -182,7 +195,7 @@ class Call:
     sum: Array
     missed: tuple[Array, ...]
     reduction: Reduction  # without the tensors of the missed results
-    wait_s: float  # 0 unless `alone`
+    wait_s: float  # 0 unless `alone`, and where it may have waited for a call that was dropped
     alone: bool  # no other call of its rank was in flight
 
     @property
@@ -268,9 +281,13 @@ class Trainer:
                 await asyncio.sleep(NAP_S)
             if rank == case.alarmed:
                 await self._call_alarmed()
+            elif rank == case.careless and self._may_give_up() and self._generator.random() < 0.5:
+                await self._call_carelessly()
             else:
                 await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
         self._look_after_child()
+        if case.gathers and case.quitter is None and case.overlap == 1:
+            await self._comm.barrier()  # so no round comes after the last one
         return self._part()
 
     def _may_give_up(self) -> bool:
@@ -313,6 +330,22 @@ class Trainer:
         except AlarmError:
             pass  # `setitimer` without an interval fires once
 
+    async def _call_carelessly(self) -> None:
+        """Make a call that is dropped, is closed, or is cancelled before its task has made a step."""
+        index, self._begun = self._begun, self._begun + 1
+        *_, call = self._begin(index)
+        match int(self._generator.integers(3)):
+            case 0:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", RuntimeWarning)  # it was never awaited
+                    del call
+            case 1:
+                call.close()
+            case _:
+                task = asyncio.ensure_future(call)
+                task.cancel()
+                await asyncio.wait([task])
+
     def _cancel_at_answer(self, others: int, call: asyncio.Task[None]) -> None:
         """Cancel `call` at the moment at which an answer is ready, after `others` other answers.
 
@@ -338,27 +371,32 @@ class Trainer:
         call.add_done_callback(lambda _: vars(operations).pop("hand_over", None))
 
     async def _call(self, index: int, *, alone: bool) -> None:
-        case, now = self._case, asyncio.get_running_loop().time
-        self._aims[index] = self._seen() + 1
-        tensors = self._tensors
-        with tensors.stream(index):
-            contribution = tensors.contribution(index)
-            if (self._comm.rank, index) == (case.forking, case.forks_at):
-                self._fork(contribution)
-            given, began = tensors.counts(contribution), now()
-            call = _reduced(case, self._comm, contribution)
+        case, tensors, now = self._case, self._tensors, asyncio.get_running_loop().time
+        began = now()
+        contribution, given, call = self._begin(index)
         try:
             reduction = await call
         except asyncio.CancelledError:
             tensors.scribble(contribution)
             return
-        wait_s = now() - began if alone else 0.0
+        wait_s = now() - began if alone and self._comm.rank != case.careless else 0.0
         # A round without contributors leaves the caller's tensors unchanged.
         value = tensors.counts(contribution, less=0 if reduction.active else given)
         missed = tuple(map(tensors.counts, reduction.missed))
         tensors.scribble(contribution)
         reduction = replace(reduction, missed=(), result=None)
         self._answers[index] = Call(self._comm.rank, index, self._aims[index], value, missed, reduction, wait_s, alone)
+
+    def _begin(self, index: int) -> tuple[Any, Array, Coroutine[Any, Any, Reduction]]:
+        """Make call `index`. Returns its tensors, what they contribute, and the coroutine."""
+        self._aims[index] = self._seen() + 1
+        tensors = self._tensors
+        with tensors.stream(index):
+            contribution = tensors.contribution(index)
+            if (self._comm.rank, index) == (self._case.forking, self._case.forks_at):
+                self._fork(contribution)
+            given = tensors.counts(contribution)
+            return contribution, given, _reduced(self._case, self._comm, contribution)
 
     def _fork(self, contribution: Any) -> None:
         """Fork a child that overwrites its copy of the registered contribution, and tries to make a call.
@@ -397,7 +435,7 @@ class Trainer:
         return calls, cancelled
 
 
-def _reduced(case: Case, comm: Communicator, x: Any) -> Awaitable[Reduction]:
+def _reduced(case: Case, comm: Communicator, x: Any) -> Coroutine[Any, Any, Reduction]:
     """The call of the case's operation."""
     options: dict[str, Any] = {
         "name": case.name(comm.rank),
