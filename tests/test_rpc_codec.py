@@ -18,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from asyncoll.errors import ProtocolError, RemoteError, UsageError
 from asyncoll.rpc import codec, failure, hints, protocol
@@ -247,6 +248,12 @@ def test_fields_are_checked():
     body, _, _ = codec.encode([Point("no")])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"Point\.x must be float, got str"):
         codec.decode(body, (), TYPES)
+
+
+def test_a_tensor_is_refused_while_torch_makes_fake_ones():
+    x = torch.ones(3)
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(UsageError, match="FakeTensorMode"):
+        codec.encode(x)
 
 
 def test_a_dataclass_with_other_fields_is_refused():

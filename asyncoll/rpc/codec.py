@@ -21,7 +21,7 @@ import numpy as np
 from asyncoll.errors import AsyncollError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import ARRAYS_MAX
 from asyncoll.tensors import reductions
-from asyncoll.tensors.operands import as_operand, is_tensor
+from asyncoll.tensors.operands import as_operand, is_in_mode, is_tensor
 from asyncoll.tensors.reductions import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, torch_maker, torch_view
 from asyncoll.tensors.staged import Staged, hidden, is_hidden
 
@@ -179,7 +179,7 @@ def _as_numpy(tensor: Any) -> Array | None:
 
     `as_operand`, which handles all tensors, takes several times longer than the rest of a short message.
     """
-    if hidden and is_hidden(tensor):
+    if (hidden and is_hidden(tensor)) or is_in_mode():
         return None
     try:
         array: Array = tensor.numpy()

@@ -151,12 +151,16 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
         if hidden and is_hidden(x):
             return _mirrored(x, writable, may_stage, is_read)
         is_usual = type(x) is torch.Tensor and x.layout is torch.strided
-        # Inside of a mode, even a view may be of other memory: `_detached` tells.
-        plain = _plain_torch_operand(x) if is_usual and not torch._C._len_torch_dispatch_stack() else None
+        plain = _plain_torch_operand(x) if is_usual and not is_in_mode() else None
         if plain is not None:
             return plain
         return _torch_operand(x, writable) if x.is_cpu else _mirrored(x, writable, may_stage, is_read)
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
+
+
+def is_in_mode() -> bool:
+    """Whether torch, which is loaded, is in a mode here: even a view may be of other memory then. `_detached` tells."""
+    return bool(sys.modules["torch"]._C._len_torch_dispatch_stack())
 
 
 # numpy composes the name of a dtype at each access, which takes longer than the rest of `_numpy_operand`.
