@@ -296,10 +296,17 @@ def test_torch_that_copies_memory_of_another_gpu(monkeypatch):
         Gpu(0, at_once).bytes_at(memory.data_ptr(), 8)
 
 
-def test_a_library_that_is_deleted(monkeypatch):
+@pytest.fixture
+def maps(monkeypatch):
+    """Replaces what the kernel tells of the memory of this process: a torch for CUDA has a library there."""
+    loaded_runtime.cache_clear()
+    yield lambda text: monkeypatch.setattr("builtins.open", lambda path, **options: io.StringIO(text))
+    loaded_runtime.cache_clear()
+
+
+def test_a_library_that_is_deleted(maps):
     """As after an update of the package while the program runs."""
-    maps = "7f00-7f01 r-xp 00000000 00:00 0    /no/such/libcudart.so.12 (deleted)\n"
-    monkeypatch.setattr("builtins.open", lambda path, **options: io.StringIO(maps))
+    maps("7f00-7f01 r-xp 00000000 00:00 0    /no/such/libcudart.so.12 (deleted)\n")
     with pytest.raises(RefusedError, match=r"OSError: /no/such/libcudart.so.12 \(deleted\)"):
         loaded_runtime()
 
@@ -322,7 +329,8 @@ def test_the_mode_of_captures_of_a_thread(monkeypatch):
         pass
 
 
-def test_no_library_is_loaded():
+def test_no_library_is_loaded(maps):
+    maps("")
     with relaxed():  # nothing is to be done
         pass
     with pytest.raises(RefusedError, match="torch has loaded 0 libraries libcudart, and one is needed"):

@@ -219,7 +219,7 @@ def test_launch_function_returns_the_code_and_restores_the_handlers(
     monkeypatch.setenv("ASYNCOLL_PRELOAD", "")
     handlers = [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     assert launch_here(2, [str(SCRIPTS / "environment.py")]) == 0
-    assert launch_here(2, ["json.tool", "/nowhere"], module=True) == 2
+    assert launch_here(2, ["timeit", "--nonsense"], module=True) == 2
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == handlers
     assert '0: {"RANK": "0"' in capfd.readouterr().out
 
