@@ -149,19 +149,29 @@ class StagingArea:
         Its records are free only once the call that had them before is over at this rank, too. A call that uses none,
         because it goes by message between hosts, has not waited for that one.
         """
-        if not self.is_over(number - self.sizes.calls):
+        first, before = number, number - self.sizes.calls
+        if not self.is_over(before):
             self._ended_early.add(number)
-            return
+            self._turns.setdefault(before, Turn())  # the dict is not empty, so the compiled core calls `end`, too
+            if not self.is_over(before):
+                return
+            first = before  # it has ended in another thread between the two checks, perhaps without seeing this call
+        after = first
+        while after == first or after in self._ended_early:
+            self._pass_on(after)
+            after += self.sizes.calls
+        # Last: after an exception of a signal handler this is called again.
+        self._ended_early.difference_update(range(first, after, self.sizes.calls))
+
+    def _pass_on(self, number: int) -> None:
+        """The records of call `number` are free: resume a call that waits for them."""
         self._unfinished.discard(number)
         turn = self._turns.get(number)
         if turn is not None:
             turn.set()
         if self._on_idle is not None and not self._unfinished:
             self._on_idle()
-        self._turns.pop(number, None)
-        if number + self.sizes.calls in self._ended_early:
-            self.end(number + self.sizes.calls)
-            self._ended_early.discard(number + self.sizes.calls)  # last: after an exception this is called again
+        self._turns.pop(number, None)  # last, for the same reason
 
     def is_idle(self, wake: Callable[[], None]) -> bool:
         """Whether no call is under way at this rank; otherwise `wake` is called, in any thread, when none is."""
