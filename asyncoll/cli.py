@@ -5,31 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import click
 
-from asyncoll.bench.commands import bench
+from asyncoll.bench.commands import Group, bench
 from asyncoll.errors import UsageError
 
 PROGRAM_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-class _Command(click.Command):
-    """Reports a UsageError of the library as click reports its own."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UsageError as error:
-            raise click.UsageError(str(error), ctx) from error
-
-
-class _Group(click.Group):
-    command_class = _Command
-
-
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Asynchronous and wait-avoiding collectives for ranks that do not run in step."""
 
@@ -157,8 +142,10 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
 
     Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world.
     """
+    from asyncoll.launch import check_current_folder
     from asyncoll.testing.laws import sweep
 
+    check_current_folder()
     if seed is not None:
         if click.get_current_context().get_parameter_source("seeds") is not click.core.ParameterSource.DEFAULT:
             raise click.UsageError("give --seed or --seeds, not both")
@@ -209,9 +196,11 @@ def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport
     Exits with 1 if a cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs
     leaves a processor for each process.
     """
+    from asyncoll.launch import check_current_folder
     from asyncoll.testing.faults import cells as matrix
     from asyncoll.testing.faults.matrix import sweep
 
+    check_current_folder()
     sys.exit(not sweep(matrix.select(cells, sample, repeat, seed, transport, size, hosts), jobs))
 
 

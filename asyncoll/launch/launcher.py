@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import asyncoll._core  # noqa: F401 (raises UsageError for a wrong ASYNCOLL_CORE: here once, and not in each rank)
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.launch.environment import job_folder, rank_environment, stopped_grace_s
+from asyncoll.launch.environment import check_current_folder, job_folder, rank_environment, stopped_grace_s
 from asyncoll.launch.host import Host, News, Sources
 from asyncoll.launch.local import check, local_host, template_of
 from asyncoll.launch.output import Output, Stream, open_output
@@ -53,7 +53,8 @@ def launch(
     of the rank that has failed first (128 plus the signal that has killed it), 124 after `timeout` seconds, 130 after
     Ctrl-C, 143 after SIGTERM. If a rank is stopped (SIGSTOP) when every other rank has ended well, it is killed after
     ASYNCOLL_STOPPED_S seconds (10; 0: never), and the exit code is 147. Raises UsageError, and starts nothing, if the
-    program cannot be started. Handles SIGINT, SIGTERM and SIGHUP while it runs, so call it from the main thread.
+    program cannot be started or the current folder has been deleted. Handles SIGINT, SIGTERM and SIGHUP while it runs,
+    so call it from the main thread.
 
     The modules that the ranks will import are loaded once, before the ranks are forked: numpy, torch and asyncoll, or
     those in ASYNCOLL_PRELOAD (names separated by commas, or nothing).
@@ -64,6 +65,7 @@ def launch(
     PYTHON*, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, and those that `environment` names. Rank 0's host serves the
     store, at the address at which ssh has reached it. A broken connection to a host ends the ranks there, and the job.
     """
+    check_current_folder()
     placement = Placement({HERE: ranks} if isinstance(ranks, int) else dict(ranks))
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")
