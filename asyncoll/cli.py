@@ -5,13 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from asyncoll.bench.commands import Group, bench
 from asyncoll.errors import UsageError
 
+_SEED = click.IntRange(0, (1 << 63) - 1)
+_COUNT = click.IntRange(1, 1024)
 PROGRAM_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+
+
+class _FilePath(click.Path):
+    """A path that is not empty: pathlib would take an empty one for the current folder."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value:
+            self.fail("an empty path; give one", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -27,7 +39,7 @@ def main() -> None:
 )
 @click.option("-m", "module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.option(
-    "--log-dir", type=click.Path(path_type=Path), help="Folder for the raw output of each rank: rank-R.out, rank-R.err."
+    "--log-dir", type=_FilePath(path_type=Path), help="Folder for the raw output of each rank: rank-R.out, rank-R.err."
 )
 @click.option(
     "--timeout",
@@ -83,7 +95,7 @@ def launch(
 
 
 @main.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=_FilePath(path_type=Path))
 def key(file: Path) -> None:
     """Make a key for jobs that run on several hosts.
 
@@ -116,10 +128,10 @@ def doctor(as_json: bool, gpu: bool) -> None:
     "--ranks", default="1-9,12,13,16,17", show_default=True, help="Sizes of the worlds, used by the seeds in turn."
 )
 @click.option("--seeds", default="0:200", show_default=True, help="FROM:TO. A seed determines the world.")
-@click.option("--seed", type=click.IntRange(min=0), help="Replay the world of this seed alone.")
+@click.option("--seed", type=_SEED, help="Replay the world of this seed alone.")
 @click.option(
     "--jobs",
-    type=click.IntRange(min=1),
+    type=_COUNT,
     default=os.cpu_count() or 1,
     help="The most processes; one is started for every 20 worlds.  [default: one for each CPU]",
 )
@@ -149,9 +161,9 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     if seed is not None:
         if click.get_current_context().get_parameter_source("seeds") is not click.core.ParameterSource.DEFAULT:
             raise click.UsageError("give --seed or --seeds, not both")
-        seeds, jobs = f"{seed}:{seed + 1}", 1
-    worlds = sweep.parse_kinds(kind), sweep.parse_ranks(ranks), sweep.parse_seeds(seeds)
-    sys.exit(not sweep.sweep(*worlds, jobs, transport, devices))
+        jobs = 1
+    chosen = sweep.parse_seeds(seeds) if seed is None else range(seed, seed + 1)
+    sys.exit(not sweep.sweep(sweep.parse_kinds(kind), sweep.parse_ranks(ranks), chosen, jobs, transport, devices))
 
 
 @main.command()
@@ -162,9 +174,9 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     help="FAULT/OPERATION/MOMENT with the wildcards * and ?; several are separated by commas.",
 )
 @click.option("--sample", type=click.IntRange(min=0), default=0, help="Draw this number of cells.  [default: all]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draw.")
-@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Repeat with the next seeds.")
-@click.option("-n", "size", type=click.IntRange(min=2), default=4, show_default=True, help="Number of ranks.")
+@click.option("--seed", type=_SEED, default=0, show_default=True, help="Seed of the draw.")
+@click.option("--repeat", type=_COUNT, default=1, show_default=True, help="Repeat with the next seeds.")
+@click.option("-n", "size", type=click.IntRange(2, 1024), default=4, show_default=True, help="Number of ranks.")
 @click.option(
     "--transport",
     type=click.Choice(["shm", "zmq", "shm-mixed"]),
@@ -174,7 +186,7 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
 )
 @click.option(
     "--jobs",
-    type=click.IntRange(min=1),
+    type=_COUNT,
     default=1,
     show_default=True,
     help="Number of cells that run at the same time.",

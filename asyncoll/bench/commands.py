@@ -42,7 +42,7 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
 
 def _ranks(least: int) -> Callable[[Any], Any]:
     return click.option(
-        "-n", "ranks", type=click.IntRange(min=least), default=2, show_default=True, help="Number of ranks."
+        "-n", "ranks", type=click.IntRange(least, 1024), default=2, show_default=True, help="Number of ranks."
     )
 
 
@@ -112,7 +112,7 @@ def pingpong(as_json: bool, **plan: Any) -> None:
     show_default=True,
     help="Rank r arrives r times this late.",
 )
-@click.option("--iterations", type=click.IntRange(min=1), default=128, show_default=True, help="Counted calls.")
+@click.option("--iterations", type=click.IntRange(1, 1_000_000), default=128, show_default=True, help="Counted calls.")
 def solo(as_json: bool, **plan: Any) -> None:
     """Skewed arrivals: the waits of ranks in full, majority, quorum (half of the ranks) and solo allreduces."""
     _measure(Plan("solo", **plan), as_json)

@@ -30,6 +30,7 @@ from asyncoll.transport.keys import new_key
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LOOPBACK = "127.0.0.1"
+WAIT_MAX_S = 3600.0  # in one turn: `epoll` refuses a time-out of more than 24 days
 LOOK_S = 0.5  # between two looks at the states of the ranks that run while others have ended
 
 
@@ -234,7 +235,7 @@ class Launcher:
         """Wait until an event comes or is due, and handle it."""
         times = self._deadline, self._look_at, self._give_up_at, self._supervisor.wake_at()
         due = [at for at in times if at is not None]
-        self._sources.wait(max(0.0, min(due) - time.monotonic()) if due else None)
+        self._sources.wait(min(max(0.0, min(due) - time.monotonic()), WAIT_MAX_S) if due else None)
         self._look()
         self._supervisor.tick(time.monotonic())
         if self._deadline is not None and time.monotonic() >= self._deadline:
