@@ -9,27 +9,24 @@ from typing import Any
 
 import click
 
-from asyncoll.bench.commands import bench
+from asyncoll.bench.commands import Group, bench
 from asyncoll.errors import UsageError
 
+_SEED = click.IntRange(0, (1 << 63) - 1)
+_COUNT = click.IntRange(1, 1024)
 PROGRAM_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 
-class _Command(click.Command):
-    """Reports a UsageError of the library as click reports its own."""
+class _FilePath(click.Path):
+    """A path that is not empty: pathlib would take an empty one for the current folder."""
 
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UsageError as error:
-            raise click.UsageError(str(error), ctx) from error
-
-
-class _Group(click.Group):
-    command_class = _Command
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not value:
+            self.fail("an empty path; give one", param, ctx)
+        return super().convert(value, param, ctx)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Asynchronous and wait-avoiding collectives for ranks that do not run in step."""
 
@@ -42,7 +39,7 @@ def main() -> None:
 )
 @click.option("-m", "module", is_flag=True, help="Run a module, as `python -m` does.")
 @click.option(
-    "--log-dir", type=click.Path(path_type=Path), help="Folder for the raw output of each rank: rank-R.out, rank-R.err."
+    "--log-dir", type=_FilePath(path_type=Path), help="Folder for the raw output of each rank: rank-R.out, rank-R.err."
 )
 @click.option(
     "--timeout",
@@ -98,7 +95,7 @@ def launch(
 
 
 @main.command()
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=_FilePath(path_type=Path))
 def key(file: Path) -> None:
     """Make a key for jobs that run on several hosts.
 
@@ -131,10 +128,10 @@ def doctor(as_json: bool, gpu: bool) -> None:
     "--ranks", default="1-9,12,13,16,17", show_default=True, help="Sizes of the worlds, used by the seeds in turn."
 )
 @click.option("--seeds", default="0:200", show_default=True, help="FROM:TO. A seed determines the world.")
-@click.option("--seed", type=click.IntRange(min=0), help="Replay the world of this seed alone.")
+@click.option("--seed", type=_SEED, help="Replay the world of this seed alone.")
 @click.option(
     "--jobs",
-    type=click.IntRange(min=1),
+    type=_COUNT,
     default=os.cpu_count() or 1,
     help="The most processes; one is started for every 20 worlds.  [default: one for each CPU]",
 )
@@ -157,14 +154,16 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
 
     Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world.
     """
+    from asyncoll.launch import check_current_folder
     from asyncoll.testing.laws import sweep
 
+    check_current_folder()
     if seed is not None:
         if click.get_current_context().get_parameter_source("seeds") is not click.core.ParameterSource.DEFAULT:
             raise click.UsageError("give --seed or --seeds, not both")
-        seeds, jobs = f"{seed}:{seed + 1}", 1
-    worlds = sweep.parse_kinds(kind), sweep.parse_ranks(ranks), sweep.parse_seeds(seeds)
-    sys.exit(not sweep.sweep(*worlds, jobs, transport, devices))
+        jobs = 1
+    chosen = sweep.parse_seeds(seeds) if seed is None else range(seed, seed + 1)
+    sys.exit(not sweep.sweep(sweep.parse_kinds(kind), sweep.parse_ranks(ranks), chosen, jobs, transport, devices))
 
 
 @main.command()
@@ -175,9 +174,9 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     help="FAULT/OPERATION/MOMENT with the wildcards * and ?; several are separated by commas.",
 )
 @click.option("--sample", type=click.IntRange(min=0), default=0, help="Draw this number of cells.  [default: all]")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the draw.")
-@click.option("--repeat", type=click.IntRange(min=1), default=1, show_default=True, help="Repeat with the next seeds.")
-@click.option("-n", "size", type=click.IntRange(min=2), default=4, show_default=True, help="Number of ranks.")
+@click.option("--seed", type=_SEED, default=0, show_default=True, help="Seed of the draw.")
+@click.option("--repeat", type=_COUNT, default=1, show_default=True, help="Repeat with the next seeds.")
+@click.option("-n", "size", type=click.IntRange(2, 1024), default=4, show_default=True, help="Number of ranks.")
 @click.option(
     "--transport",
     type=click.Choice(["shm", "zmq", "shm-mixed"]),
@@ -187,7 +186,7 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
 )
 @click.option(
     "--jobs",
-    type=click.IntRange(min=1),
+    type=_COUNT,
     default=1,
     show_default=True,
     help="Number of cells that run at the same time.",
@@ -210,9 +209,11 @@ def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport
     Exits with 1 if a cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs
     leaves a processor for each process.
     """
+    from asyncoll.launch import check_current_folder
     from asyncoll.testing.faults import cells as matrix
     from asyncoll.testing.faults.matrix import sweep
 
+    check_current_folder()
     sys.exit(not sweep(matrix.select(cells, sample, repeat, seed, transport, size, hosts), jobs))
 
 

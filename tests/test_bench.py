@@ -67,8 +67,8 @@ def test_durations() -> None:
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["allreduce", "-n", "0"], "0 is not in the range x>=1"),
-        (["pingpong", "-n", "1"], "1 is not in the range x>=2"),
+        (["allreduce", "-n", "0"], "0 is not in the range 1<=x<=1024"),
+        (["pingpong", "-n", "1"], "1 is not in the range 2<=x<=1024"),
         (["allreduce", "--sizes", "x"], "'x' is not a size such as"),
         (["solo", "--skew", "fast"], "'fast' is not a duration such as"),
         (["allreduce", "--transport", "pigeon"], "'pigeon' is not one of"),

@@ -12,6 +12,22 @@ from asyncoll.bench.plan import Plan, parse_duration, parse_sizes
 from asyncoll.errors import UsageError
 
 
+class Command(click.Command):
+    """Reports a UsageError of the library as click reports its own."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UsageError as error:
+            raise click.UsageError(str(error), ctx) from error
+
+
+class Group(click.Group):
+    """A group of such commands."""
+
+    command_class = Command
+
+
 def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], Any]:
     """A click callback that converts an option by `parse`. A ValueError of `parse` becomes a usage error."""
 
@@ -26,7 +42,7 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
 
 def _ranks(least: int) -> Callable[[Any], Any]:
     return click.option(
-        "-n", "ranks", type=click.IntRange(min=least), default=2, show_default=True, help="Number of ranks."
+        "-n", "ranks", type=click.IntRange(least, 1024), default=2, show_default=True, help="Number of ranks."
     )
 
 
@@ -50,7 +66,7 @@ _transport = click.option(
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 
 
-@click.group()
+@click.group(cls=Group)
 def bench() -> None:
     """Measure on this host. Every result is checked: #wrong counts wrong elements over all ranks."""
 
@@ -96,7 +112,7 @@ def pingpong(as_json: bool, **plan: Any) -> None:
     show_default=True,
     help="Rank r arrives r times this late.",
 )
-@click.option("--iterations", type=click.IntRange(min=1), default=128, show_default=True, help="Counted calls.")
+@click.option("--iterations", type=click.IntRange(1, 1_000_000), default=128, show_default=True, help="Counted calls.")
 def solo(as_json: bool, **plan: Any) -> None:
     """Skewed arrivals: the waits of ranks in full, majority, quorum (half of the ranks) and solo allreduces."""
     _measure(Plan("solo", **plan), as_json)
@@ -121,10 +137,7 @@ def _measure(plan: Plan, as_json: bool) -> None:
     from asyncoll.bench.runs import run_plan
     from asyncoll.bench.table import show
 
-    try:
-        code, rows = run_plan(plan)
-    except UsageError as error:
-        raise click.UsageError(str(error)) from error
+    code, rows = run_plan(plan)
     if code:
         sys.exit(code)
     show(plan, rows, as_json=as_json)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +65,12 @@ class OnGpu:
 
 
 def check(plan: Plan) -> None:
-    """Raise UsageError unless the device of the plan is there."""
+    """Raise UsageError unless the device of the plan is there, and memory of this host for an array at every rank."""
     if plan.device == "cpu":
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if plan.ranks * max(plan.sizes) > memory:
+            arrays = f"{plan.ranks} arrays of {max(plan.sizes)} bytes"
+            raise UsageError(f"--sizes: {arrays} do not fit into the memory of this host, {memory} bytes")
         return
     import torch
 

@@ -55,7 +55,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)([KMG]?)", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]{1,15})([KMG]?)", text.strip(), re.IGNORECASE)
     if not match:
         raise ValueError(f"{text!r} is not a size such as 4, 16K or 1M")
     size = int(match[1]) * UNITS[match[2].upper()]
@@ -66,7 +66,7 @@ def _size(text: str) -> int:
 
 def parse_duration(text: str) -> float:
     """Seconds of `1ms`, `500us`, `0.1s`. Raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip())
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?)(us|ms|s)", text.strip())
     if not match:
         raise ValueError(f"{text!r} is not a duration such as 1ms, 500us or 0.1s")
     return float(match[1]) * SECONDS[match[2]]

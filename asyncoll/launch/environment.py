@@ -20,6 +20,17 @@ FOLDER_BYTES_MAX = 60  # the whole path of a unix socket has at most 107 bytes
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
+def check_current_folder() -> None:
+    """Raise UsageError if the current folder has been deleted.
+
+    There, torch ends the process that imports it, and `multiprocessing` starts none.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder has been deleted: go to one that exists (cd), and start again") from error
+
+
 def rank_environment(
     rank: int, placement: Placement, address: str, port: int, transport: str | None = None
 ) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import asyncoll._core  # noqa: F401 (raises UsageError for a wrong ASYNCOLL_CORE: here once, and not in each rank)
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.launch.environment import job_folder, rank_environment, stopped_grace_s
+from asyncoll.launch.environment import check_current_folder, job_folder, rank_environment, stopped_grace_s
 from asyncoll.launch.host import Host, News, Sources
 from asyncoll.launch.local import check, local_host, template_of
 from asyncoll.launch.output import Output, Stream, open_output
@@ -32,6 +32,7 @@ from asyncoll.transport.keys import new_key
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = signal.SIGTSTP  # Ctrl-Z
 LOOPBACK = "127.0.0.1"
+WAIT_MAX_S = 3600.0  # in one turn: `epoll` refuses a time-out of more than 24 days
 LOOK_S = 0.5  # between two looks at the states of the ranks that run while others have ended
 
 
@@ -55,7 +56,8 @@ def launch(
     of the rank that has failed first (128 plus the signal that has killed it), 124 after `timeout` seconds, 130 after
     Ctrl-C, 143 after SIGTERM. If a rank is stopped (SIGSTOP) when every other rank has ended well, it is killed after
     ASYNCOLL_STOPPED_S seconds (10; 0: never), and the exit code is 147. Raises UsageError, and starts nothing, if the
-    program cannot be started. Handles SIGINT, SIGTERM and SIGHUP while it runs, so call it from the main thread.
+    program cannot be started or the current folder has been deleted. Handles SIGINT, SIGTERM and SIGHUP while it runs,
+    so call it from the main thread.
 
     The modules that the ranks will import are loaded once, before the ranks are forked: numpy, torch and asyncoll, or
     those in ASYNCOLL_PRELOAD (names separated by commas, or nothing).
@@ -66,6 +68,7 @@ def launch(
     PYTHON*, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, and those that `environment` names. Rank 0's host serves the
     store, at the address at which ssh has reached it. A broken connection to a host ends the ranks there, and the job.
     """
+    check_current_folder()
     placement = Placement({HERE: ranks} if isinstance(ranks, int) else dict(ranks))
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")
@@ -235,7 +238,7 @@ class Launcher:
         """Wait until an event comes or is due, and handle it."""
         times = self._deadline, self._look_at, self._give_up_at, self._supervisor.wake_at()
         due = [at for at in times if at is not None]
-        self._sources.wait(max(0.0, min(due) - time.monotonic()) if due else None)
+        self._sources.wait(min(max(0.0, min(due) - time.monotonic()), WAIT_MAX_S) if due else None)
         self._look()
         self._supervisor.tick(time.monotonic())
         if self._deadline is not None and time.monotonic() >= self._deadline:

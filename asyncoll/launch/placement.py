@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from asyncoll.errors import UsageError
 
 HERE = ""  # the name of this host in a job that has no other
-_ENTRY = re.compile(r"(?P<host>\[[^\[\]\s]+\]|[^-:\[\]\s][^:\[\]\s]*):(?P<ranks>\d+)")
+_ENTRY = re.compile(r"(?P<host>\[[^\[\]\s]+\]|[^-:\[\]\s][^:\[\]\s]*):(?P<ranks>[0-9]+)")
 _RANKS_MAX = 999_999  # on one host
 
 

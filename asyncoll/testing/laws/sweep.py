@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import re
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -19,6 +20,9 @@ from asyncoll.testing.laws.story import ALL_KINDS
 _BATCH = 20  # the most worlds that a process checks between two updates of the progress bar
 _WORTH = 20  # worlds that take as long as the start of a process
 _SHOWN = 3  # broken worlds that are shown; the others are counted, and usually have the same cause
+
+_RANKS_MAX = 1024  # in a world
+_SEEDS_MAX = 1_000_000  # of a sweep
 
 World = tuple[str, int, int]  # kind, size, seed
 
@@ -40,8 +44,10 @@ def parse_ranks(text: str) -> list[int]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         found = _whole_numbers(first, last if dash else first)
-        if not found or found[0] < 1:
-            raise UsageError(f"{part!r} is no number of ranks: use a list such as 1-9,12,13")
+        if not found or found[0] < 1 or found[-1] > _RANKS_MAX:
+            raise UsageError(
+                f"--ranks: {part!r:.80} is no number of ranks: use a list such as 1-9,12,13, up to {_RANKS_MAX}"
+            )
         sizes += found
     return sizes
 
@@ -50,14 +56,17 @@ def parse_seeds(text: str) -> range:
     """The range that `text` stands for: `0:200` is 0 to 199."""
     first, _, end = text.partition(":")
     seeds = _whole_numbers(first, end)[:-1]
-    if not seeds:
-        raise UsageError(f"{text!r} are no seeds: use FROM:TO, such as 0:200")
+    if not 0 < len(seeds) <= _SEEDS_MAX:
+        raise UsageError(
+            f"--seeds: {text!r:.80} are no seeds: use FROM:TO, such as 0:200; at most {_SEEDS_MAX} seeds, of at most "
+            "18 digits"
+        )
     return seeds
 
 
 def _whole_numbers(first: str, last: str) -> range:
-    """The numbers from `first` to `last`, both included; an empty range if one of them is no whole number."""
-    if not (first.isdecimal() and last.isdecimal()):
+    """The numbers from `first` to `last`, both included; an empty range if one of them is not 1 to 18 digits."""
+    if not all(re.fullmatch(r"[0-9]{1,18}", number) for number in (first, last)):
         return range(0)
     return range(int(first), int(last) + 1)
 
