@@ -228,12 +228,15 @@ def _completes(call: Call, values: dict[int, Array], history: int) -> Iterator[B
 
 def _matches(call: Call, values: dict[int, Array], told: int) -> Iterator[Breach]:
     """The missed results of the call are results of rounds between round `told` and its own, oldest first."""
-    older = iter([number for number in values if told < number < call.round])
-    if any(number not in values for number in range(1, call.round)):  # no call returned that round: nothing to compare
-        return
+    are_known = all(number in values for number in range(told + 1, call.round))  # a call returned each of them
+    since = told
     for result in call.missed:
-        if not any(np.array_equal(result[0], values[number]) for number in older):
-            yield Breach(call.round, call.rank, f"call {call.index} got a missed result of no round since {told}")
+        equal = [number for number, value in values.items() if np.array_equal(result[0], value)]
+        later = [number for number in equal if since < number < call.round]
+        if later:
+            since = later[0]
+        elif equal or are_known:
+            yield Breach(call.round, call.rank, f"call {call.index} got a missed result of no round since {since}")
 
 
 def _balances(calls: list[Call], alarmed: set[int]) -> Iterator[Breach]:

@@ -63,10 +63,8 @@ class Case:
     quitter: int | None  # the rank that leaves the world before the others
     quits_after: int  # calls of the quitter
     impatient: int | None  # the rank that cancels some of its calls
-    careless: int | None  # the rank that makes some of its calls and never awaits them; not where ranks are processes
-    gathers: (
-        bool  # ranks stay in the world until all have the last round; only if none leaves early, or calls too often
-    )
+    careless: int | None  # the rank that loses some of its calls: it never awaits them; not where ranks are processes
+    gathers: bool  # ranks stay in the world until all have the last round; only if none leaves early, or overlaps calls
     network: Network
     overlap: int  # the most calls that a rank has in flight at the same time
     alarmed: int | None  # the rank whose signal handler raises in some of its calls; only where ranks are processes
@@ -195,7 +193,7 @@ class Call:
     sum: Array
     missed: tuple[Array, ...]
     reduction: Reduction  # without the tensors of the missed results
-    wait_s: float  # 0 unless `alone`, and where it may have waited for a call that was dropped
+    wait_s: float  # 0 unless `alone`, and where a call before it was lost and may have been under way
     alone: bool  # no other call of its rank was in flight
 
     @property
@@ -268,6 +266,7 @@ class Trainer:
         self._generator = np.random.default_rng([case.seed, comm.rank])
         self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         self._begun = 0  # number of calls for which a task was made
+        self._lost = -1  # index of the newest call that has no receiver, and may be under way until a later one is over
         self._answers: dict[int, Call] = {}  # by index of the call; `aim` as in `_aims`
         self._child = 0  # process id of the forked child; 0 if there is none
         self._aims: dict[int, int] = {}  # by index of the call: the earliest round that it aims at
@@ -331,18 +330,36 @@ class Trainer:
             pass  # `setitimer` without an interval fires once
 
     async def _call_carelessly(self) -> None:
-        """Make a call that is dropped, is closed, or is cancelled before its task has made a step."""
-        index, self._begun = self._begun, self._begun + 1
-        *_, call = self._begin(index)
+        """Make a call that is lost, and another one, which is awaited.
+
+        The first one is lost before the other is made, while that is under way, or after its answer.
+        """
+        first, self._begun = self._begun, self._begun + 2
+        moment = int(self._generator.integers(3))
+        lost = [self._begin(first)[-1]]  # the only reference
+        if moment == 0:
+            await self._lose(first, lost)
+        other = asyncio.create_task(self._call(first + 1, alone=moment == 0))
+        await asyncio.sleep(0)  # so it is made
+        if moment == 1:
+            await self._lose(first, lost)
+        await other
+        if moment == 2:
+            await self._lose(first, lost)
+
+    async def _lose(self, index: int, lost: list[Coroutine[Any, Any, Reduction]]) -> None:
+        """Drop the call, close it, or cancel its task, which has not made a step."""
         match int(self._generator.integers(3)):
             case 0:
+                self._lost = index
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", RuntimeWarning)  # it was never awaited
-                    del call
+                    lost.clear()
             case 1:
-                call.close()
+                self._lost = index
+                lost.pop().close()
             case _:
-                task = asyncio.ensure_future(call)
+                task = asyncio.ensure_future(lost.pop())
                 task.cancel()
                 await asyncio.wait([task])
 
@@ -372,14 +389,14 @@ class Trainer:
 
     async def _call(self, index: int, *, alone: bool) -> None:
         case, tensors, now = self._case, self._tensors, asyncio.get_running_loop().time
-        began = now()
+        began, is_after_lost = now(), self._lost > max(self._answers, default=-1)
         contribution, given, call = self._begin(index)
         try:
             reduction = await call
         except asyncio.CancelledError:
             tensors.scribble(contribution)
             return
-        wait_s = now() - began if alone and self._comm.rank != case.careless else 0.0
+        wait_s = now() - began if alone and not is_after_lost else 0.0
         # A round without contributors leaves the caller's tensors unchanged.
         value = tensors.counts(contribution, less=0 if reduction.active else given)
         missed = tuple(map(tensors.counts, reduction.missed))
