@@ -533,6 +533,34 @@ def test_notifications_begin_before_their_sender_has_left(run, size):
         assert sorted(begun) == [(rank, number) for rank in range(size) for number in range(20)]
 
 
+@pytest.mark.parametrize("how", ["stop", "stop_and_go_on", "stop_in_thread"])
+def test_a_notification_may_end_the_program_of_its_rank(run, how):
+    """Its caller leaves without an error, too."""
+
+    async def main(comm):
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+
+        @comm.rpc.register
+        async def stop() -> None:
+            ended.set()
+
+        @comm.rpc.register
+        async def stop_and_go_on() -> None:
+            ended.set()
+            await asyncio.Event().wait()
+
+        @comm.rpc.register
+        def stop_in_thread() -> None:
+            loop.call_soon_threadsafe(ended.set)
+
+        if comm.rank == 0:
+            await comm.rpc.notify(1, how)
+        else:
+            await ended.wait()
+
+    run(2, main)
+
+
 # -- streams -------------------------------------------------------------------------------------
 
 

@@ -424,26 +424,31 @@ class Ending:
         self.loop.call_soon_threadsafe(self.ended.set)
 
 
-@pytest.mark.parametrize("how", ["stop", "stop_and_go_on", "stop_in_thread"])
-def test_a_notification_may_end_the_service(tmp_path, how):
-    """It has begun, so the connection ends without an error. The last call of the connection is never answered."""
+@pytest.mark.parametrize("how", ["notify stop", "notify stop_and_go_on", "notify stop_in_thread", "call stop"])
+def test_a_call_may_end_the_service(place, how):
+    """A notification has begun, so the connection ends without an error; a call that was answered returns.
 
-    async def end(url):
+    The end of the connection must not overtake the answers.
+    """
+    url, key = place
+    kind, name = how.split()
+
+    async def end():
         service, listens = Ending(), asyncio.get_running_loop().create_future()
 
         async def live():
-            async with serve(service, url) as address:
+            async with serve(service, url, **key) as address:
                 listens.set_result(address)
                 await service.ended.wait()
 
         life = asyncio.create_task(live())
-        async with connect(await listens) as client:
-            await client.notify(how)
+        async with connect(await listens, **key) as client:
+            await getattr(client, kind)(name)
         await life
 
     async def main():
-        for turn in range(10):
-            await end(f"ipc://{tmp_path}/{turn}")
+        for _ in range(10):
+            await end()
 
     asyncio.run(main())
 

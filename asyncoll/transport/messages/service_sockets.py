@@ -61,6 +61,9 @@ _KEEPALIVE = {
     zmq.TCP_KEEPALIVE_INTVL: 2,
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
+# Without reconnection, ZeroMQ drops what it has received and the program has not read. So a client would connect again,
+# but after the longest time that there is: 25 days.
+_RECONNECT_MS = 2**31 - 1
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _CAUSES = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): REFUSED,
@@ -317,7 +320,7 @@ class ClientSocket(_Socket):
     def _prepare_dealer(self, dealer: zmq.Socket[bytes]) -> None:
         """Set the options of a DEALER to the service, before it connects."""
         dealer.setsockopt(zmq.LINGER, 0)
-        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
+        dealer.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         if self._key is not None:
             server = _pair(self._key, "server")[0]
             authentication.encrypt_client(dealer, _pair(self._key, "client"), server)
