@@ -188,9 +188,11 @@ class _Begun(_Awaited[T]):
         return self._waiting.throw(error, *more)
 
     def close(self) -> None:
+        has_receiver = self.__class__ is not _Begun  # a reference to this method may outlive the first step
         self.__class__ = _Awaited  # type: ignore[assignment]
         self._waiting.close()
-        self._discarded()
+        if not has_receiver:
+            self._discarded()
 
     def __del__(self) -> None:
         if hasattr(self, "_waiting"):  # not set if a signal handler raised during `__init__`
