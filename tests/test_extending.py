@@ -24,10 +24,10 @@ PATIENCE_S = 120  # a round of a rule that one of the ranks does not have waits 
 METHOD = '''
     def led_allreduce(
         self, x: object, op: ReduceOp = ReduceOp.SUM, *, followers: int, candidates: int = 1, name: str = "led",
-        sync_every: int = 0, history: int = 0, seed: int = 0, weight: float | None = None,
+        sync_every: int = 0, sync_offset: int = 0, history: int = 0, seed: int = 0, weight: float | None = None,
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce in rounds: a round starts when a drawn rank and `followers` ranks have arrived."""
-        arguments = (op, Opening.LED, False, sync_every, history, followers, candidates, seed)
+        arguments = (op, Opening.LED, False, sync_every, sync_offset, history, followers, candidates, seed)
         return self._wait_avoiding(x, name, weight, arguments, (*_SOLO_RULES, "followers", "candidates", "seed"))
 '''
 CALL_IN_A_STORY = """
