@@ -38,6 +38,13 @@ def test_processes_of_torch_form_and_leave_worlds(forked_world, tmp_path, case):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_worlds_of_one_place_follow_each_other_whichever_rank_is_late(forked_world, tmp_path, seed):
+    count = 2 + seed % 3
+    assert play(forked_world, tmp_path, count, "cycles", SEED=str(seed)) == [(0, "passed\n", "")] * count
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["leaves", "fails", "ends"])
 def test_ranks_leave_by_message(forked_world, tmp_path, case):
     ends = play(forked_world, tmp_path, 3, case, ASYNCOLL_TRANSPORT="zmq", **WHOLE_END)

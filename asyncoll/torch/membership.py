@@ -8,6 +8,9 @@ ASYNCOLL_KEY_FILE every entry of asyncoll is sealed with the key, except the num
 that have read a failure: a stranger can prevent a world from forming, but not join it. Without a key file the seals
 prove nothing: a process that reaches the store can join, as with Gloo. Ranks of several hosts need a key file in any
 case, and what torch itself writes to the store is never sealed.
+
+*The store* of MASTER_ADDR is at rank 0, and torch ends it with the default group. So a rank that is faster than rank 0
+would enter its next group in a store that ends. Rank 0 keeps it, and the worlds of all its groups meet in that one.
 """
 
 from __future__ import annotations
@@ -29,10 +32,12 @@ from asyncoll.blocking import BlockingCommunicator, join
 from asyncoll.errors import ClosedError, UsageError, reason_to_leave
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.runtime.group import Group
-from asyncoll.world.environment import Environment
+from asyncoll.world.environment import Environment, place_of
+from asyncoll.world.store import is_of_agent, keep
 
 _lock = threading.Lock()
 _WORLDS = "asyncoll worlds"  # in the store: how many worlds rank 0 has begun to join
+_OPENED = "asyncoll opened"  # in the store: an entry by which rank 0 finds that torch has opened it
 
 
 @dataclass(slots=True)
@@ -42,6 +47,7 @@ class _World:
     comm: BlockingCommunicator
     process: int
     number: int  # of the worlds that have shared a store; the same at all ranks
+    served: Any  # the store, if it would end with the default group of this process; otherwise None
     made: Counter[int] = field(default_factory=Counter)  # groups of each name and ranks, by their digest
 
 
@@ -59,18 +65,20 @@ def enter(store: Any, rank: int, size: int, timeout: timedelta) -> BlockingCommu
             _leave_forgotten(_world)
         if _world is not None and _world.process == os.getpid():
             raise UsageError("this process is in a world already: destroy its default process group first")
-        comm = None
+        comm = served = None
         try:
             number = _number(store, 1) if rank == 0 else 0
+            served = store if rank == 0 and not is_of_agent() and _is_opened_by_torch(store) else None
             with deadline(timeout.total_seconds()):
                 place = Environment.of_store(store, rank, size)
                 comm = join(place, departs=True, leaves_by="destroy_process_group")
-            _world = _World(comm, os.getpid(), number or _number(store, 0))
+            _world = _World(comm, os.getpid(), number or _number(store, 0), served)
         except BaseException:
             # The names of groups are counts, and parts of the names in the store. destroy_process_group resets the
             # count; after an error nothing else does, and this rank would not meet those that have had no error.
             distributed_c10d._world.group_count = 0
             _world = None
+            _keep(served)
             if comm is not None:
                 comm._leave(ClosedError("init_process_group was interrupted"))
             raise
@@ -88,6 +96,7 @@ def _leave_forgotten(world: _World) -> None:
     global _world
     if not distributed_c10d.is_initialized():
         _world = None
+        _keep(world.served)
         world.comm._leave(ClosedError("init_process_group was interrupted"))
 
 
@@ -135,6 +144,26 @@ def _number(store: Any, more: int) -> int:
     return 0
 
 
+def _is_opened_by_torch(store: Any) -> bool:
+    """Whether torch has opened this store, a TCPStore, for its default group; the program owns those that it opens.
+
+    In those that it opens, torch gives the names of all entries of the group a beginning.
+    """
+    outer, inner = None, store
+    while isinstance(inner, distributed_c10d.PrefixStore):
+        outer, inner = inner, inner.underlying_store
+    if outer is None or not place_of(inner)[1]:
+        return False
+    outer.set(_OPENED, "")
+    return bool(inner.check([f"default_pg/{_OPENED}"]))
+
+
+def _keep(served: Any) -> None:
+    """Let a store that this process serves outlive its default group."""
+    if served is not None:
+        keep(distributed_c10d, served)
+
+
 def _leave(comm: BlockingCommunicator, error: BaseException | None) -> None:
     global _world
     world = _world
@@ -144,6 +173,7 @@ def _leave(comm: BlockingCommunicator, error: BaseException | None) -> None:
         if comm._core.member.endpoint is world.comm._core.member.endpoint:  # not of an earlier world
             comm._end(reason_to_leave(error))
         return
+    _keep(world.served)
     comm._leave(error)  # first: if a signal handler raises in it, the next call waits for the end
     with _lock:
         if _world is world:

@@ -1,6 +1,7 @@
 """The store of a world at MASTER_ADDR:MASTER_PORT, a TCPStore of torch: who serves it, and how the others reach it.
 
-Under torchrun the agent serves it, otherwise rank 0.
+Under torchrun the agent serves it, otherwise rank 0. A process group of torch has such a store at the same place, and
+its rank 0 keeps that one until its next process group.
 """
 
 from __future__ import annotations
@@ -36,10 +37,33 @@ def is_of_agent() -> bool:
 def _serves_already(environment: Environment) -> bool:
     """Whether this process serves a store at MASTER_ADDR: that of its process group of torch, as in Ray Train."""
     distributed: Any = sys.modules.get("torch.distributed")
-    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
+    if distributed is None or not distributed.is_available():
         return False
-    place = place_of(distributed.distributed_c10d._get_default_store())
-    return place == (environment.master_addr, environment.master_port)
+    c10d = distributed.distributed_c10d
+    store = c10d._get_default_store() if distributed.is_initialized() else _kept(c10d)
+    return place_of(store) == (environment.master_addr, environment.master_port)
+
+
+class _Kept(str):
+    """Stands for the place of the default process group that has ended, and holds its store."""
+
+    store: Any = None
+
+
+def keep(c10d: Any, store: Any) -> None:
+    """Keep `store`, which torch has opened in this process for its default group, until it has made the next one.
+
+    A faster rank may have come to that store for the next group. As long as it is there, torch opens the next one with
+    the same server (`multi_tenant`). `c10d` is torch.distributed.distributed_c10d: it notes the place of each default
+    group, of any backend, and reads it nowhere. So what is noted there ends with the next group.
+    """
+    c10d._default_pg_init_method = kept = _Kept(c10d._default_pg_init_method)
+    kept.store = store
+
+
+def _kept(c10d: Any) -> Any:
+    place = c10d._default_pg_init_method
+    return place.store if isinstance(place, _Kept) else None
 
 
 def _reach_store(environment: Environment, joining: Joining) -> Any:

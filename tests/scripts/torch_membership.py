@@ -2,6 +2,7 @@
 
 import datetime
 import os
+import random
 import signal
 import sys
 import threading
@@ -82,6 +83,36 @@ def stores():
     init(store=dist.HashStore(), rank=0, world_size=1)
     assert total() == 1
     dist.destroy_process_group()
+
+
+def cycles():
+    """Worlds of one place, one after another, of groups and of `asyncoll.run`: ranks leave them early and late.
+
+    A rank that leaves early comes to the store of rank 0 for the next world before rank 0 has left the last one.
+    """
+    drawn = random.Random(int(os.environ["SEED"]))
+    kinds = [drawn.choice(("group", "group", "asyncio")) for _ in range(8)]
+    late = [{rank for rank in range(SIZE) if drawn.random() < 0.5} for _ in kinds]
+    kinds[0], kinds[-2:], late[-2] = "group", ["group", "group"], {0}
+    outside = dist.FileStore(f"{FOLDER}/outside", SIZE)
+    for turn, kind in enumerate(kinds):
+        if kind == "asyncio":
+            assert asyncoll.run(size) == SIZE
+            continue
+        place = {}
+        if RANK:  # as torch does it, but rank 0 hears of it
+            opened = next(dist.rendezvous("env://", RANK, SIZE))[0]
+            place = {"rank": RANK, "world_size": SIZE, "store": dist.PrefixStore("default_pg", opened)}
+            outside.set(f"{RANK} has come to {turn}", "")
+        init(**place)
+        assert total() == SIZE
+        early = set(range(SIZE)) - late[turn]
+        if RANK == 0 and 0 in late[turn] and kinds[turn + 1 : turn + 2] == ["group"]:
+            outside.wait([f"{rank} has come to {turn + 1}" for rank in range(1, SIZE)])
+        elif RANK in late[turn] and early:
+            outside.wait([f"{rank} has left {turn}" for rank in early])
+        dist.destroy_process_group()
+        outside.set(f"{RANK} has left {turn}", "")
 
 
 def leaves():
@@ -319,6 +350,6 @@ def alone():
     init()
 
 
-CASES = (stores, leaves, groups, misuse, forks, fails, ends, dies, mixed, keyed, alone)
+CASES = (stores, cycles, leaves, groups, misuse, forks, fails, ends, dies, mixed, keyed, alone)
 next(case for case in CASES if case.__name__ == sys.argv[1])()
 print("passed", flush=True)
