@@ -125,8 +125,9 @@ class OneSidedRounds:
                 self._drop_results(call)
                 raise
             return self._deliver(call)
-        finally:
+        except BaseException:
             self._order.end(turn)
+            raise
 
     async def join(self) -> Delivery | None:
         """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""
@@ -137,18 +138,23 @@ class OneSidedRounds:
             rounds, engine = self._rounds, self._engine
             self._mark_joined()
             if self.operation.group_size:
-                return None
+                return self._no_delivery(turn)
             while not await self._close():
                 await until(self._control_block, lambda: rounds.is_over() or self._is_work_left())
             with self._control_block:
                 latest = rounds.latest
                 if not engine.has_news(latest):
-                    return None
+                    return self._no_delivery(turn)
                 *missed, newest = rounds.keep(min(engine.first_missed(latest - 1), latest), latest)
                 ticket = rounds.staged().ticket
             return self._answer(engine.conclude(ticket, newest, missed), newest)
-        finally:
+        except BaseException:
             self._order.end(turn)
+            raise
+
+    def _no_delivery(self, turn: int) -> None:
+        """Call number `turn` is over, and has nothing that `release` would end."""
+        self._order.end(turn)
 
     def _mark_joined(self) -> None:
         with self._control_block:
@@ -439,7 +445,11 @@ class OneSidedRounds:
         return result_of(fields)
 
     def release(self, delivery: Delivery) -> None:
-        """The results have been read."""
+        """The results have been read, and the call is over.
+
+        Not before: the next call, perhaps in another thread, has to know whether this answer has a receiver.
+        """
+        self._order.end_now()
         blocks = [result.block for result in delivery.results if result.block]
         if self._layout.nbytes < LENT_MIN_BYTES:
             self._unused.extend(blocks)  # small: dropped by the next call, which saves taking the lock now
