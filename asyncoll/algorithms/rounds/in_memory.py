@@ -131,30 +131,30 @@ class OneSidedRounds:
 
     async def join(self) -> Delivery | None:
         """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""
-        turn = next(self._order.numbers)
+        turn, delivery = next(self._order.numbers), None
         try:
             if not self._order.is_now(turn):
                 await self._order.wait(turn)
-            rounds, engine = self._rounds, self._engine
-            self._mark_joined()
-            if self.operation.group_size:
-                return self._no_delivery(turn)
-            while not await self._close():
-                await until(self._control_block, lambda: rounds.is_over() or self._is_work_left())
-            with self._control_block:
-                latest = rounds.latest
-                if not engine.has_news(latest):
-                    return self._no_delivery(turn)
-                *missed, newest = rounds.keep(min(engine.first_missed(latest - 1), latest), latest)
-                ticket = rounds.staged().ticket
-            return self._answer(engine.conclude(ticket, newest, missed), newest)
-        except BaseException:
-            self._order.end(turn)
-            raise
+            delivery = await self._conclude()
+            return delivery
+        finally:
+            if delivery is None:  # otherwise `release` ends the call
+                self._order.end(turn)
 
-    def _no_delivery(self, turn: int) -> None:
-        """Call number `turn` is over, and has nothing that `release` would end."""
-        self._order.end(turn)
+    async def _conclude(self) -> Delivery | None:
+        rounds, engine = self._rounds, self._engine
+        self._mark_joined()
+        if self.operation.group_size:
+            return None
+        while not await self._close():
+            await until(self._control_block, lambda: rounds.is_over() or self._is_work_left())
+        with self._control_block:
+            latest = rounds.latest
+            if not engine.has_news(latest):
+                return None
+            *missed, newest = rounds.keep(min(engine.first_missed(latest - 1), latest), latest)
+            ticket = rounds.staged().ticket
+        return self._answer(engine.conclude(ticket, newest, missed), newest)
 
     def _mark_joined(self) -> None:
         with self._control_block:
