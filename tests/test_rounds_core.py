@@ -331,6 +331,28 @@ def test_a_caller_that_waited_gets_its_own_round_after_others(natives, count):
         assert told == [[1, 2], [1, 2], [1]]
 
 
+@pytest.mark.parametrize("natives", [[_core.native], [None]])
+@pytest.mark.parametrize("count", [3, 40_000])
+def test_the_next_call_begins_when_it_is_known_whether_the_answer_before_has_a_receiver(natives, count):
+    """Otherwise a call in another thread would wait for a further round, which may never come."""
+    operation = Operation("g", (("float32", count),), SUM, Opening.QUORUM, quorum=2)
+    with local_world(2, natives) as arenas:
+        first, second = (Rank(arena, operation) for arena in arenas)
+        first.call(np.ones(count, np.float32))
+        calls = [rank.rounds.call(bundle(np.ones(count, np.float32), SUM, 1.0)) for rank in (second, second)]
+        with pytest.raises(StopIteration) as stop:
+            calls[0].send(None)
+        turn = calls[1].send(None)
+        assert not turn.is_set
+        second.rounds.take_back(stop.value.value)
+        second.rounds.release(stop.value.value)
+        assert turn.is_set
+        with pytest.raises(StopIteration) as stop:
+            calls[1].send(None)
+        assert [result.number for result in stop.value.value.results] == [1]
+        second.rounds.release(stop.value.value)
+
+
 def alone(seed, make):
     """What one rank is told that calls and joins."""
     draw, _, dtype, operation = drawn(seed)

@@ -48,6 +48,10 @@ class CallOrder:
         self.over.add(turn)
         self._pass_on(turn)
 
+    def end_now(self) -> None:
+        """The call that has the turn is over."""
+        self.end(self.now[0])
+
     def _pass_on(self, turn: int) -> None:
         """Call `turn` is over. If it had the turn, the next call gets it. Two threads may do this at the same time."""
         if not self.is_now(turn):

@@ -125,30 +125,36 @@ class OneSidedRounds:
                 self._drop_results(call)
                 raise
             return self._deliver(call)
-        finally:
+        except BaseException:
             self._order.end(turn)
+            raise
 
     async def join(self) -> Delivery | None:
         """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""
-        turn = next(self._order.numbers)
+        turn, delivery = next(self._order.numbers), None
         try:
             if not self._order.is_now(turn):
                 await self._order.wait(turn)
-            rounds, engine = self._rounds, self._engine
-            self._mark_joined()
-            if self.operation.group_size:
-                return None
-            while not await self._close():
-                await until(self._control_block, lambda: rounds.is_over() or self._is_work_left())
-            with self._control_block:
-                latest = rounds.latest
-                if not engine.has_news(latest):
-                    return None
-                *missed, newest = rounds.keep(min(engine.first_missed(latest - 1), latest), latest)
-                ticket = rounds.staged().ticket
-            return self._answer(engine.conclude(ticket, newest, missed), newest)
+            delivery = await self._conclude()
+            return delivery
         finally:
-            self._order.end(turn)
+            if delivery is None:  # otherwise `release` ends the call
+                self._order.end(turn)
+
+    async def _conclude(self) -> Delivery | None:
+        rounds, engine = self._rounds, self._engine
+        self._mark_joined()
+        if self.operation.group_size:
+            return None
+        while not await self._close():
+            await until(self._control_block, lambda: rounds.is_over() or self._is_work_left())
+        with self._control_block:
+            latest = rounds.latest
+            if not engine.has_news(latest):
+                return None
+            *missed, newest = rounds.keep(min(engine.first_missed(latest - 1), latest), latest)
+            ticket = rounds.staged().ticket
+        return self._answer(engine.conclude(ticket, newest, missed), newest)
 
     def _mark_joined(self) -> None:
         with self._control_block:
@@ -439,7 +445,11 @@ class OneSidedRounds:
         return result_of(fields)
 
     def release(self, delivery: Delivery) -> None:
-        """The results have been read."""
+        """The results have been read, and the call is over.
+
+        Not before: the next call, perhaps in another thread, has to know whether this answer has a receiver.
+        """
+        self._order.end_now()
         blocks = [result.block for result in delivery.results if result.block]
         if self._layout.nbytes < LENT_MIN_BYTES:
             self._unused.extend(blocks)  # small: dropped by the next call, which saves taking the lock now

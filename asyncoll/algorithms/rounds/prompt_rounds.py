@@ -57,22 +57,19 @@ class PromptRounds(OneSidedRounds):
         turn = next(self._order.numbers)
         if not self._order.is_now(turn) or (own is None and not self._is_short):
             return self._call(turn, contribution)
-        is_waiting = False
         try:
             if own is not None:
                 answer = self._begin_compiled(own, contribution.weight)
                 if not answer.round:
-                    is_waiting = True
                     return self._wait_compiled(turn, answer, own)
                 return self._deliver_compiled(answer, own, answer.missed or ())
             call = self._begin_short(contribution)
             if call.kept is None:
-                is_waiting = True
                 return self._wait(turn, call)
             return self._deliver(call)
-        finally:
-            if not is_waiting:
-                self._order.end(turn)
+        except BaseException:
+            self._order.end(turn)
+            raise
 
     async def call(self, contribution: Contribution) -> Delivery:
         if self._compiled is None or self._is_short:
@@ -105,8 +102,9 @@ class PromptRounds(OneSidedRounds):
                 self._drop_results(call)
                 raise
             return self._deliver(call)
-        finally:
+        except BaseException:
             self._order.end(turn)
+            raise
 
     # -- in the compiled core ---------------------------------------------------------------------
 
@@ -164,10 +162,9 @@ class PromptRounds(OneSidedRounds):
                 await self._give_up(call)
                 raise
         except BaseException:
+            self._order.end(turn)
             self._drop_results(call)
             raise
-        finally:
-            self._order.end(turn)
 
     def _deliver_compiled(self, ended: Begun, own: Parts, missed: Sequence[tuple[int, int, int, int, int]]) -> Delivery:
         """As `_deliver`, of a result that is in the arrays `own`."""

@@ -265,6 +265,7 @@ class Trainer:
         self._tensors = Tensors(case.layout, comm, device)
         self._generator = np.random.default_rng([case.seed, comm.rank])
         self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
+        self._gathers = case.gathers and case.quitter is None and case.overlap == 1
         self._begun = 0  # number of calls for which a task was made
         self._lost = -1  # index of the newest call that has no receiver, and may be under way until a later one is over
         self._answers: dict[int, Call] = {}  # by index of the call; `aim` as in `_aims`
@@ -285,7 +286,7 @@ class Trainer:
             else:
                 await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
         self._look_after_child()
-        if case.gathers and case.quitter is None and case.overlap == 1:
+        if self._gathers:
             await self._comm.barrier()  # so no round comes after the last one
         return self._part()
 
@@ -332,10 +333,11 @@ class Trainer:
     async def _call_carelessly(self) -> None:
         """Make a call that is lost, and another one, which is awaited.
 
-        The first one is lost before the other is made, while that is under way, or after its answer.
+        The first one is lost before the other is made, while that is under way, or after its answer. If ranks gather,
+        it is lost before: otherwise the other may wait for a round after the last one.
         """
         first, self._begun = self._begun, self._begun + 2
-        moment = int(self._generator.integers(3))
+        moment = 0 if self._gathers else int(self._generator.integers(3))
         lost = [self._begin(first)[-1]]  # the only reference
         if moment == 0:
             await self._lose(first, lost)
@@ -388,7 +390,7 @@ class Trainer:
         call.add_done_callback(lambda _: vars(operations).pop("hand_over", None))
 
     async def _call(self, index: int, *, alone: bool) -> None:
-        case, tensors, now = self._case, self._tensors, asyncio.get_running_loop().time
+        tensors, now = self._tensors, asyncio.get_running_loop().time
         began, is_after_lost = now(), self._lost > max(self._answers, default=-1)
         contribution, given, call = self._begin(index)
         try:
