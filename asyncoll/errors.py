@@ -58,7 +58,8 @@ class PeerLostError(AsyncollError):
         pid: its process; 0 if it is not known.
         last_seen_s: seconds between the last sign of life and the error.
         doing: the last call of the lost rank that the survivor knows of; empty if there is none.
-        has_ended: nothing is wrong with the rank: its program has ended, and this one has waited for a call of it.
+        left_in_order: nothing is wrong with the rank: its program has ended, or it has closed the communicator, and
+            this one has waited for a call of it.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class PeerLostError(AsyncollError):
         self.pid = pid
         self.last_seen_s = last_seen_s
         self.doing = doing
-        self.has_ended = False
+        self.left_in_order = False
 
 
 class DeadlineError(AsyncollError):
@@ -191,7 +192,7 @@ def reason_to_leave(error: BaseException | None) -> str:
 def reported_failure(error: BaseException) -> AbortedError | PeerLostError | None:
     """The failure of a rank that `error`, or an exception of its chain or group, reports; None if it reports none.
 
-    A rank whose program has ended has not failed.
+    A rank that has left in order has not failed.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -199,7 +200,7 @@ def reported_failure(error: BaseException) -> AbortedError | PeerLostError | Non
         link = pending.pop()
         if link is None or id(link) in seen:
             continue
-        if isinstance(link, AbortedError) or (isinstance(link, PeerLostError) and not link.has_ended):
+        if isinstance(link, AbortedError) or (isinstance(link, PeerLostError) and not link.left_in_order):
             return link
         seen.add(id(link))
         pending += [link.__context__, link.__cause__]

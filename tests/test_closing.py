@@ -137,6 +137,7 @@ def test_a_call_that_needs_a_rank_that_has_closed_fails_at_once_and_names_it(clo
                 with pytest.raises(PeerLostError, match="it has left: it has closed this communicator") as caught:
                     await call()
                 assert caught.value.rank in closers
+                assert caught.value.left_in_order
             part.close()
         for call in late:
             assert (await call == 4).all()

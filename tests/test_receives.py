@@ -287,7 +287,7 @@ def test_a_rank_whose_program_has_ended_ends_what_waits_for_it(awaited, memory):
 
     with pytest.raises(PeerLostError, match=r"rank [12] .*its program has ended") as caught:
         simulate(3, main, Network(latency_s=0.05), shared_memory=memory)
-    assert caught.value.has_ended
+    assert caught.value.left_in_order
     assert reported_failure(caught.value) is None  # so nothing blames the rank
 
 

@@ -44,7 +44,7 @@ class Departed:
     reason: str
     host: str
     pid: int
-    has_ended: bool  # its program, in good order
+    in_order: bool
 
 
 Reported: TypeAlias = (
@@ -71,7 +71,7 @@ def error_of(failure: Failure) -> AsyncollError:
             return DeadlockError(failure.text)
         case Departed():
             left = PeerLostError(failure.rank, f"it has left: {failure.reason}", failure.host, failure.pid)
-            left.has_ended = failure.has_ended
+            left.left_in_order = failure.in_order
             return left
         case Closed():
             return ClosedError("this communicator is closed")

@@ -202,7 +202,7 @@ class Lifetime:
     def _told_returned(self, source: int, _: Returned) -> None:
         self._check_part(source)
         if self.is_world:
-            self._calls.left(self._departed(source, _RETURNED), sys.maxsize)
+            self._calls.left(self._departed(source, _RETURNED, in_order=True), sys.maxsize)
         self._calls.lacks(source, Kind.PAIR)
 
     def _told_unused(self, source: int, _: Unused) -> None:
@@ -225,14 +225,14 @@ class Lifetime:
             raise ProtocolError("it has left a communicator that it has no part in")
 
     def _has_left(self, rank: int, news: Leave | Ending, calls: int) -> None:
-        departed = self._departed(rank, news.reason)
+        departed = self._departed(rank, news.reason, in_order=news.in_order)
         self._calls.left(departed, calls)
-        if not news.in_order:
+        if not departed.in_order:
             self._calls.deserted(departed)
 
-    def _departed(self, rank: int, reason: str) -> Departed:
+    def _departed(self, rank: int, reason: str, *, in_order: bool) -> Departed:
         process = self._member.endpoint.membership.process(rank)
-        return Departed(rank, reason, process.host, process.pid, reason == _RETURNED)
+        return Departed(rank, reason, process.host, process.pid, in_order)
 
     def _is_through(self, rank: int) -> None:
         self._through.add(rank)
