@@ -23,6 +23,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.errors import ClosedError, UsageError, describe
 from asyncoll.runtime.deadlines import lift
 from asyncoll.runtime.handles import Gate, Handle, HandleRunner
+from asyncoll.runtime.signature import place_of_end, reported_at
 from asyncoll.runtime.threads import check_threads
 from asyncoll.world.environment import Environment
 from asyncoll.world.join import joined, sole_membership
@@ -121,6 +122,7 @@ class _Session:
             return
         if self._runner is not None and self._runner.is_here():
             raise UsageError("this thread ends the calls of its rank: close the communicator in another one")
+        self._place = place_of_end(sys._getframe())
         self._ask_to_leave(error)
         self._over.wait(threading.TIMEOUT_MAX)
         atexit.unregister(self._leave_at_exit)
@@ -182,7 +184,8 @@ class _Session:
         reason = self._reason
         # Not raised here: KeyboardInterrupt in a task would end the loop.
         if reason is None:
-            await world.__aexit__(None, None, None)
+            with reported_at(self._place):
+                await world.__aexit__(None, None, None)
         else:
             await world.__aexit__(type(reason), reason, reason.__traceback__)
 

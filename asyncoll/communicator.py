@@ -34,6 +34,7 @@ from asyncoll.errors import NonFiniteError, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, Site, site_outside
+from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
 from asyncoll.tensors.operands import (
@@ -88,7 +89,7 @@ class Statistics:
     """
 
 
-class Communicator:
+class Communicator(Uncopied):
     """An ordered set of ranks that communicate.
 
     `asyncoll.run` and `asyncoll.connect` give the communicator of all ranks, `split` gives one of some of them. The

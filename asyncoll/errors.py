@@ -136,7 +136,8 @@ class AbortedError(AsyncollError):
     """
 
     def __init__(self, rank: int, reason: str) -> None:
-        super().__init__(f"rank {rank} aborted: {reason}")
+        named = f"rank {rank}: "  # begins the reason of a device's error, for instance
+        super().__init__(f"rank {rank} aborted: {reason.removeprefix(named)}")
         self.rank = rank
         self.reason = reason
 

@@ -32,6 +32,24 @@ def test_threads_that_a_library_has_replaced_are_refused(monkeypatch, library, e
         asyncoll.run(main) if enter == "run" else asyncoll.init()
 
 
+@pytest.mark.parametrize(
+    "enter",
+    [
+        asyncoll.connect,
+        lambda: asyncoll.rpc.connect("ipc:///nowhere"),
+        lambda: asyncoll.rpc.serve(object(), "ipc:///nowhere"),
+    ],
+    ids=["connect", "rpc.connect", "rpc.serve"],
+)
+def test_coroutines_of_another_library_are_refused(enter):
+    async def main() -> None:
+        async with enter():
+            raise AssertionError("it has entered")
+
+    with pytest.raises(UsageError, match=r"^asyncoll runs on asyncio.*trio"):
+        main().send(None)  # as trio does: without a loop of asyncio
+
+
 @pytest.mark.parametrize("transport", ["shm", "zmq"])
 @pytest.mark.parametrize("way", ["exit", "interrupt", "stop", "sent"])
 def test_whatever_interrupts_the_thread_of_the_runtime_ends_every_wait(forked_world, way, transport):

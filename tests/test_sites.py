@@ -104,3 +104,15 @@ def test_every_call_without_a_loop_is_reported_at_the_line_of_the_user(forked_wo
     for rank in forked_world(environment, 2, SCRIPT):
         code, out, err = rank.end()
         assert (code, out) == (0, "all right\n"), err
+
+
+ENDS = Path(__file__).parent / "scripts" / "ends_of_programs.py"
+
+
+@pytest.mark.parametrize("way", ["run", "connect", "block", "close"])
+def test_a_mismatch_with_the_end_of_a_program_names_the_line_that_ends_it(forked_world, way):
+    lines = [number for number, line in enumerate(ENDS.read_text().splitlines(), 1) if "# the line of the end" in line]
+    where = "|".join(f"ends_of_programs.py:{line}" for line in lines)
+    for code, out, err in (rank.end() for rank in forked_world(os.environ | LIGHT, 2, ENDS, way)):
+        assert code == 0, err
+        assert re.search(rf"rank 0 called the end of its program #1 at ({where})\b", out), (out, err)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
@@ -22,6 +21,8 @@ from asyncoll.rpc.failure import Limit
 from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
 from asyncoll.runtime.deadlines import remaining_s
+from asyncoll.runtime.threads import program_loop
+from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.tensors import registered
 from asyncoll.transport.keys import Key, read_key
 from asyncoll.transport.messages.peers import DroppedClients
@@ -69,6 +70,7 @@ async def serve(
     at its client as RemoteError, SystemExit too; the service continues. At the end of the context, calls that still run
     are cancelled, and clients get ServiceLostError.
     """
+    program_loop()
     registry = FunctionRegistry()
     registry.add(service, inline=flag(inline, "inline"))
     async with registered.of_context(open_stager):
@@ -125,6 +127,7 @@ async def connect(url: str, *, key_file: KeyFile | None = None) -> AsyncIterator
     ProtocolError if the service runs another version. At the end of the context without an exception, waits up to 10 s
     until all notifications have begun. Calls that still wait raise ClosedError.
     """
+    program_loop()
     async with registered.of_context(open_stager):
         connection = Connection(url, None if key_file is None else read_key(Path(key_file)))
         try:
@@ -135,7 +138,7 @@ async def connect(url: str, *, key_file: KeyFile | None = None) -> AsyncIterator
             await connection.close()
 
 
-class Connection:
+class Connection(Uncopied):
     """A connection to a service, from `asyncoll.rpc.connect`. Use it on the loop on which it was made.
 
     Calls behave like those between ranks: see `Rpc` for values, limits, deadlines and cancellation. The differences:
@@ -185,7 +188,7 @@ class Connection:
 
     def to(self, device: object) -> Connection:
         """These calls, with torch tensors of `device` in results: see `Rpc.to`. A copy that fails ends all calls."""
-        on_device = copy.copy(self)
+        on_device = self._alias()
         stager = registered.current().devices.stager_named(device)
         on_device._place = DevicePlace(stager, _CopiesBack(self._exchange, self._loop))
         return on_device

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 from collections.abc import AsyncGenerator, Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from asyncoll.rpc.stub import Peer, Proxy
 from asyncoll.runtime.copies_back import CopiesBack
 from asyncoll.runtime.failures import Failure, error_of
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.tensors import registered
 
 MakeCarrier = Callable[[Callable[[int, ProtocolError], None]], Carrier]  # takes the handler of protocol errors
@@ -29,7 +29,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-class Rpc:
+class Rpc(Uncopied):
     """Remote calls between the ranks of a communicator. Get this object as `comm.rpc`.
 
     A rank registers functions by name, and any rank of the communicator, itself included, calls them. Only the caller
@@ -198,7 +198,7 @@ class Rpc:
 
         Local. Raises UsageError if calls take no tensors of `device`: a name such as "cuda:0", or a `torch.device`.
         """
-        on_device = copy.copy(self)
+        on_device = self._alias()
         stager = registered.current().devices.stager_named(device)
         on_device._place = DevicePlace(stager, CopiesBack(self._member), self._route)
         return on_device

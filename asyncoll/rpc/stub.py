@@ -13,6 +13,7 @@ from asyncoll.rpc import hints
 from asyncoll.rpc.client import Client, Request
 from asyncoll.rpc.device_place import DevicePlace
 from asyncoll.rpc.service import METHODS, Function, Method, Parameter, public_methods
+from asyncoll.runtime.uncopied import Uncopied
 
 S = TypeVar("S")
 Proxy = Annotated[S, "the methods run at a peer"]  # to a type checker `Proxy[Service]` is a Service
@@ -42,7 +43,7 @@ def stub(peer: Peer, cls: Callable[..., S], name: str | None) -> Proxy[S]:
     return _Stub(peer, cls, name)  # type: ignore[return-value]
 
 
-class _Stub:
+class _Stub(Uncopied):
     """An object whose methods are those of a class and run at a peer."""
 
     def __init__(self, peer: Peer, cls: Any, name: str | None) -> None:
@@ -58,7 +59,7 @@ class _Stub:
         return f"<{self._class_name} at {self._peer.name}>"
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):  # `copy.copy` asks for private names before `_functions` is set
+        if name.startswith("_"):  # of protocols, such as those of `copy`: they are no functions of the peer
             raise AttributeError(name)
         function = self._functions.get(name)
         if function is None:

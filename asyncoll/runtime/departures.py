@@ -108,6 +108,13 @@ class Departures:
             communicator.leave_at_once(reason)
         with contextlib.suppress(TimeoutError):  # the others may use the memory again after the Ending
             await asyncio.wait_for(self._idle(), _ANSWER_S)
+        await self.part_from_others(reason)
+
+    async def part_from_others(self, reason: str) -> None:
+        """Tell the other ranks that the connections of this one end, and wait for their answers, for a limited time.
+
+        The end of a connection may be noticed before its last messages are read: those say why the rank has left.
+        """
         others = set(range(self._router.size)) - {self._router.rank} - self._membership.lost
         self._unanswered = others - self._membership.ended
         for rank in self._unanswered:

@@ -132,6 +132,15 @@ class Endpoint:
         finally:  # also if the task that leaves is cancelled meanwhile
             await self.transport.close(flush=flush)
 
+    async def give_reason(self, reason: str) -> None:
+        """Before `close`, if the world has failed: wait until the other ranks know why this one leaves.
+
+        Not once every rank has made its last call: they leave then without reading.
+        """
+        if not self._parted:
+            self.failures.pass_on()
+            await self.departures.part_from_others(reason)
+
     async def end(self) -> None:
         """After `close`: await the callbacks of `at_end`."""
         await asyncio.gather(*(callback() for callback in tuple(self.at_end)))

@@ -23,6 +23,8 @@ from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
 from asyncoll.runtime.progress import ProgressThread, ignore
+from asyncoll.runtime.threads import program_loop
+from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.runtime.work import Begun, Driven
 
 T = TypeVar("T")
@@ -93,7 +95,7 @@ class Gate:
 waiting_threads: dict[int | None, Gate] = {}
 
 
-class Handle(Awaitable[T]):
+class Handle(Uncopied, Awaitable[T]):
     """A call that has begun. Any thread may wait for its end, and any task, on any event loop, may await it.
 
     The call goes on whether or not anything waits for it, and also if the handle is dropped. It is not cancelled:
@@ -194,7 +196,7 @@ class Handle(Awaitable[T]):
             if self._runner.is_turn_due():
                 yield
             return self._outcome()
-        loop = asyncio.get_running_loop()
+        loop = program_loop()
         ended = loop.create_future()
         key = self._add(partial(_wake, loop, ended))
         try:

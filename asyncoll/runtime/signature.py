@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import lru_cache
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 from asyncoll.arguments import digest
 
 Place = tuple[CodeType, int]  # the code that makes a call, and the instruction of the call in it
+_WAYS_OUT = (f"{Path(__file__).parents[1]}/", f"{Path(asyncio.__file__).parent}/", contextlib.__file__)
 _reported: ContextVar[Place | None] = ContextVar("asyncoll_place", default=None)
 
 
@@ -51,6 +54,14 @@ def place_outside(frame: FrameType, libraries: tuple[str, ...] = ()) -> Place:
         if _folder_of(file) != folder and not (libraries and file.startswith(libraries)):
             break
     return frame.f_code, frame.f_lasti
+
+
+def place_of_end(frame: FrameType) -> Place:
+    """The place in the user's code from which the end of a world, in `frame`, is reached.
+
+    What leads there, be it a context that ends or a loop that runs the program, is no code of the user's.
+    """
+    return place_outside(frame, _WAYS_OUT)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
-"""Whether the threads of Python are those of the system, which the runtime needs."""
+"""What the runtime needs of the program: threads of the system, and an event loop of asyncio."""
 
 import _thread
+import asyncio
 import types
 
 from asyncoll.errors import UsageError
@@ -19,3 +20,15 @@ def check_threads() -> None:
             "leave threads alone, as `gevent.monkey.patch_all(thread=False)` or `eventlet.monkey_patch(thread=False)`, "
             "or use asyncoll in a process without the patch"
         )
+
+
+def program_loop() -> asyncio.AbstractEventLoop:
+    """The running loop of this thread. Raises UsageError if there is none, as under trio or curio."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        raise UsageError(
+            "asyncoll runs on asyncio, and no event loop of asyncio runs in this thread: start the program by "
+            "`asyncoll.run` or `asyncio.run`; under trio or another library of coroutines call `asyncoll.init`, and "
+            "`Handle.wait`, in a thread (as by `trio.to_thread.run_sync`)"
+        ) from None

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, UsageError
 from asyncoll.runtime.handles import Handle
+from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.torch import membership
 from asyncoll.torch.arguments import check_timeout, integer
 from asyncoll.torch.call_hooks import PostHookArgs, PreHookArgs
@@ -44,7 +45,7 @@ def make_group(options: Any) -> ProcessGroup:
     return ProcessGroup(store, comm, timeout)
 
 
-class ProcessGroup(Unsupported, Collectives):
+class ProcessGroup(Uncopied, Unsupported, Collectives):
     """A process group of tensors of the CPU and of CUDA.
 
     The tensors of a device for which the user has named another backend go there.

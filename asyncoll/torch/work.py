@@ -15,6 +15,7 @@ from torch.distributed import Work as TorchWork
 
 from asyncoll.runtime.deadlines import now_s
 from asyncoll.runtime.handles import Handle
+from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.torch import recording
 from asyncoll.torch.errors import WaitTimeoutError, of_torch
 from asyncoll.torch.futures import future_of, threads
@@ -32,7 +33,7 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-class Work(TorchWork):
+class Work(Uncopied, TorchWork):
     """One or more calls of a process group.
 
     `wait` returns when the outputs hold the results: the caller may use them, or free them, at once. With outputs on a

@@ -20,6 +20,7 @@ from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop
+from asyncoll.runtime.threads import program_loop
 from asyncoll.transport import START_TIMEOUT_S, Transport, standard_streams
 from asyncoll.transport.joining import Joining, in_daemon_thread
 from asyncoll.transport.messages import inproc
@@ -130,6 +131,7 @@ async def connect() -> AsyncIterator[Communicator]:
 @contextlib.asynccontextmanager
 async def connected(read: Callable[[], Environment | None]) -> AsyncIterator[Communicator]:
     """As `connect`, in the world that `read` describes; None: one of one rank."""
+    loop = program_loop()
     with sole_membership():
         environment = read()
         if environment is None or environment.size == 1:
@@ -137,7 +139,7 @@ async def connected(read: Callable[[], Environment | None]) -> AsyncIterator[Com
                 yield comm
             return
         process = os.getpid()
-        thread = ProgressThread(asyncio.get_running_loop())
+        thread = ProgressThread(loop)
         try:
             async with joined(thread, environment) as comm:
                 yield comm

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import sys
 from types import TracebackType
 
 from asyncoll import forks
@@ -31,7 +32,7 @@ from asyncoll.runtime.failures import WORLD, Departed, error_of
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import TAKEOVER_S, Runner
-from asyncoll.runtime.signature import site_outside
+from asyncoll.runtime.signature import Site, place_of_end
 from asyncoll.transport import Loss
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.wire import Overdue
@@ -94,6 +95,7 @@ class World:
         if os.getpid() != self._process:  # a forked child leaves the block; the rank stays in the world
             return
         forks.unregister(self)
+        self._end_site = Site(*place_of_end(sys._getframe()))
         self._inside.close()
         # A rank that has never used RPC must still answer calls of others, with the error that it has no functions.
         with contextlib.suppress(UsageError):  # shared memory has no room for it: then no rank can call this one
@@ -258,6 +260,8 @@ class World:
             elif isinstance(failure := self._endpoint.failures.of(self._group.communicator), Departed):
                 # Only this rank knows: the others wait for it to leave in good order.
                 self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error or error_of(failure)))
+            if self._failed() and not self._departs:
+                await self._endpoint.give_reason(describe(error) if error else "its world has failed")
         finally:
             await self._endpoint.close(flush=self._departs or self._failed())
 
@@ -282,7 +286,7 @@ class World:
             return
         self._endpoint.depart()
         self._endpoint.departures.returned()
-        await self._core.leave(site_outside())
+        await self._core.leave(self._end_site)
         await self._settle_others()
         if self._endpoint.returns.any:
             await self._return()

@@ -31,6 +31,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.port import Port
 from asyncoll.runtime.signature import Signature, Site, site_outside
+from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.tensors import shapes
 from asyncoll.tensors.operands import Operand, as_operand
 from asyncoll.tensors.reductions import Array, ReduceOp, combiner, reducer
@@ -57,7 +58,7 @@ class _Exchange(NamedTuple):
         return f"an average of rank {self.active} with rank {self.passive} at {self.site}, of {self.gossip}"
 
 
-class Gossip:
+class Gossip(Uncopied):
     """The model of this rank, which other ranks average with theirs while the program computes.
 
     `Communicator.gossip` makes it. The model is a copy in memory of its own. `update` adds to it and reads it,
