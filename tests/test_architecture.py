@@ -198,7 +198,12 @@ REPLACED = {
     },
     "test_device_rpc.py": {"pair_memory.PairMemory.place": "a sender that lies about its block"},
     "test_docs.py": {"asyncoll.run": "programs of the documentation, which call it, run at ranks of this process"},
-    "test_failures.py": {"Executions.arrived": _FAULT, "WaitAvoiding._publish": _SPY},
+    "test_failures.py": {
+        "Executions.arrived": _FAULT,
+        "SimulatedWorld.announce_loss": _FAULT,
+        "WaitAvoiding._publish": _SPY,
+        "zeromq._HIGH_WATER_MARK": _FAR,
+    },
     "test_forks.py": {"segment.check_room": "the free memory of the host"},
     "test_groups.py": {"asyncoll.algorithms.rounds.wait_avoiding.EARLY_MAX": _FAR},
     "test_interruption.py": {"mutex._try_lock": _FAULT, "progress._Crossing._settle": _FAULT},
