@@ -28,12 +28,12 @@ class Place(NamedTuple):
 def place(master: str, address: str, interface: str) -> Place:
     """The place that follows from MASTER_ADDR, ASYNCOLL_ADDRESS and ASYNCOLL_INTERFACE, each empty if it is not set.
 
-    The address has passed `check_address`.
-
     The rank listens at the interface; without one at the address; without both at the interface towards `master`.
 
     Raises UsageError, which says what to set, if none of them leads to an address of this host.
     """
+    if address:
+        check_address(address, interface)
     if interface:
         listens = address_of(interface, is_ipv6=":" in (address or master))
         return Place(listens, address or listens)

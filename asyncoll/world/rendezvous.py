@@ -148,8 +148,8 @@ class _Addresses(NamedTuple):
 
 def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
     key = read_key(Path(environment.key_file)) if environment.key_file else None
-    if environment.address:
-        check_address(environment.address, environment.interface)  # now: the other ranks may come much later
+    if environment.address and environment.rank == 0:  # before it waits for the others; they tell theirs in its store
+        check_address(environment.address, environment.interface)
     with contextlib.ExitStack() as undo:
         store = enter_store(environment, joining, key or Key(b""))
         undo.push(store.close)
