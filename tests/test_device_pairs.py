@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from contextlib import ExitStack
 from functools import partial
 
@@ -325,7 +326,8 @@ def test_a_rank_dies_at_every_passage(who):
 
     while "all points" not in ends:
         points += 1
-        simulate(2, partial(main, point=points), seed=points, shared_memory=True)
+        with contextlib.suppress(PeerLostError):  # a rank that dies after the barrier is missed as the other one leaves
+            simulate(2, partial(main, point=points), seed=points, shared_memory=True)
     assert ends == {"over", "lost", "all points"}
     assert points > 40
 
