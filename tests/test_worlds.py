@@ -13,7 +13,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from conftest import PATIENCE_S
+from conftest import PATIENCE_S, SIZES
 
 from asyncoll import MIN, Communicator, DeadlockError, UsageError, connect, offload
 from asyncoll.testing import Network, Pause, run_ranks, simulate
@@ -112,6 +112,16 @@ def test_words_and_messages_are_counted():
     assert busy.words - nothing.words == 1000
     assert busy.messages - nothing.messages == 1
     assert len(busy.trace) == busy.messages
+
+
+@pytest.mark.parametrize("size", [*SIZES, 1000])
+def test_joining_and_leaving_take_three_barriers_and_no_message_more(size):
+    """A message of each rank to each would be a million at a thousand ranks."""
+
+    async def main(comm):
+        pass
+
+    assert simulate(size, main).messages == 3 * size * math.ceil(math.log2(size))
 
 
 def test_faults_must_name_ranks_of_the_world():

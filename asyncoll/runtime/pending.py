@@ -376,7 +376,7 @@ class PendingCalls:
     def lacks(self, rank: int, kind: Kind) -> None:
         """World rank `rank`, which has left, takes no part in calls up to `kind` any more. From any thread."""
         self._lacking[rank] = max(kind, self._lacking.get(rank, kind))
-        if self._pending:
+        if rank in self._departed and any(self._lacks(each, *self._departed[rank]) for each in tuple(self._pending)):
             self._post(self._look_soon)
 
     def deserted(self, failure: Departed) -> None:
@@ -426,12 +426,12 @@ class PendingCalls:
         return found
 
     def _lacks(self, pending: PendingCall, calls: int, failure: Departed) -> bool:
-        if failure.rank not in pending.ranks:
-            return False
         if pending.kind is Kind.COLLECTIVE:
-            return pending.number > calls
-        kind = Kind.PAIR if pending.kind is Kind.FROM_ANY else pending.kind
-        return self._lacking[failure.rank] >= kind
+            is_over = pending.number > calls
+        else:
+            kind = Kind.PAIR if pending.kind is Kind.FROM_ANY else pending.kind
+            is_over = self._lacking[failure.rank] >= kind
+        return is_over and failure.rank in pending.ranks
 
     def _catch_up(self) -> None:
         newest = self.newest()

@@ -188,9 +188,10 @@ async def _run_all(
             for crash in crashes:
                 asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank])
     except BaseExceptionGroup as group:
+        errors = errors or list(group.exceptions)
+    if errors:  # raised outside of the `except`, so that the errors of other ranks are not its context
         # An AbortedError reports an error of another rank. It may be recorded before that rank's own exception.
-        found = errors or group.exceptions
-        raise next((error for error in found if not isinstance(error, AbortedError)), found[0]) from None
+        raise next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
     return [
         None if task.cancelled() and _has_crashed(transport) else task.result()  # type: ignore[misc]
         for transport, task in zip(transports, tasks, strict=True)

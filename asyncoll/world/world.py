@@ -39,6 +39,7 @@ from asyncoll.transport.wire import Overdue
 
 _SETTLE_S = 60.0  # for collectives that all ranks have made and that the program has not awaited
 _RETURN_S = 60.0  # for copies of results to devices, which may have seconds of work before them
+_ENDED_S = 0.2  # programs of most worlds end within this time of each other: see `_part`
 
 
 class World:
@@ -285,14 +286,18 @@ class World:
             self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
             return
         self._endpoint.depart()
-        self._endpoint.departures.returned()
-        await self._core.leave(self._end_site)
-        await self._settle_others()
-        if self._endpoint.returns.any:
-            await self._return()
-        self._endpoint.part()
-        with contextlib.suppress(PeerLostError):
-            await self._barrier("leaving")
+        # For calls that wait for this rank. Not at once: as all ranks end, each would send a message to each.
+        later = asyncio.get_running_loop().call_later(_ENDED_S, self._endpoint.departures.returned)
+        try:
+            await self._core.leave(self._end_site)
+            await self._settle_others()
+            if self._endpoint.returns.any:
+                await self._return()
+            self._endpoint.part()
+            with contextlib.suppress(PeerLostError):
+                await self._barrier("leaving")
+        finally:
+            later.cancel()
 
     async def _settle_others(self) -> None:
         """Wait for the calls of communicators made by `split`. Those that all their ranks have made are over soon.
