@@ -58,7 +58,7 @@ class Departures:
         self._open: dict[int, Communicator] = {}  # those of this rank that are not forgotten
         self._ended: dict[int, Ending] = {}  # by rank that has left the world
         self._unanswered: set[int] = set()  # ranks that have not answered the Ending of this rank
-        self._changed: asyncio.Event | None = None  # set with each answer
+        self._all_answered = asyncio.Event()
 
     def opened(self, number: int, communicator: Communicator) -> None:
         """Add a communicator of this rank. Peers may have left the world already."""
@@ -119,14 +119,10 @@ class Departures:
         self._unanswered = others - self._membership.ended
         for rank in self._unanswered:
             self._router.tell(rank, Ending(reason or IN_ORDER, not reason))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._all_answered(), _ANSWER_S)
-
-    async def _all_answered(self) -> None:
-        self._changed = asyncio.Event()
-        while self._unanswered - self._membership.lost:
-            await self._changed.wait()
-            self._changed.clear()
+        if self._unanswered:
+            self._all_answered.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._all_answered.wait(), _ANSWER_S)
 
     # -- a peer leaves the world ------------------------------------------------------------------
 
@@ -136,11 +132,12 @@ class Departures:
         self._ended[source] = ending
         for communicator in list(self._open.values()):
             communicator.ended(source, ending)
-        self._router.tell(source, EndingSeen(source))
+        if source not in self._unanswered:  # otherwise it takes the Ending of this rank for the answer
+            self._router.tell(source, EndingSeen(source))
         self.answered(source)
 
     def answered(self, source: int) -> None:
         """`source` has answered an Ending, has left too, or is lost."""
         self._unanswered.discard(source)
-        if self._changed is not None:
-            self._changed.set()
+        if not self._unanswered:
+            self._all_answered.set()

@@ -97,6 +97,7 @@ class Failures:
         self._router = router
         self._first: dict[int, Failure] = {}  # by communicator
         self._told: set[int] = set()  # communicators whose waits have ended, and whose listeners were called
+        self._passed_on: set[int] = set()  # communicators whose failure `pass_on` has sent
         self.any = False  # whether anything has failed
         self._watched: dict[asyncio.Future[Any], tuple[int, str]] = {}  # communicator and description of each wait
         self._listeners: list[tuple[int, Callable[[Failure, int], None]]] = []
@@ -141,6 +142,7 @@ class Failures:
         """Forget the failure of `communicator` and its listeners: it is not used any more."""
         self._first.pop(communicator, None)
         self._told.discard(communicator)
+        self._passed_on.discard(communicator)
         self._listeners = [(owner, listener) for owner, listener in self._listeners if owner != communicator]
         self.any = bool(self._first)
         if self._first:  # again: another thread may have recorded a failure between the last two steps
@@ -202,12 +204,13 @@ class Failures:
         self.give_up(wire.Broken(source, text), WORLD, range(self._router.size))
 
     def pass_on(self) -> None:
-        """Send all failures that this rank knows to all other ranks, unchanged. Called as the rank leaves the world.
+        """Send each failure that this rank knows to all other ranks, once and unchanged, as the rank leaves the world.
 
         Without this, a rank that does not know the failure yet would see this rank leave and report it as the lost one.
         """
-        for failure in tuple(self._first.values()):
-            if not isinstance(failure, Closed | Departed):
+        for communicator, failure in tuple(self._first.items()):
+            if communicator not in self._passed_on and not isinstance(failure, Closed | Departed):
+                self._passed_on.add(communicator)
                 self._report(failure, range(self._router.size))
 
     def _report(self, failure: Reported, members: Iterable[int]) -> None:
