@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,11 +20,12 @@ import asyncoll
 from asyncoll import testing
 from asyncoll.errors import DeadlineError, PeerLostError, ServiceLostError, UsageError, describe
 from asyncoll.transport.joining import Joining
-from asyncoll.transport.keys import Key
+from asyncoll.transport.keys import Key, write_key
 from asyncoll.transport.meeting_folder import meeting_folder
 from asyncoll.transport.memory import fd_passing
 from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
+from asyncoll.world.rendezvous import meet
 from asyncoll.world.sealed_store import SealedStore
 
 ROOT = Path(__file__).parent.parent
@@ -156,6 +158,15 @@ def test_a_rank_tells_in_the_folder_once_why_it_ends_joining_and_may_do_so_befor
     attempt.__exit__(ValueError, ValueError("later"), None)
     with pytest.raises(PeerLostError, match="rank 0 is gone: it was interrupted"):
         waiting.check(list, "not here")
+
+
+def test_a_launched_rank_connects_to_the_others_once_all_of_them_listen(tmp_path):
+    """Before that it would try again and again, and take the time that the others need to come."""
+    write_key(tmp_path / "job")
+    world = {"RANK": "0", "WORLD_SIZE": "3", "ASYNCOLL_FOLDER": str(tmp_path), "ASYNCOLL_TRANSPORT": "zmq"}
+    with pytest.raises(DeadlineError, match=re.escape("missing: ranks 1, 2 (not listening yet)")) as raised:
+        meet(Environment.read(world), Joining(0, 3, 0.0)).transport.discard()
+    assert (raised.value.arrived, raised.value.missing) == ((0,), (1, 2))
 
 
 class UntilTheStoreEnds(Joining):

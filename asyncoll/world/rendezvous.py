@@ -16,6 +16,7 @@ import math
 import os
 import secrets
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -99,9 +100,27 @@ def _meet_in_folder(environment: Environment, joining: Joining) -> PeerLinks:
         transport.peers = [ipc_address(attempt.folder, peer) for peer in range(size)]
         transport.bind(transport.peers[rank])
         arena = _share_memory(environment, attempt.folder, tuple(range(size)), joining, all_alone=size == 1)
+        if arena is None:
+            _await_listeners(attempt.folder, size, joining)
         links.pop_all()
         hosts = (socket.gethostname(),) * size
         return PeerLinks(transport, arena, hosts, (0,) * size, arena is not None, undo.pop_all())
+
+
+def _await_listeners(folder: Path, size: int, joining: Joining) -> None:
+    """Wait until all ranks listen in the folder of their sockets; ranks that have shared memory do.
+
+    ZeroMQ tries a connection to a rank that does not listen a hundred times a second. Where many ranks share a core,
+    the attempts of those that have come would take the time that the others need to come.
+    """
+
+    def missing() -> list[int]:
+        listening = set(os.listdir(folder))
+        return [rank for rank in range(size) if str(rank) not in listening]
+
+    while missing():
+        joining.check(missing, "not listening yet")
+        time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
 
 
 def _share_memory(

@@ -39,7 +39,6 @@ _MAGIC = "asyncoll arena"
 _MESSAGE_BYTES = 4096
 _REASON_CHARACTERS = 1000
 _BATCH = 240  # descriptors in one message; the limit of the kernel is 253
-_PAUSE_S = 0.02  # between two looks at the other ranks
 _HELLO_FIELDS = ("magic", "layout", "version", "rank", "boot", "capacity", "failure")  # of `_Member`
 _NO_RANK = -1  # in place of a rank
 _NOT_HERE = "not here yet to share the memory of this host"
@@ -106,7 +105,8 @@ def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...]) -
 class _Link:
     """A connection to another rank. `close`, or at last `stack`, closes it and the descriptors that it has received."""
 
-    def __init__(self, stack: contextlib.ExitStack, connection: socket.socket) -> None:
+    def __init__(self, stack: contextlib.ExitStack, connection: socket.socket, joining: Joining) -> None:
+        self._joining = joining
         self._stack = stack.enter_context(contextlib.ExitStack())
         self._connection = self._stack.enter_context(connection)
         if (uid := user_of(connection)) != os.getuid():
@@ -126,11 +126,11 @@ class _Link:
     def receive(self, check: Callable[[], None], descriptors_max: int = 0) -> tuple[Any, list[int]]:
         """Return the next message and its descriptors, at most `descriptors_max`.
 
-        This calls `check`, which may raise, every _PAUSE_S while it waits. Raises ProtocolError for a malformed
-        message, and OSError if the connection breaks.
+        This calls `check`, which may raise, every `Joining.pause_s` while it waits. Raises ProtocolError for a
+        malformed message, and OSError if the connection breaks.
         """
-        self._connection.settimeout(_PAUSE_S)
         while True:
+            self._connection.settimeout(self._joining.pause_s)
             try:
                 message, descriptors, _, _ = socket.recv_fds(
                     self._connection, _MESSAGE_BYTES, descriptors_max, socket.MSG_CMSG_CLOEXEC
@@ -181,13 +181,13 @@ def _gather(
     with _listen(path, len(ranks)) as listener, selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
         while missing():
-            ready = selector.select(_PAUSE_S)
+            ready = selector.select(joining.pause_s)
             if not ready:
                 joining.check(missing, _NOT_HERE)
             for key, _ in ready:
                 try:
                     if key.fileobj is listener:
-                        arrived = _Link(stack, listener.accept()[0])
+                        arrived = _Link(stack, listener.accept()[0], joining)
                         selector.register(arrived, selectors.EVENT_READ, arrived)
                     else:
                         link: _Link = key.data
@@ -297,7 +297,7 @@ def _join_as_other(
 ) -> HostArena:
     check = partial(joining.check, lambda: ranks[:1], "which gathers the ranks of this host", is_told=True)
     try:
-        link = _Link(stack, _connect(path, ranks, joining))
+        link = _Link(stack, _connect(path, ranks, joining), joining)
         link.send([getattr(own, field) for field in _HELLO_FIELDS], own.segment or ())
         _receive_outcome(link, check)
         return _confirm(link, own, ranks, check)

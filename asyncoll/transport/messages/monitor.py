@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from asyncoll.transport.messages.patience import Patience
+from asyncoll.transport.processes import Thread, is_frozen, threads
+
 _BEATS_PER_FREEZE = 4  # heartbeats in the time without one after which a process counts as silent
 _HANDSHAKE_MS = 5000  # for a connection that is made again; a peer that is frozen answers no handshake
+_DEATH_S = 0.06  # all connections of a process that has died end within this time, and its last messages are read
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
@@ -72,34 +76,45 @@ class Monitor:
 
 
 class Heartbeat:
-    """A connection to a peer for heartbeats alone.
+    """A connection to a peer for heartbeats alone, which tells when the peer is silent.
 
     The I/O threads of ZeroMQ send and answer heartbeats, and need no GIL. The connection for messages would not do: if
     its reader computes, it fills up, and carries no heartbeats although the process is alive.
+
+    ZeroMQ gives up the connection after half of the time limit, and connects again. So in the other half the peer can
+    answer on a new connection, to which neither a lost packet nor a full queue of the old one matters.
     """
 
     def __init__(
         self,
         dealer: zmq.Socket[bytes],
         address: str,
-        freeze_s: float,
+        patience: Patience,
         alive: Callable[[], None],
-        stopped: Callable[[], None],
+        silent: Callable[[float], None],
+        pid: int = 0,
     ) -> None:
         """Connect `dealer` to `address`, and call `alive` each time that it is connected.
 
-        Afterwards `stopped` is called if there is no heartbeat for `freeze_s` seconds, or at once if the connection
-        breaks. ZeroMQ connects again then; `stopped` is called once more for each attempt that fails.
+        Afterwards `silent(limit_s)` is called if the peer has given no sign of life for `limit_s` seconds, the limit of
+        `patience`. `pid` is the process of a peer that is of this host and can be seen: its limit is always
+        `patience.freeze_s`, and it has more time as long as it is not frozen.
         """
-        dealer.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * freeze_s / _BEATS_PER_FREEZE))
-        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * freeze_s))
+        dealer.setsockopt(zmq.HEARTBEAT_IVL, round(1000 * patience.freeze_s / _BEATS_PER_FREEZE))
+        dealer.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(1000 * patience.late_s))
         dealer.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-        self.beats = False
-        self.stops = 0  # how often `stopped` was called
-        self.has_knocked = False  # since the last stop: the kernel has woken the process for a new connection
         self._dealer = dealer
+        self._patience = patience
         self._alive = alive
-        self._stopped = stopped
+        self._silent = silent
+        self._pid = pid
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._beats = False
+        self._has_begun = False  # there was a heartbeat
+        self._asked_s = self._loop.time()  # unless it beats: since when the peer has not answered
+        self._stops = 0  # how often a connection has ended
+        self._has_knocked = False  # since the last stop: the kernel has woken the process for a new connection
         self._monitor = Monitor(dealer, _EVENTS, self._handle_event)
         dealer.connect(to_zeromq(address))
         self._monitor.start()
@@ -107,15 +122,53 @@ class Heartbeat:
     def _handle_event(self, event: int, _: int) -> None:
         """Handle the begin or the end of a connection."""
         if event == zmq.EVENT_CONNECTED:
-            self.has_knocked = True
+            self._has_knocked = True
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self.beats = True
+            self._beats = self._has_begun = True
+            self._patience.answered(self._loop.time() - self._asked_s, self._loop.time())
             self._alive()
-        elif self.beats or self.stops:  # otherwise there was no heartbeat yet
-            self.beats = self.has_knocked = False
-            self.stops += 1
+        elif self._has_begun:
             self._stopped()
 
+    def _stopped(self) -> None:
+        """Handle the end of a connection: look later whether the peer has answered on a new one.
+
+        Not before the connection for messages can tell that the process has died.
+        """
+        if self._beats:
+            self._asked_s = self._loop.time() - self._patience.late_s
+        self._beats = self._has_knocked = False
+        self._stops += 1
+        seen = threads(self._pid) if self._pid else {}
+        self._loop.call_later(max(self._remaining_s(), _DEATH_S), self._judge, self._stops, seen)
+
+    def _judge(self, stop: int, before: Mapping[int, Thread]) -> None:
+        """Call `silent` if the peer has not answered since a stop, unless it has more time. Then look again.
+
+        A later stop has a look of its own.
+        """
+        if not self._is_closed:
+            self._monitor.read()  # a loop that was held up runs its timers before it hears of an answer
+        if self._is_closed or self._beats or self._stops != stop:
+            return
+        if self._pid:
+            is_over = is_frozen(before, threads(self._pid), woken=self._has_knocked)
+            again_s = self._patience.freeze_s
+        else:
+            again_s = self._remaining_s()
+            is_over = again_s <= 0
+        if is_over:
+            self._silent(self._limit_s())
+        else:
+            self._loop.call_later(again_s, self._judge, stop, before)
+
+    def _remaining_s(self) -> float:
+        return self._asked_s + self._limit_s() - self._loop.time()
+
+    def _limit_s(self) -> float:
+        return self._patience.freeze_s if self._pid else self._patience.limit_s(self._loop.time())
+
     def close(self) -> None:
+        self._is_closed = True
         self._monitor.close()
         self._dealer.close(linger=0)

@@ -27,6 +27,7 @@ from asyncoll.transport.addresses import prepare, removal, user_behind
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication, service_protocol
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
+from asyncoll.transport.messages.patience import Patience
 from asyncoll.transport.messages.peers import DroppedClients, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
@@ -51,7 +52,6 @@ _PACKED_MAX = 1 << 13  # bytes of a payload that is copied into one ZeroMQ frame
 _BATCH = 64  # segments delivered before the loop may run other callbacks
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
-_IN_FLIGHT_S = 0.05  # all connections of a dead process end within this time
 _UNSENT_MAX = 1 << 19  # segments queued for one peer; four times the number of empty segments in a window
 # Detects over tcp within 11 s that the other host has vanished. TCP_MAXRT would also end connections to peers that
 # compute for long.
@@ -352,7 +352,7 @@ class ClientSocket(_Socket):
                 dealer = self._context.socket(zmq.DEALER)
                 self._prepare_dealer(dealer)
                 alive = partial(self._connected, segment[1])  # the service is connected once its heartbeat runs
-                self._heartbeat = Heartbeat(dealer, self.url, service_protocol.FREEZE_S, alive, self._silent)
+                self._heartbeat = Heartbeat(dealer, self.url, Patience(service_protocol.FREEZE_S), alive, self._silent)
                 self._closing.callback(self._heartbeat.close)
         elif segment[0] == BYE:
             self._report_loss(bytes(segment[2])[:REASON_BYTES].decode(errors="replace"))
@@ -364,9 +364,8 @@ class ClientSocket(_Socket):
         self._report_loss(forked(parent))
         super().abandon(parent)
 
-    def _silent(self) -> None:
-        """Handle the end of the heartbeat, later: if the process has died, the connection reports that first."""
-        self._loop.call_later(_IN_FLIGHT_S, self._lose, silence_cause(service_protocol.FREEZE_S))
+    def _silent(self, limit_s: float) -> None:
+        self._lose(silence_cause(limit_s))
 
     def _handle_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:

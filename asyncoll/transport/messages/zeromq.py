@@ -7,7 +7,8 @@ edge-triggered: a callback must read until nothing is left.
 A rank notices the death of a peer by the end of its DEALER's connection. On one host it also watches a pidfd of the
 peer's process, because a forked child of that process may keep the connection open. It notices a frozen process, or a
 cut network, by the heartbeats on a second DEALER. A process of its own host that is silent and not frozen, according to
-`/proc`, waits for a processor, and is not lost. A rank monitors the heartbeats of the next two ranks of its own host
+`/proc`, waits for a processor, and is not lost. One of another host has more time if answers have come late
+(`Patience`). A rank monitors the heartbeats of the next two ranks of its own host
 only, because ranks report the losses that they notice; it monitors all ranks of other hosts, because a network may
 separate any two ranks.
 
@@ -39,9 +40,9 @@ from asyncoll.transport.keys import Key
 from asyncoll.transport.meeting_folder import meeting_folder
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
+from asyncoll.transport.messages.patience import Patience
 from asyncoll.transport.messages.peers import FREEZE_S, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.reach import LONG, check_answer, check_long_packets, refused, why_unconnected
-from asyncoll.transport.processes import Thread, is_frozen, threads
 
 # A message up to this many bytes is copied into one ZeroMQ frame. Each further frame costs some microseconds of Python
 # and of ZeroMQ at both ends, which is more than the copy.
@@ -104,8 +105,6 @@ class _Peer:
         self.dealer = dealer
         self.lock = threading.Lock()  # of `dealer`, `queue` and `is_dropped`: `send_directly` runs in other threads
         self.connection = -1  # the descriptor of the newest connection; -1 before the first
-        self.pid = 0  # of its process, if that is of this host and can be seen
-        self.heartbeat: Heartbeat | None = None  # if this rank monitors it
         self.closing = contextlib.ExitStack()  # of the monitor, the watch on the process and the heartbeat
         self.was_connected = False  # now or earlier
         self.is_disconnected = False
@@ -137,12 +136,13 @@ class ZeroMQTransport:
         """`job` is the secret of this run of the job.
 
         With `encrypted`, traffic over tcp is encrypted; it is authenticated in any case. A peer without a sign of life
-        for `freeze_s` seconds is lost; 0 means never. `joining` has the time limit of `start`.
+        for `freeze_s` seconds is lost, or later if it waits for a processor (`Heartbeat`); 0 means never. `joining` has
+        the time limit of `start`.
         """
         key = Key(job)
         self.rank = rank
         self.size = size
-        self._freeze_s = freeze_s
+        self._patience = Patience(freeze_s)
         self._joining = joining
         self.peers: Sequence[str] = ()
         self.are_bound = False
@@ -393,16 +393,16 @@ class ZeroMQTransport:
         if peer.was_connected:
             return
         peer.was_connected = True
-        peer.pid, process = process_behind(peer.connection, peer.address)
+        pid, process = process_behind(peer.connection, peer.address)
         if process is not None:
             peer.closing.callback(os.close, process)
             self._loop.add_reader(process, self._process_ended, peer, process)
             peer.closing.callback(self._loop.remove_reader, process)
-        if self._freeze_s and peer.rank in self._monitored_ranks():
+        if self._patience.freeze_s and peer.rank in self._monitored_ranks():
             dealer, alive = self._dealer(peer.rank, peer.address), partial(_set, peer.connected)
             silent = partial(self._silent, peer)
-            peer.heartbeat = Heartbeat(dealer, peer.address, self._freeze_s, alive, silent)
-            peer.closing.callback(peer.heartbeat.close)
+            heartbeat = Heartbeat(dealer, peer.address, self._patience, alive, silent, pid)
+            peer.closing.callback(heartbeat.close)
         else:
             _set(peer.connected)
 
@@ -436,23 +436,8 @@ class ZeroMQTransport:
         self._loop.remove_reader(process)
         self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its process has ended", 0.0)
 
-    def _silent(self, peer: _Peer) -> None:
-        """Handle the end of the heartbeat, later: if the process has died, the connection reports that first."""
-        if peer.heartbeat is not None:
-            seen = threads(peer.pid) if peer.pid else {}
-            self._loop.call_later(2 * _IN_FLIGHT_S, self._judge, peer, peer.heartbeat, peer.heartbeat.stops, seen)
-
-    def _judge(self, peer: _Peer, heartbeat: Heartbeat, stops: int, before: dict[int, Thread]) -> None:
-        """Lose a peer that is silent since the stop number `stops`, unless its process waits for a processor.
-
-        Such a process may freeze later, so this looks again. A later stop has a look of its own.
-        """
-        if peer.is_dropped or heartbeat.beats or heartbeat.stops != stops:
-            return
-        if not peer.pid or is_frozen(before, threads(peer.pid), woken=heartbeat.has_knocked):
-            self._lose(peer, silence_cause(self._freeze_s), self._freeze_s)
-        else:
-            self._loop.call_later(self._freeze_s, self._judge, peer, heartbeat, stops, before)
+    def _silent(self, peer: _Peer, limit_s: float) -> None:
+        self._lose(peer, silence_cause(limit_s), limit_s)
 
     def _lose(self, peer: _Peer, cause: str, last_seen_s: float) -> None:
         if self._closed or peer.is_dropped:
