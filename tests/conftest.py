@@ -163,26 +163,43 @@ class ForkedRank:
 
     def __init__(self, template, command, env, folder):
         self._template = template
+        self.world = [self]  # all ranks of it
         out, self._err = folder / "out", folder / "err"
         os.mkfifo(out)
         self._err.touch()
+        # The template opens it to write before it answers: neither waits for the other.
+        self.stdout = os.fdopen(os.open(out, os.O_RDONLY | os.O_NONBLOCK))
         order = {"command": [*map(str, command)], "env": env, "out": str(out), "err": str(self._err)}
         self.pid = self._ask(order)
-        self.stdout = out.open()
+        os.set_blocking(self.stdout.fileno(), True)
         self.returncode = None
 
     def _ask(self, order):
         print(json.dumps(order), file=self._template.stdin, flush=True)
         return int(self._template.stdout.readline())
 
-    def end(self):
-        """Wait for the end of the rank: its exit code, its output and its errors."""
-        timeout = threading.Timer(PATIENCE_S, os.kill, (self.pid, signal.SIGKILL))
+    def end(self, patience_s=PATIENCE_S):
+        """Wait for the end of the rank: its exit code, its output and its errors.
+
+        Fails after `patience_s`, with what all ranks of its world have printed.
+        """
+        is_late = threading.Event()
+
+        def give_up():
+            is_late.set()
+            self._kill()
+
+        timeout = threading.Timer(patience_s, give_up)
         timeout.start()
         out = self.stdout.read()
         self.returncode = self._ask(self.pid)
         timeout.cancel()
         timeout.join()
+        if is_late.is_set():
+            errors = "\n".join(f"rank {rank}: {each.wrote()}" for rank, each in enumerate(self.world))
+            pytest.fail(
+                f"process {self.pid} has not ended in {patience_s} s; it has printed {out!r}; errors:\n{errors}"
+            )
         return self.returncode, out, self._err.read_text()
 
     def wrote(self):
@@ -191,9 +208,15 @@ class ForkedRank:
 
     def kill(self):
         if self.returncode is None:
-            os.kill(self.pid, signal.SIGKILL)
+            self._kill()
             self.end()
         self.stdout.close()
+
+    def _kill(self):
+        """Kill its children, too: they hold its output, which `end` reads to the end."""
+        for process in [*descendants(self.pid), self.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
 
 
 @pytest.fixture(scope="session")
@@ -224,6 +247,7 @@ def forked_world(template, tmp_path):
                 folder.mkdir()
                 ranks.append(ForkedRank(template, command, env | place | {"RANK": str(rank)}, folder))
                 stack.callback(ranks[-1].kill)
+                ranks[-1].world = ranks
             return ranks
 
         yield start
@@ -299,13 +323,19 @@ def _descriptors() -> set[tuple[str, str]]:
     return found
 
 
-def children() -> set[str]:
-    """The numbers of the processes that this one has started and not waited for."""
+def children(process: int | str = "self") -> set[str]:
+    """The numbers of the processes that `process` has started and not waited for."""
     found = set()
-    for task in Path("/proc/self/task").glob("*/children"):
+    for task in Path(f"/proc/{process}/task").glob("*/children"):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # that thread has ended
             found |= set(task.read_text().split())
     return found
+
+
+def descendants(process: int) -> list[int]:
+    """The children of `process`, and theirs."""
+    found = [int(child) for child in children(process)]
+    return found + [each for child in found for each in descendants(child)]
 
 
 def _state() -> dict[str, set]:

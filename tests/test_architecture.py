@@ -218,7 +218,11 @@ REPLACED = {
         "asyncoll.testing.laws.draw": _LAW,
         "runs._run_job": "the record of a process is forged before it is read",
     },
-    "test_meeting_again.py": {"rendezvous.ZeroMQTransport": _SPY, "rendezvous._share_memory": _FAULT},
+    "test_meeting_again.py": {
+        "join._joining": "the moment at which a rank has met",
+        "rendezvous.ZeroMQTransport": _SPY,
+        "rendezvous._share_memory": _FAULT,
+    },
     "test_device_collectives.py": {"shared_block._PATIENCE_S": "so that the test does not wait for it"},
     "test_rounds_between_hosts.py": {
         "Agent.received": "the order in which a process that was stopped reads from its connections",

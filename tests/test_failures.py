@@ -403,6 +403,20 @@ def test_survivors_raise_the_cause_before_they_are_stopped():
     assert sorted(told) == [(0, 1, "KeyError: 'lost it'"), (2, 1, "KeyError: 'lost it'")]
 
 
+@anyhow
+def test_a_rank_that_leaves_after_a_failure_tells_its_error_where_that_is_not_known(run):
+    async def main(comm):
+        part = await comm.split(0)
+        if comm.rank < 2:
+            with contextlib.suppress(MismatchError):
+                await comm.allreduce(np.ones(1 + comm.rank))
+        else:
+            with pytest.raises(PeerLostError, match=r"it has left: MismatchError: .*float64"):
+                await part.barrier()
+
+    run(3, main)
+
+
 # -- faults of a simulated world -----------------------------------------------------------------
 
 

@@ -20,9 +20,11 @@ from asyncoll import Communicator, Metrics, NonFiniteError, Reduction, UsageErro
 from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.algorithms.sparse.operations import ALGORITHMS
 from asyncoll.cli import main
+from asyncoll.runtime.departures import Departures
+from asyncoll.runtime.failures import Failures
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import LawBroken, check_laws
-from asyncoll.testing.laws import dense, gossip, runs, sparse, training
+from asyncoll.testing.laws import dense, ending, gossip, runs, sparse, training
 from asyncoll.testing.laws.dense_program import OPERATIONS, Program
 from asyncoll.testing.laws.rules import conservation, laws_of, staleness, synchrony
 from asyncoll.testing.laws.runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
@@ -30,6 +32,7 @@ from asyncoll.testing.laws.sparse import SparseProgram
 from asyncoll.testing.laws.story import (
     ALL_KINDS,
     DENSE,
+    ENDING,
     GOSSIP,
     KINDS,
     NAP_S,
@@ -792,3 +795,37 @@ def test_the_drawn_trainings_recover_with_metrics_and_cancelled_steps(transport)
     assert any(done.metrics for story in stories for part in story.parts for done in part.done if done.recovered)
     assert any(len(part.made) >= len(part.done) for story in stories for part in story.parts)
     assert {story.program.partial for story in stories} == {"solo", "majority", "quorum"}
+
+
+async def leaves_at_once(truth, departures, reason):
+    """So the end of the connection may come before the reason."""
+
+
+def tells_another_reason(truth, failures, communicator, members, reason):
+    truth(failures, communicator, members, "something has happened")
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "lie"),
+    [(Departures, "part_from_others", leaves_at_once), (Failures, "abort", tells_another_reason)],
+)
+def test_a_program_that_raises_without_its_reason_breaks_the_law(kind, method, lie, monkeypatch):
+    truth = getattr(kind, method)
+    monkeypatch.setattr(kind, method, lambda self, *x: lie(truth, self, *x))
+    broken = next(broken for _, broken in breaches(ENDING) if broken.law == "root_cause")
+    assert broken.rank is not None
+
+
+def test_a_rank_that_does_not_hear_of_an_exception_breaks_the_law():
+    story = tell(draw(ENDING, 3, 0), SIMULATED)
+    story.parts[:] = [replace(part, error="") for part in story.parts]
+    assert len(list(ending.heard(story))) == 3 - sum(part.raised for part in story.parts) > 0
+
+
+@pytest.mark.parametrize("transport", [SIMULATED, MEMORY, HOSTS])
+def test_the_drawn_ends_are_before_and_beside_calls_and_of_two_ranks(transport):
+    stories = [tell(draw(ENDING, size, seed), transport) for size in (2, 3, 5) for seed in range(12)]
+    raised = [[rank for rank, part in enumerate(story.parts) if part.raised] for story in stories]
+    assert {len(ranks) for ranks in raised} == {1, 2}
+    raisers = [story.program.raisers[rank] for ranks, story in zip(raised, stories, strict=True) for rank in ranks]
+    assert {raiser.beside for raiser in raisers} == {raiser.sends_to is None for raiser in raisers} == {False, True}

@@ -7,6 +7,7 @@ import threading
 from datetime import timedelta
 
 import pytest
+from conftest import PATIENCE_S
 
 from asyncoll.errors import AbortedError, ClosedError, DeadlineError, PeerLostError, UsageError
 from asyncoll.runtime.progress import SharedLoop
@@ -126,7 +127,7 @@ class CancelledAsItHasMet(Joining):
     def fails_by(self, tell):
         super().fails_by(tell)
         self._loop.call_soon_threadsafe(self._task.cancel)
-        self._is_cancelled.wait()
+        assert self._is_cancelled.wait(PATIENCE_S)
 
     def cancel(self):
         super().cancel()
@@ -168,6 +169,40 @@ def test_a_rank_that_is_cancelled_as_all_have_met_tells_it_and_blocks_no_loop(ca
 
 
 @pytest.mark.parametrize("cancelled", [0, 1])
+def test_a_rank_that_connects_after_the_other_has_closed_its_socket_hears_why(cancelled, monkeypatch):
+    """The other rank is cancelled in the last step of its meeting, and the file of its socket is gone."""
+    store, is_closed = NotedStore(), threading.Event()
+
+    class Noted(rendezvous.ZeroMQTransport):
+        def _close(self, **more):
+            super()._close(**more)
+            if self.rank == cancelled:
+                is_closed.set()
+
+    class MeetsLast(Joining):
+        def fails_by(self, tell):
+            super().fails_by(tell)
+            assert is_closed.wait(PATIENCE_S)
+
+    monkeypatch.setattr(rendezvous, "ZeroMQTransport", Noted)
+    monkeypatch.setattr(join, "_joining", lambda environment: MeetsLast(environment.rank, 2))
+
+    async def give_up():
+        await join._meet(Environment.of_store(store, cancelled, 2, {}), CancelledAsItHasMet(cancelled, 2))
+
+    async def main():
+        giving_up = asyncio.create_task(give_up())
+        with pytest.raises(PeerLostError) as lost:
+            async with join.joined(SharedLoop(), Environment.of_store(store, 1 - cancelled, 2, {})):
+                pass
+        assert (lost.value.rank, lost.value.cause) == (cancelled, INTERRUPTED)
+        await asyncio.wait([giving_up])
+        assert giving_up.cancelled()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("cancelled", [0, 1])
 def test_a_rank_that_is_cancelled_as_all_have_joined_leaves_the_world_and_tells_nothing_in_the_store(cancelled):
     store = NotedStore()
 
@@ -199,8 +234,12 @@ def test_an_error_in_the_last_step_of_a_meeting_closes_all_connections(opened):
     async def main():
         ranks = [Environment.of_store(store, rank, 2, {}) for rank in range(2)]
         meetings = [join._meet(environment, FailsAtItsEnd(environment.rank, 2)) for environment in ranks]
-        for error in await asyncio.gather(*meetings, return_exceptions=True):
-            assert isinstance(error, UsageError), error
+        errors = await asyncio.gather(*meetings, return_exceptions=True)
+        failed = [rank for rank, error in enumerate(errors) if isinstance(error, UsageError)]
+        assert failed
+        for rank in {0, 1}.difference(failed):  # it has heard of the other before its own last step
+            assert isinstance(errors[rank], PeerLostError), errors[rank]
+            assert (errors[rank].rank, errors[rank].cause) == (1 - rank, "it could not join: UsageError: at the end")
 
     asyncio.run(main())
     assert len(opened) == 2

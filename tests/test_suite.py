@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -41,3 +42,28 @@ def test_a_test_that_hangs_fails_with_stacks_and_leaves_no_process(tmp_path):
     while Path(f"/proc/{child}").exists():
         assert time.monotonic() < deadline, f"{child} survives"
         time.sleep(0.01)
+
+
+WAITS = """
+import subprocess, sys, threading
+
+print("waits in", file=sys.stderr, flush=True)
+subprocess.Popen(["sleep", "1000"])  # which holds the output
+print("waiting", flush=True)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_rank_that_does_not_end_is_a_failure_with_what_its_world_has_printed(forked_world, tmp_path):
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    ranks = forked_world({}, 2, script)
+    for rank in ranks:
+        assert rank.stdout.readline() == "waiting\n"
+    for rank in ranks:
+        with pytest.raises(
+            pytest.fail.Exception, match=r"has not ended in 0.1 s(?s:.*)rank 0: waits(?s:.*)rank 1: waits"
+        ):
+            rank.end(patience_s=0.1)
+        assert rank.returncode == -signal.SIGKILL

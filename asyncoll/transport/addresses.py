@@ -68,7 +68,7 @@ def all_in_use(address: str, ports: Sequence[int]) -> UsageError:
 
 
 def refuses_connections(address: str) -> bool:
-    """Whether `address` (`ipc://path` or `tcp://ip:port`) refuses connections: no process listens there.
+    """Whether `address` (`ipc://path` or `tcp://ip:port`) refuses connections, or its path is gone: no process listens.
 
     False if a process listens, and also if nothing is known: no answer, or no route to the host.
     """
@@ -209,7 +209,7 @@ def _private_socket(path: Path) -> Iterator[None]:
         undo.callback(os.close, folder)
         _lock(folder, path)  # of two processes that begin to listen here, the second finds the first
         if path.is_socket() and not _is_served(path):
-            path.unlink()
+            path.unlink(missing_ok=True)  # its process may have removed it just now
         elif path.exists():
             raise UsageError(f"cannot listen on ipc://{path}: it is there already, and in use")
         undo.callback(os.umask, os.umask(0o177))
@@ -231,7 +231,7 @@ def _is_served(path: Path) -> bool:
         probe.setblocking(False)  # a connect to a stopped process with a full backlog would block
         try:
             probe.connect(bytes(path))
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, FileNotFoundError):
             return False
         except OSError:
             return True

@@ -261,8 +261,9 @@ class World:
             elif isinstance(failure := self._endpoint.failures.of(self._group.communicator), Departed):
                 # Only this rank knows: the others wait for it to leave in good order.
                 self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error or error_of(failure)))
-            if self._failed() and not self._departs:
-                await self._endpoint.give_reason(describe(error) if error else "its world has failed")
+            failure = self._endpoint.failures.of(self._group.communicator)
+            if failure is not None and not self._departs:
+                await self._endpoint.give_reason(describe(error or error_of(failure)))
         finally:
             await self._endpoint.close(flush=self._departs or self._failed())
 

@@ -28,17 +28,20 @@ def serve() -> list[str]:
         order = json.loads(line)
         if isinstance(order, int):
             print(os.waitstatus_to_exitcode(os.waitpid(order, 0)[1]), flush=True)
-        elif pid := os.fork():
+            continue
+        streams = [os.open(os.devnull, os.O_RDONLY), *(os.open(order[name], os.O_WRONLY) for name in ("out", "err"))]
+        if pid := os.fork():
+            for stream in streams:
+                os.close(stream)
             print(pid, flush=True)
         else:
             process_tree.die_with_parent(template)
             os.environ.clear()
             os.environ.update(order["env"])
             tempfile.tempdir = None
-            for descriptor, path in enumerate([os.devnull, order["out"], order["err"]]):
-                file = os.open(path, os.O_WRONLY if descriptor else os.O_RDONLY)
-                os.dup2(file, descriptor)
-                os.close(file)
+            for descriptor, stream in enumerate(streams):
+                os.dup2(stream, descriptor)
+                os.close(stream)
             return order["command"]
     sys.exit()
 

@@ -14,9 +14,10 @@ from raising import caught
 
 import asyncoll
 import asyncoll.torch
+from asyncoll.launch.environment import reserve_port
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-FOLDER, PORT = os.environ["FOLDER"], int(os.environ["MASTER_PORT"])
+FOLDER = os.environ["FOLDER"]
 LOST = "is gone: it has left"
 
 
@@ -53,7 +54,12 @@ def monitored(alone):
 def stores():
     """Worlds meet in every store of torch, one after another, also twice in the same one and after an error."""
     shared = dist.FileStore(f"{FOLDER}/shared", SIZE)
-    served = dist.TCPStore("127.0.0.1", PORT + 1, SIZE, RANK == 0)
+    outside = dist.FileStore(f"{FOLDER}/outside", SIZE)
+    reserved = [reserve_port() for _ in range(2)] if RANK == 0 else []
+    if RANK == 0:
+        outside.set("ports", " ".join(str(each.getsockname()[1]) for each in reserved))
+    of_store, of_place = map(int, outside.get("ports").split())
+    served = dist.TCPStore("127.0.0.1", of_store, SIZE, RANK == 0)
     given = {"rank": RANK, "world_size": SIZE}
     places = [
         {},
@@ -62,7 +68,7 @@ def stores():
         {"store": shared, **given},
         {"store": dist.PrefixStore("inside", served), **given},
         {"store": served, **given},
-        {"init_method": f"tcp://127.0.0.1:{PORT + 2}", **given},
+        {"init_method": f"tcp://127.0.0.1:{of_place}", **given},
     ]
     for turn, place in enumerate(places):
         init(**place)
@@ -83,6 +89,8 @@ def stores():
     init(store=dist.HashStore(), rank=0, world_size=1)
     assert total() == 1
     dist.destroy_process_group()
+    for each in reserved:
+        each.close()
 
 
 def cycles():

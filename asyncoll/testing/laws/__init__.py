@@ -1,4 +1,4 @@
-"""The laws of wait-avoiding, dense and sparse collectives, gossip and training, checked in worlds drawn from seeds."""
+"""The laws of collectives, gossip, training and the ends of programs, checked in worlds drawn from seeds."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from asyncoll.testing.laws import dense, gossip, sparse, training
+from asyncoll.testing.laws import dense, ending, gossip, sparse, training
 from asyncoll.testing.laws.rules import Breach, laws_of
 from asyncoll.testing.laws.runs import SIMULATED, tell
-from asyncoll.testing.laws.story import DENSE, GOSSIP, SPARSE, TRAINING, draw
+from asyncoll.testing.laws.story import DENSE, ENDING, GOSSIP, SPARSE, TRAINING, draw
 
 _OTHERS: dict[str, Iterable[Callable[[Any], Iterator[Breach]]]] = {
     GOSSIP: gossip.LAWS,
     DENSE: dense.LAWS,
     SPARSE: sparse.LAWS,
     TRAINING: training.LAWS,
+    ENDING: ending.LAWS,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -20,13 +21,15 @@ from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.laws import dense, gossip, sparse, training
+from asyncoll.testing.laws import dense, ending, gossip, sparse, training
 from asyncoll.testing.laws.dense import DenseStory
 from asyncoll.testing.laws.dense_program import Program
+from asyncoll.testing.laws.ending import EndingProgram, EndingStory, ProgramError
 from asyncoll.testing.laws.gossip import Gossiper, GossipStory
 from asyncoll.testing.laws.sparse import SparseProgram, SparseStory
 from asyncoll.testing.laws.story import (
     DENSE,
+    ENDING,
     GOSSIP,
     SPARSE,
     TRAINING,
@@ -58,18 +61,23 @@ def tell(case: Case, transport: str, *, devices: bool = False) -> Any:
     Without `devices` no rank has one.
     """
     case = case if devices else replace(case, staging=())
-    if transport in (SIMULATED, MEMORY, HOSTS):
-        case = replace(case, alarmed=None, forking=None)
-        hosts = case.hosts if transport == HOSTS else [0] * case.size
-        in_memory = set() if transport == SIMULATED else set(hosts) - ({case.bare} if transport == HOSTS else set())
-        main = partial(take_part, case=case)
-        report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory, hosts=hosts)
-        return _story(case, report.results, report.messages)
-    case = _in_real_time(case)
+    is_simulated = transport in (SIMULATED, MEMORY, HOSTS)
+    case = case if is_simulated else _in_real_time(case)
     if transport in PROCESSES:
         return _story(case, _launch(case, transport), 0)
     case = replace(case, alarmed=None, forking=None)
-    return _story(case, run_ranks(case.size, lambda comm: take_part(comm, case), transport), 0)
+    parts: dict[int, Any] = {}
+    main = partial(take_part, case=case, parts=parts)
+    messages = 0
+    with contextlib.suppress(ProgramError):
+        if is_simulated:
+            hosts = case.hosts if transport == HOSTS else [0] * case.size
+            in_memory = set() if transport == SIMULATED else set(hosts) - ({case.bare} if transport == HOSTS else set())
+            report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory, hosts=hosts)
+            messages = report.messages
+        else:
+            run_ranks(case.size, main, transport)
+    return _story(case, [parts[rank] for rank in range(case.size)], messages)
 
 
 def _in_real_time(case: Case) -> Case:
@@ -85,8 +93,15 @@ def _in_processes(case: Case) -> Case:
     return replace(case, staging=staging, careless=None, gathers=False)
 
 
-async def take_part(comm: Communicator, case: Case) -> Any:
-    """The `Part` of this rank, or that of gossip, of dense or sparse calls, or of a training."""
+async def take_part(comm: Communicator, case: Case, parts: dict[int, Any]) -> None:
+    """Leave the `Part` of this rank in `parts`, or that of another kind. Raises ProgramError where programs raise."""
+    if case.kind == ENDING:
+        await ending.live(comm, case, parts)
+    else:
+        parts[comm.rank] = await _part(comm, case)
+
+
+async def _part(comm: Communicator, case: Case) -> Any:
     if case.kind in (DENSE, SPARSE):
         return await (dense if case.kind == DENSE else sparse).Caller(comm, case).run()
     if case.kind == TRAINING:
@@ -100,7 +115,7 @@ async def take_part(comm: Communicator, case: Case) -> Any:
 
 def _story(
     case: Case, parts: list[Any], messages: int
-) -> Story | GossipStory | DenseStory | SparseStory | TrainingStory:
+) -> Story | GossipStory | DenseStory | SparseStory | TrainingStory | EndingStory:
     if case.kind == DENSE:
         return DenseStory(Program(case), parts, messages)
     if case.kind == SPARSE:
@@ -109,6 +124,8 @@ def _story(
         return TrainingStory(TrainingProgram(case), parts, messages)
     if case.kind == GOSSIP:
         return GossipStory(case, parts, messages)
+    if case.kind == ENDING:
+        return EndingStory(EndingProgram(case), parts, messages)
     return Story(case, [calls for calls, _ in parts], [each for _, cancelled in parts for each in cancelled], messages)
 
 
@@ -153,11 +170,15 @@ def rank_main() -> None:
     warnings.simplefilter("ignore", RuntimeWarning)
     sys.unraisablehook = _ignore_alarms
 
-    async def main(comm: Communicator) -> tuple[int, Any]:
-        case = _in_processes(_in_real_time(draw(kind, comm.size, int(seed))))
-        return comm.rank, await take_part(comm, case if devices == "devices" else replace(case, staging=()))
+    parts: dict[int, Any] = {}
 
-    rank, part = run(main)
+    async def main(comm: Communicator) -> None:
+        case = _in_processes(_in_real_time(draw(kind, comm.size, int(seed))))
+        await take_part(comm, case if devices == "devices" else replace(case, staging=()), parts)
+
+    with contextlib.suppress(ProgramError):
+        run(main)
+    [(rank, part)] = parts.items()
     write_record(_record(folder, rank), part)
 
 
@@ -184,6 +205,8 @@ def read_record(record: Path, kind: str = "") -> Any:
         return sparse.Part([sparse.Got(**got | {"thresholds": tuple(got["thresholds"])}) for got in fields["gots"]])
     if kind == GOSSIP:
         return _gossip(**fields)
+    if kind == ENDING:
+        return ending.Part(**fields)
     if kind == TRAINING:
         return training.Part(fields["made"], [training.Done(**done) for done in fields["done"]])
     calls, cancelled = fields

@@ -7,6 +7,7 @@ of its own, so a sum shows which contributions, of which ranks and calls, are in
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import warnings
@@ -32,7 +33,8 @@ GOSSIP = "gossip"
 DENSE = "dense"
 SPARSE = "sparse"
 TRAINING = "training"
-ALL_KINDS = (*KINDS, GOSSIP, DENSE, SPARSE, TRAINING)
+ENDING = "ending"
+ALL_KINDS = (*KINDS, GOSSIP, DENSE, SPARSE, TRAINING, ENDING)
 _WITH_HISTORY = ("solo", "majority", "quorum")
 _ROUNDS = 12
 _ITEM_BYTES = 8
@@ -41,6 +43,7 @@ _ALARM_S = 0.0005  # mean time from the start of a call to the signal: about as 
 _OVERLAPS = (1, 1, 2, 4)  # drawn: the most calls of one rank that are in flight at the same time
 STEP_S = 0.01  # mean computation of a trainer between two calls; the slow rank of a world takes five times as long
 _FORK_AT = (1, 3, 5)  # odd calls: their contributions are in registered memory
+_SLOW_BYTES_PER_S = 1e7  # a long message takes as long as some steps
 NAP_S = 1000.0  # the sleep of a trainer, longer than all the rest of a world
 
 
@@ -156,7 +159,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
         quitter=one_of(None, None, rank()) if size > 1 else None,
         quits_after=one_of(1, 3, 6),
         impatient=one_of(None, rank()) if kind != "group" and size > 1 else None,
-        network=Network(1e-4, one_of(1e-4, 2e-3, 2e-2), faults=pauses),
+        network=_draw_network(kind, size, seed, Network(1e-4, one_of(1e-4, 2e-3, 2e-2), faults=pauses)),
         overlap=one_of(*_OVERLAPS),
         forking=one_of(None, rank()) if size > 1 else None,
         forks_at=one_of(*_FORK_AT),
@@ -165,6 +168,15 @@ def draw(kind: str, size: int, seed: int) -> Case:
         **_draw_hosts(size, seed),
         **_draw_ends(kind, size, seed),
     )
+
+
+def _draw_network(kind: str, size: int, seed: int, network: Network) -> Network:
+    """May let the end of a rank overtake its last messages. Where programs raise, it has no pauses, and may be slow."""
+    generator = np.random.default_rng([seed, size, ALL_KINDS.index(kind), 2])  # of its own, as in `_draw_hosts`
+    network = replace(network, ends_overtake=bool(generator.integers(2)))
+    if kind != ENDING:
+        return network
+    return replace(network, faults=(), bandwidth_bytes_per_s=_SLOW_BYTES_PER_S if generator.integers(2) else math.inf)
 
 
 def _draw_hosts(size: int, seed: int) -> dict[str, Any]:

@@ -65,6 +65,9 @@ class Network:
     direction. With `hosts`, the name of each rank's host, it is that of each host; messages within a host then take no
     bandwidth, and `local_latency_s`. Each wait in simulated shared memory takes `memory_s`.
 
+    With `ends_overtake`, the end of a rank is noticed at once, and the messages that it has sent still arrive after it:
+    so a rank may notice the end of a real connection before it has read the last messages.
+
     Each byte of payload takes the time of `payload_scale` bytes, so that a short tensor can stand for one that a
     thousand ranks have no memory for. Headers are not scaled, and counts of words are of the short tensor.
     Raises UsageError for negative times, and for a bandwidth or a scale that is not positive.
@@ -78,6 +81,7 @@ class Network:
     local_latency_s: float = 10e-6
     memory_s: float = 0.0
     faults: Sequence[Fault] = ()
+    ends_overtake: bool = False
 
     def __post_init__(self) -> None:
         times_s = (self.latency_s, self.jitter_s, self.memory_s, self.local_latency_s)
@@ -144,9 +148,11 @@ class SimulatedWorld:
         return self._egress_free_s[self._port[source]] - now
 
     def announce_loss(self, source: int, cause: str) -> None:
-        """Report the loss of `source` to every rank, after all messages of `source` have arrived."""
+        """Report the loss of `source` to every rank, after all messages of `source` have arrived or before."""
         loop = _loop()
-        heard = max(loop.time() + self.network.latency_s, math.nextafter(self._last_of_source_s[source], math.inf))
+        heard = loop.time()
+        if not self.network.ends_overtake:
+            heard = max(heard + self.network.latency_s, math.nextafter(self._last_of_source_s[source], math.inf))
         loop.happen_at(heard, self._lose, source, cause)
 
     def _lose(self, source: int, cause: str) -> None:
