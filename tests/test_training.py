@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any, get_args
@@ -263,6 +264,28 @@ def test_zero_grad_in_any_place_of_the_loop_does_no_harm(algorithm: str, size: i
     plainly = models()
     for places in [("before start",), ("before backward",), ("after step",), ("before start", "after step")]:
         assert models(*places) == plainly, places
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS | AT_OWN_PACE | EQUAL_REPLICAS)
+def test_a_first_step_that_is_cancelled_is_no_wrong_use_of_the_next(algorithm: str) -> None:
+    """The next one begins the training, unless the cancellation has ended the communicator."""
+
+    async def main(comm: asyncoll.Communicator, turns: int) -> None:
+        model = network()
+        sgd = (ALGORITHMS | AT_OWN_PACE | EQUAL_REPLICAS)[algorithm](comm, model, momentum(model))
+        loss(model, comm.rank, 0).backward()
+        step = asyncio.ensure_future(sgd.step())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+        loss(model, comm.rank, 1).backward()
+        with contextlib.suppress(asyncoll.AbortedError, asyncoll.PeerLostError):
+            await sgd.step()
+
+    for turns in range(12):
+        with contextlib.suppress(asyncoll.AbortedError):
+            simulate(2, lambda comm, turns=turns: main(comm, turns))
 
 
 @looped("set_to_none", [True, False])

@@ -51,11 +51,18 @@ class Recovery:
         self._lock = threading.Lock()
         self._round: int | None = None  # at whose end the state is; None: it must not be read
         self._questions: list[_Question] = []
+        self._is_served = False
 
     def serve(self, calls: Calls) -> None:
-        """Let the other ranks ask this one. All do it before the first round that a rank can miss."""
+        """Let the other ranks ask this one. All do it before the first round that a rank can miss.
+
+        Idempotent: a training whose beginning was interrupted begins again.
+        """
+        if self._is_served:
+            return
         self._loop = asyncio.get_running_loop()
         self._calls = calls
+        self._is_served = True
         for function in (self.offer, self.give):
             calls.register(function, name=f"{self._name}.{function.__name__}")
 
