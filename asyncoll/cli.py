@@ -200,9 +200,11 @@ def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport
     "terminate" SIGTERM, "crash" SIGSEGV, "fatal" SIGABRT. "orphan" kills a rank with a living child; "signal" sends a
     signal whose handler ends the program by an exception. "kill" and "stop" also strike at each injection point of the
     compiled core, such as kill/allreduce/meeting-arrived, in the operations that pass it. Operations staged_* have
-    tensors on devices without hardware; faults strike them also when a copy has "begun" or "landed". All other ranks
-    must raise an error that names that rank: within 100 ms of a death, and within 1 s of a freeze. For a rank that is
-    slow, or holds its GIL, no rank may raise an error. No rank may hang, and no process or file may be left behind.
+    tensors on devices without hardware; faults strike them also when a copy has "begun" or "landed". Operations init_*
+    are programs of asyncoll.init, torch_* of torch.distributed, and ddp_solo one of DDP with a solo hook; "return" ends
+    these without a call by which they leave. All other ranks must raise an error that names that rank: within 100 ms of
+    a death, and within 1 s of a freeze. For a rank that is slow, or holds its GIL, no rank may raise an error. No rank
+    may hang, and no process or file may be left behind.
     With --hosts, ranks are on hosts that are network namespaces of this machine, which needs root; and "kill-host",
     "stop-host", "down-host" (its interface is set down) and "cut-host" (its cable is cut) strike all ranks of a host,
     also in the operation "joining".

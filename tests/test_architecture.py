@@ -96,6 +96,7 @@ PACKAGES: dict[str, set[str]] = {
     "testing": {
         "_core",
         "algorithms",
+        "blocking",
         "communicator",
         "errors",
         "forks",
@@ -103,6 +104,7 @@ PACKAGES: dict[str, set[str]] = {
         "rpc",
         "runtime",
         "tensors",
+        "torch.hooks",
         "training",
         "transport",
         "transport.memory",

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 from conftest import LIGHT, PATIENCE_S
 
-from asyncoll import AbortedError, Communicator, PeerLostError, UsageError, _core, cli
+from asyncoll import AbortedError, Communicator, PeerLostError, UsageError, _core, cli, init
 from asyncoll.tensors.operands import build
 from asyncoll.testing import (
     Disconnect,
@@ -41,6 +42,7 @@ from asyncoll.testing.faults.core import PASSED
 from asyncoll.testing.faults.host_faults import KillHost
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.processes import Story
+from asyncoll.testing.faults.programs import PROGRAMS
 from asyncoll.testing.faults.staged_calls import STAGED
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -48,6 +50,7 @@ WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
 ELEMENTS = 6
 SIZE = 3
 VICTIM = 1
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # of a driver, which forks
 SURVIVORS = {0: VICTIM, 2: VICTIM}  # the rank that each survivor must name
 
 memory = pytest.mark.parametrize("memory", [False, True], ids=["messages", "memory"])
@@ -195,6 +198,23 @@ def test_an_interrupted_task_may_go_on():
         return (await comm.solo_allreduce(np.ones(3), sync_every=0)).active
 
     assert max(simulate(3, main, WEATHER).results) > 0
+
+
+def test_without_an_event_loop_a_fault_raises_at_the_end_of_the_block(monkeypatch):
+    done = []
+
+    def call(comm, at):
+        with fault(comm, Raise(TroubleError(at)), rank=0, at=at):
+            comm.barrier().wait()
+            done.append(at)
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with init() as comm:
+        for at in ("before", "inside", "after"):
+            with pytest.raises(TroubleError, match=at):
+                call(comm, at)
+    assert done == ["inside", "after"]
 
 
 @memory
@@ -376,9 +396,11 @@ async def _enter(context):
 def test_cells_are_chosen_by_name_and_drawn_by_seed():
     everything = select("*", 0, 1, 0, "zmq", 4)
     kinds = [kind for kind in KINDS.values() if not kind.of_host]
-    assert len(everything) == len(kinds) * (len(OPERATIONS) * 3 + len(STAGED) * 5)
+    of_runs = [kind for kind in kinds if not kind.of_program]
+    assert len(everything) == len(of_runs) * (len(OPERATIONS) * 3 + len(STAGED) * 5) + len(kinds) * len(PROGRAMS) * 3
+    assert {cell.operation for cell in everything if cell.kind == "return"} == set(PROGRAMS)
     assert {cell.name for cell in select("kill/*/inside,stop/solo/after", 0, 1, 0, "shm", 4)} == {
-        *(f"kill/{operation}/inside" for operation in (*OPERATIONS, *STAGED)),
+        *(f"kill/{operation}/inside" for operation in (*OPERATIONS, *STAGED, *PROGRAMS)),
         "stop/solo/after",
     }
     drawn = select("*", 10, 3, 5, "zmq", 3)
@@ -481,6 +503,9 @@ STAGED_CELLS = ("kill/staged_allreduce/begun", "exit/staged_solo/landed", "raise
 STAGED_CELLS += ("signal/staged_allgather/begun", "kill/staged_solo/begun")
 
 
+PROGRAM_CELLS = ("return/init_allreduce/inside", "interrupt/init_solo/inside", "raise/torch_all_reduce/after")
+PROGRAM_CELLS += ("return/ddp_solo/inside", "raise/ddp_solo/before", "signal/ddp_solo/inside", "kill/ddp_solo/inside")
+
 CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-counted", "kill/solo/round-taken")
 
 
@@ -490,23 +515,25 @@ CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-co
     [
         ("shm", (*CELLS, *STAGED_CELLS[:3])),
         ("zmq", (*CELLS, *STAGED_CELLS[3:])),
+        ("shm", PROGRAM_CELLS),
+        ("zmq", PROGRAM_CELLS),
         pytest.param("shm", CORE_CELLS, marks=needs_core),
         pytest.param("shm-mixed", ("kill/quorum/inside", *CORE_CELLS), marks=needs_core),
     ],
 )
 def test_a_few_cells_among_processes(transport, cells, tmp_path):
     """Times are not checked: that needs an idle machine, and is the job of the command."""
-
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "cells.py", transport, "3", *cells],
-        env=os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-    assert json.loads(done.stdout) == {cell: [] for cell in cells}
-    assert os.listdir(tmp_path) == []
+    with tempfile.TemporaryDirectory() as temporary:  # its path is shorter than that of `tmp_path`: sockets are in it
+        done = subprocess.run(
+            [sys.executable, SCRIPTS / "cells.py", transport, "3", *cells],
+            env=os.environ | {"TMPDIR": temporary, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} | ONE_THREAD,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=True,
+        )
+        assert json.loads(done.stdout) == {cell: [] for cell in cells}
+        assert os.listdir(temporary) == []
 
 
 @pytest.mark.slow
@@ -618,7 +645,7 @@ def test_hosts_that_vanish_among_processes():
     cells = ("kill-host/solo/inside", "kill-host/allreduce/inside")  # a silence is noticed after ASYNCOLL_FREEZE_S
     done = subprocess.run(
         [sys.executable, SCRIPTS / "cells.py", "shm", "4", "--hosts", *cells],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        env=os.environ | ONE_THREAD,
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

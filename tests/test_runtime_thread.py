@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,24 @@ import asyncoll
 from asyncoll import UsageError
 
 SCRIPT = Path(__file__).parent / "scripts" / "broken_runtime.py"
+AT_A_CALLBACK = SCRIPT.with_name("interrupted_callback.py")
 WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
 def spawn(function, args=(), kwargs=None):
     raise AssertionError("no thread is started")
+
+
+def test_sockets_that_only_threads_of_eventlet_can_use_are_refused(monkeypatch):
+    async def main(comm: asyncoll.Communicator) -> None: ...
+
+    for name, value in WORLD.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(
+        socket, "socket", type("GreenSocket", (socket.socket,), {"__module__": "eventlet.greenio.base"})
+    )
+    with pytest.raises(UsageError, match=r"^eventlet has replaced the sockets.*socket=False"):
+        asyncoll.run(main)
 
 
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
@@ -54,6 +68,23 @@ def test_coroutines_of_another_library_are_refused(enter):
 @pytest.mark.parametrize("way", ["exit", "interrupt", "stop", "sent"])
 def test_whatever_interrupts_the_thread_of_the_runtime_ends_every_wait(forked_world, way, transport):
     ranks = forked_world(os.environ | {"ASYNCOLL_TRANSPORT": transport}, 3, SCRIPT, way)
+    for code, out, err in (rank.end() for rank in ranks):
+        assert code == 0, err
+        assert out.startswith("rank 1 aborted: its runtime was interrupted: "), (out, err)
+
+
+@pytest.mark.parametrize("error", ["exit", "error"])
+@pytest.mark.parametrize(
+    "callback",
+    [
+        *("_Crossing.begin_here", "_Crossing._done", "_Crossing._discard"),
+        *("_Run.begin", "HandleRunner._adopt", "HandleRunner._settle"),
+    ],
+)
+def test_a_call_whose_beginning_or_end_is_interrupted_has_an_end(forked_world, callback, error):
+    # By message each call of a loop crosses to that of the runtime; in memory a handle is adopted.
+    transport = {"ASYNCOLL_TRANSPORT": "zmq" if callback.startswith("_Crossing") else "shm"}
+    ranks = forked_world(os.environ | transport, 3, AT_A_CALLBACK, callback, error)
     for code, out, err in (rank.end() for rank in ranks):
         assert code == 0, err
         assert out.startswith("rank 1 aborted: its runtime was interrupted: "), (out, err)

@@ -22,7 +22,7 @@ from asyncoll import forks
 from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
-from asyncoll.runtime.progress import ProgressThread, ignore
+from asyncoll.runtime.progress import ProgressThread, ignore, task_of
 from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.runtime.work import Begun, Driven
@@ -345,7 +345,8 @@ class HandleRunner(ProgressThread):
         self.parent = 0  # in a forked child, which has no runtime: its parent
         self.waiting = threading.local()  # `now`: this thread waits for the call that it makes, and may carry it out
         self._is_stopped = False
-        self._left = set[Handle[Any]]()  # those that the runtime is to end
+        # Those that the runtime is to end, and what begins that again after an exception in its thread.
+        self._left: dict[Handle[Any], Callable[[], None]] = {}
         self.resumes = weakref.WeakKeyDictionary[Handle[Any], Callable[[], None]]()  # of `resuming`
         self._finishing = weakref.WeakKeyDictionary[Begun[Any], asyncio.Task[Any]]()  # those of `Shared`
 
@@ -399,7 +400,8 @@ class HandleRunner(ProgressThread):
             work.close()
             raise forks.refusal(self.parent)
         handle: Handle[T] = self._handle(discarded)
-        self._post(handle, partial(self._run_here, handle, work))
+        run = _Run(self.home, work, partial(self._settle, handle))
+        self._post(handle, run.begin, run.begin_again)
         return handle
 
     def resuming(self, call: Any, resume: Callable[[], None]) -> Any:
@@ -438,7 +440,8 @@ class HandleRunner(ProgressThread):
 
     def adopt(self, handle: Handle[Any]) -> None:
         """End `handle`, which has a short call, and tell those that wait for it."""
-        self._post(handle, partial(self._adopt, handle))
+        adopt = partial(self._adopt, handle)
+        self._post(handle, adopt, adopt)
 
     def has_taken(self, call: Shared[Any]) -> bool:
         """Whether the runtime finishes `call`, and no thread that looks at it finds its end."""
@@ -451,8 +454,8 @@ class HandleRunner(ProgressThread):
         handle._discarded = discarded
         return handle
 
-    def _post(self, handle: Handle[Any], what: Callable[[], None]) -> None:
-        self._left.add(handle)
+    def _post(self, handle: Handle[Any], what: Callable[[], None], again: Callable[[], None]) -> None:
+        self._left[handle] = again
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.home.call_soon_threadsafe(what)
         if self._is_stopped:
@@ -477,8 +480,10 @@ class HandleRunner(ProgressThread):
         else:  # a thread looks at the call, which takes a short time
             self.home.call_later(_LOOKED_AT_S, self._adopt, handle)
 
-    def _run_here(self, handle: Handle[T], work: Coroutine[Any, Any, T]) -> None:
-        self.home.create_task(work).add_done_callback(partial(self._settle, handle))
+    def _begin_again(self) -> None:
+        super()._begin_again()
+        for again in list(self._left.values()):
+            again()
 
     def _settle(self, handle: Handle[T], task: asyncio.Task[T]) -> None:
         if task.cancelled():  # by `stop`
@@ -492,8 +497,35 @@ class HandleRunner(ProgressThread):
     def _over(self, handle: Handle[Any], error: BaseException | None = None) -> None:
         if error is not None and not handle._is_done:
             handle._fail(error)
-        self._left.discard(handle)
+        self._left.pop(handle, None)
         handle._tell()
+
+
+class _Run:
+    """Work that runs as a task of the runtime's loop, to the end of `over(task)`, which may be called twice."""
+
+    __slots__ = ("_loop", "_over", "_task", "_work")
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        work: Coroutine[Any, Any, Any],
+        over: Callable[[asyncio.Task[Any]], None],
+    ) -> None:
+        self._loop = loop
+        self._work = work
+        self._over = over
+        self._task: asyncio.Task[Any] | None = None
+
+    def begin(self) -> None:
+        if self._task is None:
+            self._task = self._loop.create_task(self._work)
+        self._task.add_done_callback(self._over)
+
+    def begin_again(self) -> None:
+        """Start the work, or tell of its end, if an exception has interrupted that. In the runtime's thread."""
+        self._task = self._task or task_of(self._loop, self._work)
+        self.begin()
 
 
 def _see(task: asyncio.Task[Any]) -> None:

@@ -375,7 +375,7 @@ class SharedLoop:
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
-            return _crossed(self.home, work, discarded)
+            return _crossed(self.home, work, discarded, set())
         task = self.home.create_task(work)
         task.add_done_callback(_see)  # a program that hears of the failure elsewhere may not await the call
         return _Begun(_join(task, discarded), discarded)
@@ -391,7 +391,7 @@ class SharedLoop:
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
-            return _crossed(self.home, work.finish(), discarded)
+            return _crossed(self.home, work.finish(), discarded, set())
         work.begin()
         if work.is_over:
             return _Ended(work, discarded, self._turns)
@@ -470,10 +470,12 @@ class ProgressThread:
         self.held: dict[Begun[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
         # Work that the runtime has taken over. Weak, because the caller may never come.
         self._taken: weakref.WeakKeyDictionary[Begun[Any], _Crossing] = weakref.WeakKeyDictionary()
+        self._untold: set[_Crossing] = set()  # whose callers are not told of the end yet
         self.turn = 0
         self._turns = _Turns()
         self._timer = Timer()
         self.is_timer_set = False
+        self._loop.set_exception_handler(self._raised)
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._timer.fileno(), self._take_over)
         self._thread.start()
         forks.register(self)
@@ -482,7 +484,7 @@ class ProgressThread:
         return _Done(result, self._turns)
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
-        return _crossed(self._loop, work, discarded)
+        return _crossed(self._loop, work, discarded, self._untold)
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return self.start(work)
@@ -554,13 +556,14 @@ class ProgressThread:
             self.set_timer()
 
     def _take(self, work: Begun[Any], caller: asyncio.AbstractEventLoop) -> None:
-        crossing = self._taken[work] = _Crossing(self._loop, caller)
+        crossing = self._taken[work] = _Crossing(self._loop, caller, self._untold)
         # `_claim` runs in the caller's thread. Exactly one of the two removes the entry and owns the work, so the
         # crossing must be in `_taken` before: a caller that loses the race looks there.
         if self.held.pop(work, None) is None:
             del self._taken[work]
         else:
-            crossing.begin_here(work.finish())
+            crossing.owns(work.finish())
+            crossing.begin_here()
 
     def post(self, what: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(what)
@@ -589,17 +592,33 @@ class ProgressThread:
     def _run(self) -> None:
         """Run the loop until `stop`. Whatever ends it before fails the world, so that every wait has an end."""
         asyncio.set_event_loop(self._loop)
+        error: BaseException | None = None
         try:
             while not self._is_stopping:
-                error: BaseException = RuntimeError("its loop was stopped")
                 try:
+                    if error is not None:
+                        self._go_on_after(error)
+                    error = RuntimeError("its loop was stopped")
                     self._loop.run_forever()
                 except BaseException as raised:  # SystemExit of a callback, or one that another thread has sent here
                     error = raised
-                if not self._is_stopping:
-                    self._loop.call_soon(self.broke, error)
         finally:
             self._loop.close()
+
+    def _raised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """The loop's exception handler: an exception of a callback does not end it, but is no less an interruption."""
+        loop.default_exception_handler(context)
+        if "handle" in context:
+            self._go_on_after(context["exception"])
+
+    def _go_on_after(self, error: BaseException) -> None:
+        """Fail the world, and do what `error` has kept callbacks from doing. Before the loop runs another callback."""
+        self._loop.call_soon(self.broke, error)
+        self._begin_again()
+
+    def _begin_again(self) -> None:
+        for crossing in list(self._untold):
+            crossing.begin_again()
 
 
 def _runnable_s(schedstat: str) -> float:
@@ -631,19 +650,29 @@ class _Crossing:
     A caller that is cancelled does not rely on the callback: it polls the state of the task.
     """
 
-    def __init__(self, there: asyncio.AbstractEventLoop, here: asyncio.AbstractEventLoop | None = None) -> None:
-        """`there` is the runtime's loop, `here` the caller's, by default the running one."""
+    def __init__(
+        self, there: asyncio.AbstractEventLoop, here: asyncio.AbstractEventLoop, untold: set[_Crossing]
+    ) -> None:
+        """`there` is the runtime's loop, `here` the caller's. `untold` has this one from `owns` to its end."""
         self._there = there
-        self._here = here or asyncio.get_running_loop()
+        self._here = here
+        self._untold = untold
+        self._work: Coroutine[Any, Any, Any] | None = None
         self._outcome: asyncio.Future[Any] = self._here.create_future()
         self._end: asyncio.Future[None] | None = None  # of a caller that was cancelled: what it waits for has come
         self._is_told = False  # `_settle` has run to its end
+        self._discarded: Callable[[], None] | None = None  # of a caller that was cancelled, and waits for it
         self._has_discarded = False
         self._task: asyncio.Task[Any] | None = None
 
-    def begin(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Start `work` on the runtime's loop. On the caller's loop."""
-        self._there.call_soon_threadsafe(self.begin_here, work)
+    def owns(self, work: Coroutine[Any, Any, Any]) -> None:
+        """`work` is the work of this crossing. In any thread, before it begins."""
+        self._work = work
+        self._untold.add(self)
+
+    def begin(self) -> None:
+        """Start the work on the runtime's loop. On the caller's loop."""
+        self._there.call_soon_threadsafe(self.begin_here)
 
     def outcome(self, discarded: Callable[[], None]) -> Coroutine[Any, Any, Any]:
         """A coroutine for the result of the work. An exception in the waiter cancels the work. On the caller's loop.
@@ -672,7 +701,9 @@ class _Crossing:
                     discarded()
                 else:
                     await self._until(self._is_over)
-                    self._there.call_soon_threadsafe(self._discard, discarded)
+                    self._discarded = discarded
+                    self._untold.add(self)
+                    self._there.call_soon_threadsafe(self._discard)
                     await self._until(self._is_discarded)
             raise
 
@@ -683,12 +714,14 @@ class _Crossing:
             with contextlib.suppress(Exception, asyncio.CancelledError):
                 await asyncio.wait([self._end], timeout=_AGAIN_S)
 
-    def _discard(self, discarded: Callable[[], None]) -> None:
+    def _discard(self) -> None:
         """The result of the work has no receiver, and its caller waits for this. On the runtime's loop."""
         try:
-            discarded()
+            if self._discarded is not None:
+                self._discarded()
         finally:
             self._has_discarded = True
+            self._untold.discard(self)
             with contextlib.suppress(RuntimeError):  # the caller's loop is closed
                 self._here.call_soon_threadsafe(self._wake)
 
@@ -703,10 +736,19 @@ class _Crossing:
     def _is_over(self) -> bool:
         return self._is_told or self._there.is_closed() or (self._task is not None and self._task.done())
 
-    def begin_here(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Start `work`. On the runtime's loop."""
-        self._task = self._there.create_task(work)
+    def begin_here(self) -> None:
+        """Start the work. On the runtime's loop."""
+        if self._task is None:
+            self._task = self._there.create_task(self._work)  # type: ignore[arg-type]
         self._task.add_done_callback(self._done)
+
+    def begin_again(self) -> None:
+        """Start the work, tell of its end, or discard it: what an exception interrupted. In the runtime's thread."""
+        if self._discarded is not None:
+            self._discard()
+        else:
+            self._task = self._task or task_of(self._there, self._work)
+            self.begin_here()
 
     def _cancel(self) -> None:
         if self._task is not None:  # None if a signal handler raised before `begin`
@@ -716,10 +758,13 @@ class _Crossing:
         """Wake the caller, and wake it again later if a signal handler interrupted that. On the runtime's loop."""
         if self._is_told:
             return
-        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: there is no waiter
+        try:
             self._here.call_soon_threadsafe(self._settle, task)
-            if handlers_may_raise():
-                self._there.call_later(_AGAIN_S, self._done, task)
+        except RuntimeError:  # the caller's loop is closed: there is no waiter
+            self._untold.discard(self)
+            return
+        if handlers_may_raise():
+            self._there.call_later(_AGAIN_S, self._done, task)
 
     def _settle(self, task: asyncio.Task[Any]) -> None:
         """Complete the future that the caller awaits. On the caller's loop. May run again after an interruption."""
@@ -734,6 +779,7 @@ class _Crossing:
         else:
             outcome.set_result(task.result())
         self._wake()
+        self._untold.discard(self)
         self._is_told = True  # last: a signal handler may raise at any line above
 
 
@@ -743,13 +789,22 @@ def _pause() -> Generator[None, None, None]:
 
 
 def _crossed(
-    there: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T], discarded: Callable[[], None]
+    there: asyncio.AbstractEventLoop,
+    work: Coroutine[Any, Any, T],
+    discarded: Callable[[], None],
+    untold: set[_Crossing],
 ) -> Coroutine[Any, Any, T]:
     """Start `work` on the loop `there`; the returned coroutine waits for it on the running loop of this thread."""
-    crossing = _Crossing(there)
+    crossing = _Crossing(there, asyncio.get_running_loop(), untold)
     begun: _Begun[T] = _Begun(crossing.outcome(discarded), discarded)
-    crossing.begin(work)
+    crossing.owns(work)
+    crossing.begin()
     return begun
+
+
+def task_of(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, T] | None) -> asyncio.Task[T] | None:
+    """The task of `loop` that runs `work`, or None."""
+    return next((task for task in asyncio.all_tasks(loop) if task.get_coro() is work), None)
 
 
 async def offload(fn: Callable[..., T], *args: Any, threads: Executor | None = None) -> T:

@@ -16,60 +16,60 @@ Operation = Callable[[Communicator, int], Awaitable[None]]  # the number of elem
 
 
 async def allreduce(comm: Communicator, elements: int) -> None:
-    _all_are(await comm.allreduce(np.ones(elements)), comm.size)
+    all_are(await comm.allreduce(np.ones(elements)), comm.size)
 
 
 async def registered_allreduce(comm: Communicator, elements: int) -> None:
     x = comm.empty(elements, np.dtype("f4"))
     x[:] = 1
-    _all_are(await comm.allreduce(x), comm.size)
+    all_are(await comm.allreduce(x), comm.size)
 
 
 async def broadcast(comm: Communicator, elements: int) -> None:
-    _all_are(await comm.broadcast(np.full(elements, float(comm.rank)), root=1), 1)
+    all_are(await comm.broadcast(np.full(elements, float(comm.rank)), root=1), 1)
 
 
 async def reduce(comm: Communicator, elements: int) -> None:
-    _all_are(await comm.reduce(np.ones(elements), root=0), 1 if comm.rank else comm.size)
+    all_are(await comm.reduce(np.ones(elements), root=0), 1 if comm.rank else comm.size)
 
 
 async def reduce_scatter(comm: Communicator, elements: int) -> None:
-    _all_are(await comm.reduce_scatter(np.ones(elements)), comm.size)
+    all_are(await comm.reduce_scatter(np.ones(elements)), comm.size)
 
 
 async def allgather(comm: Communicator, elements: int) -> None:
     for rank, row in enumerate(await comm.allgather(np.full(elements, float(comm.rank)))):
-        _all_are(row, rank)
+        all_are(row, rank)
 
 
 async def allgatherv(comm: Communicator, elements: int) -> None:
     for rank, row in enumerate(await comm.allgatherv(np.full(elements + comm.rank, float(comm.rank)))):
         assert len(row) == elements + rank
-        _all_are(row, rank)
+        all_are(row, rank)
 
 
 async def gather(comm: Communicator, elements: int) -> None:
     rows = await comm.gather(np.full(elements, float(comm.rank)), root=1)
     for rank, row in enumerate(rows if rows is not None else ()):
-        _all_are(row, rank)
+        all_are(row, rank)
 
 
 async def scatter(comm: Communicator, elements: int) -> None:
     rows = [np.full(elements, float(rank)) for rank in range(comm.size)] if comm.rank == 0 else None
-    _all_are(await comm.scatter(rows, root=0), comm.rank)
+    all_are(await comm.scatter(rows, root=0), comm.rank)
 
 
 async def alltoall(comm: Communicator, elements: int) -> None:
     x = await comm.alltoall(np.full(elements, float(comm.rank)))
     for rank, part in enumerate(np.split(x, comm.size)):
-        _all_are(part, rank)
+        all_are(part, rank)
 
 
 async def alltoallv(comm: Communicator, elements: int) -> None:
     parts = await comm.alltoallv([np.full(elements + dest, float(comm.rank)) for dest in range(comm.size)])
     for rank, part in enumerate(parts):
         assert len(part) == elements + comm.rank
-        _all_are(part, rank)
+        all_are(part, rank)
 
 
 async def barrier(comm: Communicator, elements: int) -> None:
@@ -81,19 +81,19 @@ async def send_recv(comm: Communicator, elements: int) -> None:
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     sending = comm.send(np.full(elements, float(comm.rank)), after)
     received, _ = await _all_of(comm.recv(np.zeros(elements), before), sending)
-    _all_are(received, before)
+    all_are(received, before)
 
 
 async def neighbor_average(comm: Communicator, elements: int) -> None:
-    _all_are(await comm.neighbor_average(np.full(elements, 6.0), graph="ring"), 6)
+    all_are(await comm.neighbor_average(np.full(elements, 6.0), graph="ring"), 6)
 
 
 async def push_sum(comm: Communicator, elements: int) -> None:
     """Push half of a number to the next rank of a ring, and receive half of that of the rank before."""
     x, weight = np.full(elements, 2.0 * comm.rank), np.ones(1)
     received, received_weight = await comm.push_sum(x, weight)
-    _all_are(x, comm.rank)
-    _all_are(received, (comm.rank - 1) % comm.size)
+    all_are(x, comm.rank)
+    all_are(received, (comm.rank - 1) % comm.size)
     assert weight == received_weight == 0.5, "a wrong weight"
 
 
@@ -129,7 +129,7 @@ async def sparse(comm: Communicator, elements: int) -> None:
 async def rpc(comm: Communicator, elements: int) -> None:
     """Every rank calls `echo` at the next rank. The caller of this function has registered `echo`."""
     x = np.full(elements, float(comm.rank))
-    _all_are(await comm.rpc.call((comm.rank + 1) % comm.size, "echo", x), comm.rank)
+    all_are(await comm.rpc.call((comm.rank + 1) % comm.size, "echo", x), comm.rank)
 
 
 async def ddp_step(comm: Communicator, elements: int) -> None:
@@ -140,7 +140,7 @@ async def ddp_step(comm: Communicator, elements: int) -> None:
         calls.append(comm.allreduce(bucket, ReduceOp.AVG))
     await _all_of(*calls)
     for bucket in buckets:
-        _all_are(bucket, (comm.size - 1) / 2)
+        all_are(bucket, (comm.size - 1) / 2)
 
 
 async def eager_step(comm: Communicator, elements: int) -> None:
@@ -205,5 +205,6 @@ async def _rounds(size: int, call: Awaitable[Reduction], x: Array) -> None:
     assert 0 <= reduction.active <= size
 
 
-def _all_are(x: Array, value: float) -> None:
+def all_are(x: Array, value: float) -> None:
+    """Check that all elements of `x` have this value."""
     assert (x == value).all(), f"a wrong result: {x[x != value][:3]} instead of {value}"

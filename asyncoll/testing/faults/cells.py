@@ -29,6 +29,7 @@ from asyncoll.testing.faults.injectors import (
     Slow,
     Stop,
 )
+from asyncoll.testing.faults.programs import PROGRAMS, EarlyReturn
 from asyncoll.testing.faults.staged_calls import STAGED
 from asyncoll.testing.faults.staging_points import STAGING_POINTS
 
@@ -63,6 +64,7 @@ class Kind:
     of_host: bool = False  # all ranks of the victim's host are lost
     signal: int = 0  # that each of their processes gets; 0: the fault strikes their network
     leaves_running: bool = False  # the processes of the lost ranks go on, and lose all others
+    of_program: bool = False  # an end of PROGRAMS only: those of `run` leave their world by it
 
 
 KINDS: dict[str, Kind] = {
@@ -77,6 +79,7 @@ KINDS: dict[str, Kind] = {
     "terminate": Kind(lambda: Signal(signal.SIGTERM), ("PeerLostError",), DEATH_S),
     "crash": Kind(lambda: Signal(signal.SIGSEGV), ("PeerLostError",), DEATH_S),
     "fatal": Kind(lambda: Signal(signal.SIGABRT), ("PeerLostError",), DEATH_S),  # a fatal error of the interpreter
+    "return": Kind(lambda: Raise(EarlyReturn()), ("AbortedError", "PeerLostError"), DEATH_S, of_program=True),
     "disconnect": Kind(Disconnect, ("PeerLostError",), DEATH_S),
     "stop": Kind(Stop, ("PeerLostError",), FREEZE_S, stops=True),
     "kill-host": Kind(KillHost, ("PeerLostError",), DEATH_S, of_host=True, signal=signal.SIGKILL),
@@ -186,8 +189,10 @@ def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, si
 
 def _on_a_host(transport: str, size: int) -> Iterator[tuple[str, str, str]]:
     kinds = [name for name, kind in KINDS.items() if not kind.of_host]
-    yield from itertools.product(kinds, OPERATIONS, MOMENTS)
-    yield from itertools.product(kinds, STAGED, (*MOMENTS, *STAGING_POINTS))
+    of_runs = [name for name in kinds if not KINDS[name].of_program]
+    yield from itertools.product(of_runs, OPERATIONS, MOMENTS)
+    yield from itertools.product(of_runs, STAGED, (*MOMENTS, *STAGING_POINTS))
+    yield from itertools.product(kinds, PROGRAMS, MOMENTS)
     if transport != "zmq":
         for kind, point in itertools.product(_AT_CORE_POINTS, core_points()):
             for operation in operations_passing(point, size, mixed=transport == MIXED):
@@ -195,5 +200,7 @@ def _on_a_host(transport: str, size: int) -> Iterator[tuple[str, str, str]]:
 
 
 def _between_hosts() -> Iterator[tuple[str, str, str]]:
-    yield from itertools.product(KINDS, OPERATIONS, MOMENTS)
+    of_runs = [name for name, kind in KINDS.items() if not kind.of_program]
+    yield from itertools.product(of_runs, OPERATIONS, MOMENTS)
+    yield from itertools.product(KINDS, PROGRAMS, MOMENTS)
     yield from ((name, JOINING, "inside") for name, kind in KINDS.items() if kind.of_host)

@@ -45,36 +45,40 @@ _RUNNING_S = 0.005  # time between two stops of a slow rank: with factor 10 a st
 
 
 class Place:
-    """The rank that a fault strikes, and the task that entered `fault` there."""
+    """The rank that a fault strikes, and the task that entered `fault` there; there is none without an event loop."""
 
     def __init__(self, comm: Communicator) -> None:
-        task = asyncio.current_task()
-        assert task is not None
         self.comm = comm
-        self._task = task
-        self._loop = asyncio.get_running_loop()
+        self._task = _current_task()
         self._error: Exception | None = None
         self._interruption: asyncio.Handle | None = None
         self._is_cancelled = False
 
     def interrupt(self, error: Exception) -> None:
-        """Make the task raise `error` at its current await. Safe in any thread."""
+        """Make the task raise `error` at its current await, or a thread at the end of the block. Safe in any thread."""
         self._error = error
-        self._interruption = self._loop.call_soon_threadsafe(self._cancel)
+        if self._task is not None:
+            self._interruption = self._task.get_loop().call_soon_threadsafe(self._cancel, self._task)
 
-    def _cancel(self) -> None:
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
         self._is_cancelled = True
-        self._task.cancel()
+        task.cancel()
 
     def settle(self) -> None:
         """Raise the error of `interrupt`, if it was called."""
         if self._error is None:
             return
-        assert self._interruption is not None
-        self._interruption.cancel()
-        if self._is_cancelled:
+        if self._interruption is not None:
+            self._interruption.cancel()
+        if self._task is not None and self._is_cancelled:
             self._task.uncancel()
         raise self._error
+
+
+def _current_task() -> asyncio.Task[Any] | None:
+    with contextlib.suppress(RuntimeError):  # no event loop runs in this thread
+        return asyncio.current_task()
+    return None
 
 
 class Fault(Protocol):
@@ -183,7 +187,10 @@ class HoldGil:
 
 @dataclass(frozen=True, slots=True)
 class Raise:
-    """Make the task that entered `fault` raise `error` at its current await. The awaited call is cancelled."""
+    """Make the task that entered `fault` raise `error` at its current await. The awaited call is cancelled.
+
+    In a thread without an event loop no call is cancelled, and `error` is raised at the end of the block.
+    """
 
     error: Exception
     of_process: ClassVar[bool] = False
@@ -218,10 +225,11 @@ def fault(
         with fault(comm, Kill(), rank=2):
             await comm.allreduce(x)
 
-    With `at="inside"` the fault strikes when the rank passes its `injection_point`-th injection point in the block,
-    counted from 1. A rank passes one when it sends a message, when it receives one, before it takes a lock of shared
-    memory, and after it has taken it. So the fault strikes in the middle of a call, in the thread that does the work,
-    which may be another one than the caller's. If the block has fewer injection points, the fault strikes at its end.
+    Programs without an event loop (`asyncoll.init`) use it, too. With `at="inside"` the fault strikes when the rank
+    passes its `injection_point`-th injection point in the block, counted from 1. A rank passes one when it sends a
+    message, when it receives one, before it takes a lock of shared memory, and after it has taken it. So the fault
+    strikes in the middle of a call, in the thread that does the work, which may be another one than the caller's. If
+    the block has fewer injection points, the fault strikes at its end.
     It does not strike if the block raises or is cancelled before.
 
     `at` may also be the name of an injection point of the compiled core (`asyncoll._core.native.points`). The fault

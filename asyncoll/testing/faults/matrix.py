@@ -19,9 +19,10 @@ from asyncoll.testing.faults.calls import OPERATIONS
 from asyncoll.testing.faults.cells import JOINING, KINDS, Cell
 from asyncoll.testing.faults.checks import Verdict, judge
 from asyncoll.testing.faults.processes import happen
+from asyncoll.testing.faults.programs import PROGRAMS
 from asyncoll.testing.faults.staged_calls import STAGED
 
-_ROWS = (*OPERATIONS, *STAGED, JOINING)  # of the table
+_ROWS = (*OPERATIONS, *STAGED, *PROGRAMS, JOINING)  # of the table
 
 
 def check_cell(cell: Cell) -> Verdict:

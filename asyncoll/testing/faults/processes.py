@@ -19,6 +19,7 @@ from asyncoll.launch import control, process_tree
 from asyncoll.launch.environment import job_folder, rank_environment, threads
 from asyncoll.testing.faults.cells import JOINING, JOINING_DEADLINE_S, KINDS, MIXED, Cell
 from asyncoll.testing.faults.host_networks import HostNetworks, host_networks
+from asyncoll.testing.faults.programs import PROGRAMS
 from asyncoll.testing.faults.rank_program import be_rank
 
 PATIENCE_S = 30.0  # a rank that has not ended this long after the end of the fault hangs
@@ -47,8 +48,8 @@ class Story:
 def happen(cell: Cell) -> Story:
     """Run the cell and return its story. The calling process must have one thread, because it forks."""
     process_tree.adopt_orphans()
-    if cell.hosts > 1:
-        importlib.import_module("torch.distributed")  # once, and not in each rank: it has the store of such worlds
+    for module in _needed(cell):
+        importlib.import_module(module)  # once, and not in each rank
     before = _shared_memory()
     with tempfile.TemporaryDirectory(prefix="asyncoll-cell-") as folder:
         temporary = Path(folder, "t")
@@ -61,6 +62,13 @@ def happen(cell: Cell) -> Story:
         story.left += [f"{path} in TMPDIR" for path in left if str(path) not in cell.placement.hosts]
     story.left += [f"{name} in /dev/shm" for name in _shared_memory() - before]
     return story
+
+
+def _needed(cell: Cell) -> tuple[str, ...]:
+    """What ranks of the cell import of torch: the store of several hosts, and what DDP imports when it is made."""
+    if cell.operation in PROGRAMS:
+        return "torch.distributed", "torch._dynamo"
+    return ("torch.distributed",) if cell.hosts > 1 else ()
 
 
 def _shared_memory() -> set[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import faulthandler
 import itertools
 import os
@@ -11,7 +13,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -24,9 +28,11 @@ from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, Plan
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.injectors import Fault, Place, fault
 from asyncoll.testing.faults.left_record import left_records
+from asyncoll.testing.faults.programs import PROGRAMS, EarlyReturn
 from asyncoll.testing.faults.staged_calls import STAGED
 from asyncoll.world.join import connect
 
+_Call = Callable[[], Awaitable[None]]
 _LATE_S = 0.002  # the longest time that a rank is late
 _CALLS_AFTER = 10  # calls after a fault that no rank may notice
 
@@ -44,16 +50,37 @@ def be_rank(cell: Cell, rank: int, channel: socket.socket, began_s: float) -> No
         if cell.kind == "signal":
             # SystemExit in the main thread, wherever that is: many programs end like this on SIGTERM.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            part = _Part(cell, rank, channel)
-            if cell.operation == JOINING and rank in cell.lost:
-                threading.Thread(
-                    target=part.strike_at, args=(began_s + Plan.draw(cell).joining_s,), daemon=True
-                ).start()
-            runner.run(part.play())
+        part = _Part(cell, rank, channel)
+        if cell.operation == JOINING and rank in cell.lost:
+            threading.Thread(target=part.strike_at, args=(began_s + Plan.draw(cell).joining_s,), daemon=True).start()
+        if cell.operation in PROGRAMS:
+            _run_as_program(part.play_program)
+        else:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, contextlib.suppress(Exception):
+                runner.run(part.play())
         code = 0
     finally:
         os._exit(code)
+
+
+def _run_as_program(main: Callable[[], None]) -> None:
+    """Call `main` as the interpreter runs a program: the functions at its end find the exception that has ended it."""
+    atexit._clear()  # those of the driver
+    try:
+        main()
+    except (SystemExit, EarlyReturn):
+        pass
+    except BaseException as error:
+        sys.last_value = error
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+
+
+def _run_without_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that waits for nothing but turns of a loop."""
+    with contextlib.suppress(StopIteration):
+        while True:
+            work.send(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,23 +105,27 @@ class _Part:
         self._plan = Plan.draw(cell)
         self._rank = rank
         self._channel = channel
+        self._has_failed = False
 
     def tell(self, what: str, **more: Any) -> None:
         control.send(self._channel, {"rank": self._rank, "what": what, "at_s": time.monotonic(), **more})
 
     async def play(self) -> None:
-        told: Exception | None = None
-        try:
+        with self._telling():
             async with connect() as comm:
-                try:
-                    await self._calls(comm)
-                except Exception as error:
-                    self._tell_error(told := error)
-                    self._tell_left(comm)
-                    raise
-        except Exception as error:
-            if error is not told:  # the rank failed while it joined or left the world
-                self._tell_error(error)
+                with self._telling(comm):
+                    await self._calls_of_loop(comm)
+        self.tell("left")
+
+    def play_program(self) -> None:
+        """As `play`, without an event loop."""
+        with self._telling(), PROGRAMS[self._cell.operation](self._plan.elements) as (comm, step):
+
+            async def call() -> None:
+                step()
+
+            with self._telling(comm):
+                _run_without_loop(self._calls(comm, call))
         self.tell("left")
 
     def strike_at(self, when_s: float) -> None:
@@ -107,39 +138,51 @@ class _Part:
         elif self._rank == self._plan.victim:
             self._kind.make().strike(None)  # type: ignore[arg-type]
 
-    async def _calls(self, comm: Communicator) -> None:
+    async def _calls_of_loop(self, comm: Communicator) -> None:
         if self._cell.operation == JOINING:  # it is over: the fault comes after it
             while True:
                 await comm.barrier()
         comm.rpc.register(echo)
-        await self._call(comm)
+        await self._calls(comm, partial((OPERATIONS | STAGED)[self._cell.operation], comm, self._plan.elements))
+
+    async def _calls(self, comm: Communicator, call: _Call) -> None:
+        await call()
         with InjectionPoints(comm) as rehearsed:
-            await self._call(comm)
+            await call()
         is_inside = self._cell.moment == "inside"
         injection_point = 1 + int(self._plan.depth * rehearsed.count) if is_inside else 1
         what = _Reported(self._kind.make(), self)
         if self._cell.is_at_core_point:
             with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=self._plan.passing):
-                await self._dawdle(comm)
+                await self._dawdle(call)
 
         with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=injection_point):
-            await self._call(comm)
+            await call()
         for _ in itertools.count() if self._kind.told else range(_CALLS_AFTER):
-            await self._call(comm)
+            await call()
             await asyncio.sleep(0)
         self.tell("done")
 
-    async def _dawdle(self, comm: Communicator) -> NoReturn:
+    async def _dawdle(self, call: _Call) -> NoReturn:
         """Call again and again, and let ranks be late in turn: each must be the last one, and wait, before long."""
         random = np.random.default_rng([self._cell.seed, self._rank])
         while True:
             if random.random() < 0.5:
                 await asyncio.sleep(random.random() * _LATE_S)
-            await self._call(comm)
+            await call()
 
-    async def _call(self, comm: Communicator) -> None:
-        operation = (OPERATIONS | STAGED)[self._cell.operation]
-        await operation(comm, self._plan.elements)
+    @contextlib.contextmanager
+    def _telling(self, comm: Communicator | None = None) -> Iterator[None]:
+        """Tell of the first error of this rank, and of what its end has left in `comm`."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_failed:
+                self._has_failed = True
+                self._tell_error(error)
+                if comm is not None:
+                    self._tell_left(comm)
+            raise
 
     def _tell_left(self, comm: Communicator) -> None:
         """Tell of contributions of this rank that the death of another one has lost or doubled: each of them is 1."""
