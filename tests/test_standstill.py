@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 
 from asyncoll import DeadlineError, DeadlockError, ProtocolError, deadline
 from asyncoll.runtime import standstill
+from asyncoll.runtime.failures import Failures
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, Report, Wait, can_go_on
+from asyncoll.statistics import Traffic
 from asyncoll.testing import Network, simulate
 from asyncoll.testing.laws import check_laws
-from asyncoll.transport.wire import Still
+from asyncoll.transport.wire import Still, Stillness
 
 SCRIPT = Path(__file__).parent / "scripts" / "standing.py"
 WORLD = 7  # a communicator
@@ -137,6 +140,17 @@ def test_one_warning_where_a_timer_may_make_the_call(soon, caplog):
     assert [record.getMessage()[:36] for record in caplog.records] == ["all ranks wait in different calls. T"]
 
 
+@pytest.mark.parametrize(("received", "asks"), [(3, False), (4, True)])
+def test_a_message_that_no_rank_has_received_yet_is_waited_for(received, asks):
+    """The question may come before it, by another connection."""
+    asked = []
+    router = SimpleNamespace(size=2, rank=1, tell=lambda rank, message: asked.append((rank, message)))
+    hearer = standstill.Standstill(router, Traffic(), Failures(router), SimpleNamespace(ended=set()))
+    hearer.received(0, Still(1, 0, 1, 3, 1, "7 0 pair 2 1 to 0", "7 0", ""))
+    hearer.received(1, Still(1, 0, 1, 1, received - 1, "7 1 all 2 barrier", "7 1", ""))
+    assert asked == ([(0, Stillness(1, 1))] if asks else [])
+
+
 def test_a_deadline_of_the_program_is_waited_for(soon, caplog):
     async def main(comm):
         with deadline(50.0):
@@ -150,7 +164,7 @@ def test_a_deadline_of_the_program_is_waited_for(soon, caplog):
 @pytest.mark.parametrize(("waits", "begun"), [("1 2 all", ""), ("x 2 all 3 k", ""), ("", "1"), ("", "1 x")])
 def test_nonsense_of_a_peer_is_a_protocol_error(waits, begun):
     with pytest.raises(ProtocolError):
-        standstill._report(0, Still(1, 0, 1, waits, begun, ""))
+        standstill._report(0, Still(1, 0, 1, 0, 0, waits, begun, ""))
 
 
 # -- processes --------------------------------------------------------------------------------------------------

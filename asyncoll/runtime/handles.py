@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import sys
 import threading
 import types
 import weakref
@@ -21,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from asyncoll import forks
 from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
-from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
+from asyncoll.runtime.interruption import handlers_may_run, may_interrupt
 from asyncoll.runtime.progress import ProgressThread, ignore, task_of
 from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
@@ -33,8 +34,7 @@ logger = logging.getLogger("asyncoll")
 
 _FAILED = "a callback of `Handle.when_done` has failed"
 _NAP_S = 0.5  # a signal that comes as a thread falls asleep does not wake it: its handler runs after the nap
-_OWN_THREADS = "asyncoll-"
-_OF_PROGRAM = ("asyncoll-future", "asyncoll-ranks")  # of those, the ones that run its code
+_OWN_THREADS = ("asyncoll-progress", "asyncoll-membership", "asyncoll-joining")  # they run no code of the program
 _LOOKED_AT_S = 0.0005  # until the runtime asks again for a call that a thread looks at
 
 
@@ -374,13 +374,17 @@ class HandleRunner(ProgressThread):
         return self._turns.is_due()
 
     def is_waiting(self) -> bool:
-        return any(_is_waiting(each) for each in threading.enumerate() if not each.name.startswith(_OWN_THREADS))
+        return any(map(_is_waiting, _threads_of_program()))
 
     def is_stuck(self) -> bool:
-        """Whether all threads of the program wait for calls, without a limit, and no signal handler may wake one."""
-        if handlers_may_raise() or not self.computed_s():  # without times of threads, one may be computing
+        """Whether all threads of the program wait for calls, without a limit, and no signal handler may wake one.
+
+        A thread of C that runs no Python now, and calls it later, cannot be seen.
+        """
+        if handlers_may_run() or not self.computed_s():  # without times of threads, one may be computing
             return False
-        return all(map(_is_waiting, _threads_of_program()))
+        unknown = sys._current_frames().keys() - {each.ident for each in threading.enumerate()}
+        return not unknown and all(map(_is_waiting, _threads_of_program()))
 
     # -- from callers, in any thread --------------------------------------------------------------
 
@@ -535,8 +539,7 @@ def _see(task: asyncio.Task[Any]) -> None:
 
 def _threads_of_program() -> list[threading.Thread]:
     """Those that may make calls."""
-    threads = threading.enumerate()
-    return [each for each in threads if not each.name.startswith(_OWN_THREADS) or each.name.startswith(_OF_PROGRAM)]
+    return [each for each in threading.enumerate() if each.name not in _OWN_THREADS]
 
 
 def _is_waiting(thread: threading.Thread) -> bool:

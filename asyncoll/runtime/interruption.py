@@ -38,6 +38,12 @@ def handlers_may_raise() -> bool:
     return _known[1]
 
 
+def handlers_may_run() -> bool:
+    """Whether a signal may have the program do something: as `handlers_may_raise`, and real-time signals count."""
+    real_time = range(signal.SIGRTMIN, signal.SIGRTMAX + 1)
+    return handlers_may_raise() or any(callable(_getsignal(number)) for number in real_time)
+
+
 def _may_raise(handler: Callable[..., Any] | int | None) -> bool:
     # Python's own handler of SIGINT raises, too. It does not count, because it ends the program. Every Python program
     # has it unless it sets another: if it counted, the main thread could never work on shared memory.

@@ -1,10 +1,11 @@
 """Ranks that wait for each other for ever: all are in calls, in different ones, and none makes the missing call.
 
 A rank *stands still* if it has been in calls for some seconds, and meanwhile none of them has begun or ended, no
-message has come or gone, and no thread of its process has computed. It tells that to one rank, with all of its calls
-(message Still). Once that rank has it from all, and no call of theirs has all that it needs, it asks all of them again
-(message Stillness). If nothing has changed at any rank, all have stood still at the same moment, between the last
-report and the question: nothing is under way, so no call ends any more.
+message has come or gone, and no thread of its process has computed. It tells that to one rank, with all of its calls,
+and how many messages it has sent and received (message Still). Once that rank has it from all, no call of theirs has
+all that it needs, and as many messages were received as sent, it asks all of them again (message Stillness). If nothing
+has changed at any rank, all have stood still at the same moment, between the last report and the question: nothing is
+under way, so no call ends any more.
 
 It may still go on where a program has something else that can make the missing call. Each rank says whether it knows
 that there is nothing (`Program.is_stuck`). If all do, the world fails with a DeadlockError. Otherwise one rank logs a
@@ -112,7 +113,7 @@ class Standstill:
         self.program: Program | None = None
         self.is_asleep = True  # the next change of calls has to `wake` this
         self._timer: asyncio.TimerHandle | None = None
-        self._own = 0  # messages of this object
+        self._own_sent = self._own_received = 0  # messages of this object
         self._mark: tuple[int, ...] = ()  # changes with all that happens at this rank
         self._since_s = 0.0
         self._computed_s: tuple[float, float] | None = None  # at a moment since then: that moment, and `computed_s`
@@ -170,9 +171,12 @@ class Standstill:
         return [wait for calls in self._calls for wait in calls.waits()]
 
     def _state(self) -> tuple[int, ...]:
-        messages = self._traffic.messages_sent + self._traffic.messages_received - self._own
         numbers = [calls.begun()[1] for calls in self._calls]
-        return messages, sum(calls.changes for calls in self._calls), len(numbers), sum(numbers)
+        return (*self._messages(), sum(calls.changes for calls in self._calls), len(numbers), sum(numbers))
+
+    def _messages(self) -> tuple[int, int]:
+        """How many others have been sent and received."""
+        return self._traffic.messages_sent - self._own_sent, self._traffic.messages_received - self._own_received
 
     def _is_idle(self) -> bool:
         """Whether no thread of this process has computed for most of the time."""
@@ -188,7 +192,7 @@ class Standstill:
         begun = "\n".join(f"{communicator} {number}" for communicator, number in (c.begun() for c in self._calls))
         doing = " and ".join(calls.doing() for calls in self._calls if calls.waits())
         is_sure = self.program is not None and self.program.is_stuck()
-        return Still(self._stamp, question, int(is_sure), waits, begun, doing)
+        return Still(self._stamp, question, int(is_sure), *self._messages(), waits, begun, doing)
 
     def _lowest(self) -> int:
         """The rank that is told: the lowest one that is in the world."""
@@ -196,7 +200,7 @@ class Standstill:
 
     def _tell(self, rank: int, message: Still | Stillness) -> None:
         if rank != self._router.rank:
-            self._own += 1
+            self._own_sent += 1
             self._router.tell(rank, message)
         elif isinstance(message, Still):
             self._hear(rank, message)
@@ -206,7 +210,7 @@ class Standstill:
     # -- messages ---------------------------------------------------------------------------------
 
     def received(self, source: int, message: Still | Stillness) -> None:
-        self._own += 1
+        self._own_received += 1
         if isinstance(message, Still):
             self._hear(source, message)
         else:
@@ -233,11 +237,18 @@ class Standstill:
             if self._answered >= ranks:
                 self._answered = None
                 self._conclude(sorted(ranks))
-        elif self._told.keys() >= ranks and not can_go_on([_report(rank, self._told[rank]) for rank in ranks]):
+        elif self._told.keys() >= ranks and not self._may_go_on(ranks):
             self._question += 1
             self._answered = set()
             for rank in ranks:
                 self._tell(rank, Stillness(self._told[rank].stamp, self._question))
+
+    def _may_go_on(self, ranks: set[int]) -> bool:
+        """Whether a message is under way, so that it was sent and not received yet, or a call has all that it needs."""
+        told = [self._told[rank] for rank in ranks]
+        if sum(still.sent for still in told) != sum(still.received for still in told):
+            return True
+        return can_go_on([_report(rank, self._told[rank]) for rank in ranks])
 
     def _conclude(self, ranks: Sequence[int]) -> None:
         told = [self._told[rank] for rank in ranks]

@@ -175,6 +175,7 @@ async def _run_all(
     names = [str(host) for host in hosts] if len(set(hosts)) > 1 else ()
     tasks: list[asyncio.Task[T]] = []
     errors: list[BaseException] = []  # in the order in which they came up
+    failed: list[BaseException] = []
     try:
         async with asyncio.TaskGroup() as ranks:
             for transport, arena_ in zip(transports, arenas, strict=True):
@@ -188,10 +189,10 @@ async def _run_all(
             for crash in crashes:
                 asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank])
     except BaseExceptionGroup as group:
-        errors = errors or list(group.exceptions)
-    if errors:  # raised outside of the `except`, so that the errors of other ranks are not its context
+        failed = errors or list(group.exceptions)
+    if failed:  # raised outside of the `except`, so that the errors of other ranks are not its context
         # An AbortedError reports an error of another rank. It may be recorded before that rank's own exception.
-        raise next((error for error in errors if not isinstance(error, AbortedError)), errors[0])
+        raise next((error for error in failed if not isinstance(error, AbortedError)), failed[0])
     return [
         None if task.cancelled() and _has_crashed(transport) else task.result()  # type: ignore[misc]
         for transport, task in zip(transports, tasks, strict=True)

@@ -204,6 +204,8 @@ class Still(NamedTuple):
     stamp: int  # of this standstill, in the order of those of the sender
     question: int  # the number of the Stillness that this answers; 0 for a report
     is_sure: int  # 1 if nothing but the end of a call wakes the sender's program
+    sent: int  # messages to other ranks, without those of a standstill
+    received: int
     waits: str  # its calls, one in each line
     begun: str  # in each line a communicator, and the number of the last call of all its ranks
     doing: str  # its calls, for people
