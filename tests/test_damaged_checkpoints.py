@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 from scripts.damage import damaged
+from torch.optim import lr_scheduler
 from training_loops import ALGORITHMS, AT_OWN_PACE, loss, momentum, network
 
 import asyncoll
 from asyncoll.testing import run_ranks
+from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.training import DCASGD, SGP, OkTopkSGD, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -61,6 +63,29 @@ def test_a_damaged_checkpoint_of_a_trainer_is_a_usage_error(algorithm: str) -> N
     states = run_ranks(2, saved)
     for each in run_ranks(2, taken):
         assert [what for what in each if not is_harmless(what)] == []
+
+
+SCHEDULERS: dict[str, Any] = {
+    "one": lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+    "chained": lambda optimizer: lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9)]),
+    "in turn": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_hook_goes_on_with_the_state_of_every_kind_of_scheduler(kind: str) -> None:
+    def scheduled() -> Schedule:
+        optimizer = momentum(network())
+        return Schedule(optimizer, SCHEDULERS[kind](optimizer))
+
+    one, other = scheduled(), scheduled()
+    one._optimizer.step()
+    for _ in range(3):
+        one.step()
+    other.load(one.state())
+    assert other.state() == one.state()
 
 
 def is_harmless(what: str) -> bool:

@@ -147,25 +147,28 @@ class CancelledAsItHasJoined(SharedLoop):
         return result
 
 
+async def one_gives_up(store, cancelled):
+    """Rank `cancelled` of two is cancelled as all have met, and the other one hears of it."""
+
+    async def give_up():
+        await join._meet(Environment.of_store(store, cancelled, 2, {}), CancelledAsItHasMet(cancelled, 2))
+
+    giving_up = asyncio.create_task(give_up())
+    with pytest.raises(PeerLostError) as lost:
+        async with join.joined(SharedLoop(), Environment.of_store(store, 1 - cancelled, 2, {})):
+            pass
+    assert (lost.value.rank, lost.value.cause) == (cancelled, INTERRUPTED)
+    await asyncio.wait([giving_up])
+    assert giving_up.cancelled()
+
+
 @pytest.mark.parametrize("cancelled", [0, 1])
 def test_a_rank_that_is_cancelled_as_all_have_met_tells_it_and_blocks_no_loop(cancelled):
     """The other rank is on its loop, and waits for connections."""
     store = NotedStore()
 
-    async def give_up():
-        await join._meet(Environment.of_store(store, cancelled, 2, {}), CancelledAsItHasMet(cancelled, 2))
-
-    async def main():
-        giving_up = asyncio.create_task(give_up())
-        with pytest.raises(PeerLostError) as lost:
-            async with join.joined(SharedLoop(), Environment.of_store(store, 1 - cancelled, 2, {})):
-                pass
-        assert (lost.value.rank, lost.value.cause) == (cancelled, INTERRUPTED)
-        await asyncio.wait([giving_up])
-        assert giving_up.cancelled()
-        assert threading.current_thread() not in store.callers
-
-    asyncio.run(main())
+    asyncio.run(one_gives_up(store, cancelled))
+    assert threading.current_thread() not in store.callers
 
 
 @pytest.mark.parametrize("cancelled", [0, 1])
@@ -187,19 +190,7 @@ def test_a_rank_that_connects_after_the_other_has_closed_its_socket_hears_why(ca
     monkeypatch.setattr(rendezvous, "ZeroMQTransport", Noted)
     monkeypatch.setattr(join, "_joining", lambda environment: MeetsLast(environment.rank, 2))
 
-    async def give_up():
-        await join._meet(Environment.of_store(store, cancelled, 2, {}), CancelledAsItHasMet(cancelled, 2))
-
-    async def main():
-        giving_up = asyncio.create_task(give_up())
-        with pytest.raises(PeerLostError) as lost:
-            async with join.joined(SharedLoop(), Environment.of_store(store, 1 - cancelled, 2, {})):
-                pass
-        assert (lost.value.rank, lost.value.cause) == (cancelled, INTERRUPTED)
-        await asyncio.wait([giving_up])
-        assert giving_up.cancelled()
-
-    asyncio.run(main())
+    asyncio.run(one_gives_up(store, cancelled))
 
 
 @pytest.mark.parametrize("cancelled", [0, 1])

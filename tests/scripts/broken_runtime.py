@@ -36,15 +36,15 @@ def raising(error: BaseException):
 
 
 async def main(comm: asyncoll.Communicator, way: str) -> None:
-    await comm.barrier()
-    if comm.rank != 1:
-        waiting = asyncio.ensure_future(comm.recv(np.ones(3), 1))
-    else:
-        waiting = asyncio.ensure_future(comm.recv(np.ones(3), 0))
-        await asyncio.sleep(0)
-        strike(comm, way)
     try:
-        await waiting
+        await comm.barrier()  # a rank may still be in it when the thread is struck
+        if comm.rank != 1:
+            await comm.recv(np.ones(3), 1)
+        else:
+            waiting = asyncio.ensure_future(comm.recv(np.ones(3), 0))
+            await asyncio.sleep(0)
+            strike(comm, way)
+            await waiting
     except asyncoll.AbortedError as error:
         print(error)
 

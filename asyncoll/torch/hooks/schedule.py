@@ -66,7 +66,7 @@ class Schedule:
             )
         if self._scheduler is not None and state is not None:
             own = self._scheduler.state_dict()
-            if "last_epoch" in own:  # all but the composite ones
+            if "last_epoch" in own:  # a ChainedScheduler has none
                 saved.count(state, "last_epoch")
             for name, value in own.items():  # the saved ones may be those of another version of torch
                 is_alike = lambda there, here=value: _are_alike(here, there)  # noqa: E731
