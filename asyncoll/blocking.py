@@ -20,7 +20,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.communicator import Communicator
-from asyncoll.errors import ClosedError, UsageError, describe
+from asyncoll.errors import ClosedError, Reason, UsageError, describe
 from asyncoll.runtime.deadlines import lift
 from asyncoll.runtime.handles import Gate, Handle, HandleRunner
 from asyncoll.runtime.signature import place_of_end, reported_at
@@ -296,9 +296,9 @@ class BlockingCommunicator(Communicator):
             return
         if error is not None:
             self.abort(describe(error))
-        self._end("")
+        self._end(None)
 
-    def _end(self, error: str) -> None:
+    def _end(self, error: Reason | None) -> None:
         with self._order:
             if not self._core.member.endpoint.closed:
                 self._calls.check_started()  # under the lock: no thread is about to start a call

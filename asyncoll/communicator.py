@@ -30,7 +30,7 @@ from asyncoll.algorithms.sparse.oktopk import Rules
 from asyncoll.algorithms.sparse.operations import SparseReduction, Specification
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.arguments import digest, real, text, whole
-from asyncoll.errors import NonFiniteError, UsageError, describe, text_of
+from asyncoll.errors import NonFiniteError, Reason, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, Site, site_outside
@@ -1882,10 +1882,10 @@ class Communicator(Uncopied):
             async with await comm.split(color=comm.rank % 2) as half:
                 await half.allreduce(np.ones(3))
         """
-        self._end("")
+        self._end(None)
 
-    def _end(self, error: str) -> None:
-        """As `close`; because of an `error`, unless it is empty: calls under way end, and the others are told of it."""
+    def _end(self, error: Reason | None) -> None:
+        """As `close`; because of an `error`, unless it is None: calls under way end, and the others are told of it."""
         self._core.close(error)
         self._short = None  # new calls go the general way, which refuses them
 

@@ -6,6 +6,8 @@ other exception that comes out of it is a bug.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 
 def describe(error: BaseException) -> str:
     """The type and the text of any exception, as valid Unicode that can be sent."""
@@ -183,11 +185,24 @@ class DeadlockError(AsyncollError):
     """
 
 
-def reason_to_leave(error: BaseException | None) -> str:
-    """Why a rank leaves that does so with `error`, for the others; empty if it leaves in order."""
+class Reason(NamedTuple):
+    """Why a rank leaves that does not leave in order."""
+
+    cause: str  # that of the PeerLostError of the others
+    rank: int | None = None  # of that PeerLostError: another rank, which has left before; None: the rank that leaves
+
+
+def reason_to_leave(error: BaseException | None) -> Reason | None:
+    """Why a rank leaves that does so with `error`; None: it leaves in order.
+
+    The departure of another rank is told on. Otherwise a rank that hears of it later would name this one.
+    """
     if error is None:
-        return ""
-    return text_of(error) if isinstance(error, ClosedError) else f"after {describe(error)}"
+        return None
+    left = reported_failure(error)
+    if isinstance(left, PeerLostError):
+        return Reason(left.cause, left.rank)
+    return Reason("it has left: " + (text_of(error) if isinstance(error, ClosedError) else f"after {describe(error)}"))
 
 
 def reported_failure(error: BaseException) -> AbortedError | PeerLostError | None:

@@ -411,7 +411,7 @@ def test_a_rank_that_leaves_after_a_failure_tells_its_error_where_that_is_not_kn
             with contextlib.suppress(MismatchError):
                 await comm.allreduce(np.ones(1 + comm.rank))
         else:
-            with pytest.raises(PeerLostError, match=r"it has left: MismatchError: .*float64"):
+            with pytest.raises(PeerLostError, match=r"it has left: after MismatchError: .*float64"):
                 await part.barrier()
 
     run(3, main)

@@ -809,9 +809,19 @@ def tells_another_reason(truth, failures, communicator, members, reason):
     truth(failures, communicator, members, "something has happened")
 
 
+def names_itself(truth, departures, reason):
+    """Also where it leaves because another rank has left."""
+    cause, _ = truth(departures, reason)
+    return cause, departures._router.rank
+
+
 @pytest.mark.parametrize(
     ("kind", "method", "lie"),
-    [(Departures, "part_from_others", leaves_at_once), (Failures, "abort", tells_another_reason)],
+    [
+        (Departures, "part_from_others", leaves_at_once),
+        (Departures, "told", names_itself),
+        (Failures, "abort", tells_another_reason),
+    ],
 )
 def test_a_program_that_raises_without_its_reason_breaks_the_law(kind, method, lie, monkeypatch):
     truth = getattr(kind, method)

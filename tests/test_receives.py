@@ -13,7 +13,7 @@ from conftest import SIZES, case, looped
 from receiving import LONG, SHORT, message, take_with_cancellations
 
 from asyncoll import ClosedError, DeadlineError, MismatchError, PeerLostError, UsageError, deadline
-from asyncoll.errors import reported_failure
+from asyncoll.errors import Reason, reported_failure
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 
 SCRIPT = Path(__file__).parent / "scripts" / "any_source.py"
@@ -325,7 +325,7 @@ def test_the_departure_of_the_rank_whose_message_it_has_taken_ends_it(wait_s):
         if comm.rank == 1:
             sending = asyncio.ensure_future(part.send(np.zeros(LONG, int), 0))
             await asyncio.sleep(0.6)
-            part._end("it is done")
+            part._end(Reason("it is done"))
             await asyncio.gather(sending, return_exceptions=True)
         elif comm.rank == 0:
             await asyncio.sleep(wait_s)  # the rank leaves after, or before

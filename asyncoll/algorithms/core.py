@@ -11,7 +11,7 @@ from asyncoll.algorithms.choice import choose_backend
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operations import Operations
 from asyncoll.algorithms.sparse.operations import SparseOperations
-from asyncoll.errors import UsageError
+from asyncoll.errors import Reason, UsageError
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.lifetime import Lifetime
@@ -118,7 +118,7 @@ class Core:
         member = Member(self.member.endpoint, group, self.member.runner)
         return Core(member, self._choose, self.family, keeps_messages=keeps_messages)
 
-    def close(self, error: str = "") -> None:
+    def close(self, error: Reason | None = None) -> None:
         """Make no more calls. In any thread. Raises UsageError for the communicator of the world.
 
         `error` is that of `Lifetime.close`.

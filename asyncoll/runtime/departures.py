@@ -11,13 +11,15 @@ import asyncio
 import contextlib
 from typing import Protocol
 
+from asyncoll.errors import Reason
+from asyncoll.runtime.failures import Failures
 from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.router import Router
 from asyncoll.transport.wire import Ending, EndingSeen
 
 _ANSWER_S = 2.0  # time for the answers to an Ending. The runtime of a rank answers, also while the rank computes
 _PAUSE_S = 0.002  # between two looks at the calls of this rank
-IN_ORDER = "it makes no further call"
+IN_ORDER = Reason("it has left: it makes no further call")
 
 
 class Communicator(Protocol):
@@ -38,8 +40,8 @@ class Communicator(Protocol):
     def returned(self) -> None:
         """The program of this rank has ended."""
 
-    def leave_at_once(self, reason: str) -> None:
-        """Leave, and end the calls under way. The others are told the `reason`; if it is empty, this is in order."""
+    def leave_at_once(self, reason: Reason | None) -> None:
+        """Leave, and end the calls under way. The others are told the `reason`; None: this is in order."""
 
     def ended(self, rank: int, ending: Ending) -> None:
         """World rank `rank` has left the world."""
@@ -52,13 +54,15 @@ class Departures:
     `leave_world`. Out: messages through the router, and the calls of `Communicator`.
     """
 
-    def __init__(self, router: Router, membership: Membership) -> None:
+    def __init__(self, router: Router, membership: Membership, failures: Failures) -> None:
         self._router = router
         self._membership = membership
+        self._failures = failures
         self._open: dict[int, Communicator] = {}  # those of this rank that are not forgotten
         self._ended: dict[int, Ending] = {}  # by rank that has left the world
         self._unanswered: set[int] = set()  # ranks that have not answered the Ending of this rank
         self._all_answered = asyncio.Event()
+        self.has_told = False  # the Ending of this rank is sent
 
     def opened(self, number: int, communicator: Communicator) -> None:
         """Add a communicator of this rank. Peers may have left the world already."""
@@ -99,26 +103,35 @@ class Departures:
         while not all(communicator.is_idle() for communicator in list(self._open.values())):
             await asyncio.sleep(_PAUSE_S)
 
-    async def leave_world(self, reason: str) -> None:
+    async def leave_world(self, reason: Reason | None) -> None:
         """Leave all communicators, and wait until the other ranks know, for a limited time.
 
-        `reason` is that of `Communicator.leave_at_once`.
+        `reason` is that of `Communicator.leave_at_once`. A rank that does not know yet of a failure that this one knows
+        hears of it first.
         """
+        self._failures.pass_on()
         for communicator in list(self._open.values()):
             communicator.leave_at_once(reason)
         with contextlib.suppress(TimeoutError):  # the others may use the memory again after the Ending
             await asyncio.wait_for(self._idle(), _ANSWER_S)
         await self.part_from_others(reason)
 
-    async def part_from_others(self, reason: str) -> None:
+    def told(self, reason: Reason | None) -> tuple[str, int]:
+        """The cause of the PeerLostError of the others if this rank leaves for `reason`, and the rank that it names."""
+        cause, rank = reason or IN_ORDER
+        # The error of an earlier world may name a rank that this one has not.
+        return cause, rank if rank is not None and rank < self._router.size else self._router.rank
+
+    async def part_from_others(self, reason: Reason | None) -> None:
         """Tell the other ranks that the connections of this one end, and wait for their answers, for a limited time.
 
         The end of a connection may be noticed before its last messages are read: those say why the rank has left.
         """
         others = set(range(self._router.size)) - {self._router.rank} - self._membership.lost
         self._unanswered = others - self._membership.ended
+        self.has_told = True
         for rank in self._unanswered:
-            self._router.tell(rank, Ending(reason or IN_ORDER, not reason))
+            self._router.tell(rank, Ending(not reason, *self.told(reason)))
         if self._unanswered:
             self._all_answered.clear()
             with contextlib.suppress(TimeoutError):

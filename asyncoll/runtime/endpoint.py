@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from asyncoll import forks
-from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, describe
+from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, Reason, describe
 from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.executions import Executions
 from asyncoll.runtime.failures import WORLD, Closed, Failures, error_of, ranks_in
@@ -77,7 +77,7 @@ class Endpoint:
         self.membership = Membership(hosts)
         self._host_losses = HostLosses(self.host_of, self.rank, self.membership, self._ask_of, self.report)
         self.standstill = Standstill(self.router, self.traffic, self.failures, self.membership)
-        self.departures = Departures(self.router, self.membership)
+        self.departures = Departures(self.router, self.membership, self.failures)
         self.returns = Returns()
         self._services: set[asyncio.Task[None]] = set()
         self._at_last_call: list[Callable[[], None]] = []
@@ -132,7 +132,7 @@ class Endpoint:
         finally:  # also if the task that leaves is cancelled meanwhile
             await self.transport.close(flush=flush)
 
-    async def give_reason(self, reason: str) -> None:
+    async def give_reason(self, reason: Reason | None) -> None:
         """Before `close`, if the world has failed: wait until the other ranks know why this one leaves.
 
         Not once every rank has made its last call: they leave then without reading.
@@ -284,6 +284,9 @@ class Endpoint:
         Ends the world, at once or, while the rank's whole host may be gone, within a short time.
         """
         if loss.rank in self.membership.ended:
+            return
+        if self.departures.has_told:  # perhaps the other rank has left, too, and does not tell one that has
+            self.departures.answered(loss.rank)
             return
         if self._parted or self.closed or self.failures.of(WORLD) is not None:  # nothing waits for what others say
             self.report(loss)

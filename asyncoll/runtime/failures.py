@@ -41,7 +41,7 @@ class Departed:
     """A rank that takes part in a call of this communicator has left it. All members know, so nothing is sent."""
 
     rank: int
-    reason: str
+    cause: str
     host: str
     pid: int
     in_order: bool
@@ -70,7 +70,7 @@ def error_of(failure: Failure) -> AsyncollError:
         case wire.Deadlock():
             return DeadlockError(failure.text)
         case Departed():
-            left = PeerLostError(failure.rank, f"it has left: {failure.reason}", failure.host, failure.pid)
+            left = PeerLostError(failure.rank, failure.cause, failure.host, failure.pid)
             left.left_in_order = failure.in_order
             return left
         case Closed():

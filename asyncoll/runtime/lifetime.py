@@ -31,15 +31,15 @@ import sys
 from collections.abc import Callable
 from typing import Protocol
 
-from asyncoll.errors import ProtocolError
+from asyncoll.errors import ProtocolError, Reason
 from asyncoll.runtime.departures import IN_ORDER
 from asyncoll.runtime.failures import Closed, Departed
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import Kind, PendingCalls
 from asyncoll.transport.wire import Ending, Leave, Returned, Unused
 
-_CLOSED = "it has closed this communicator"
-_RETURNED = "its program has ended"
+_CLOSED = Reason("it has left: it has closed this communicator")
+_RETURNED = Reason("it has left: its program has ended")
 
 
 class Part(Protocol):
@@ -94,16 +94,16 @@ class Lifetime:
             member.on_control(Unused, self._told_unused)
         member.endpoint.departures.opened(member.communicator, self)
 
-    def close(self, error: str = "") -> None:
+    def close(self, error: Reason | None = None) -> None:
         """Refuse all new calls, and leave. Idempotent. In any thread.
 
-        Calls under way end as usual, unless this rank closes because of an `error`, which the others are told.
+        Calls under way end as usual, unless this rank closes because of an error: the others are told the reason.
         """
         if not self._member.is_closed:
             self._member.post(lambda: self._close(error))
             self._member.is_closed = True  # last: a signal handler may raise before the others are told
 
-    def _close(self, error: str) -> None:
+    def _close(self, error: Reason | None) -> None:
         if self._member.endpoint.closed or self._is_left:
             return
         self._member.is_closed = True
@@ -115,8 +115,8 @@ class Lifetime:
             self._leave(self._last(), _CLOSED, in_order=True)
         self._finish_when_idle()
 
-    def leave_at_once(self, reason: str) -> None:
-        """Leave, and end the calls under way. The others are told the `reason`; if it is empty, this is in order."""
+    def leave_at_once(self, reason: Reason | None) -> None:
+        """Leave, and end the calls under way. The others are told the `reason`; None: this is in order."""
         self._leave(self._calls.completed(), reason or IN_ORDER, in_order=not reason)
         # Also if nothing is pending: other threads may be about to make a call.
         self._member.endpoint.failures.fail(Closed(), self._member.communicator)
@@ -137,9 +137,10 @@ class Lifetime:
             self._has_returned = False
             self._tell(Returned(self._member.communicator))
 
-    def _leave(self, calls: int, reason: str, *, in_order: bool) -> None:
+    def _leave(self, calls: int, reason: Reason, *, in_order: bool) -> None:
         self._is_left = True
-        self._tell(Leave(self._member.communicator, calls, reason, in_order))
+        told = self._member.endpoint.departures.told(reason)
+        self._tell(Leave(self._member.communicator, calls, in_order, *told))
 
     def _tell(self, message: Leave | Returned | Unused) -> None:
         gone = self._member.endpoint.membership.ended
@@ -202,7 +203,7 @@ class Lifetime:
     def _told_returned(self, source: int, _: Returned) -> None:
         self._check_part(source)
         if self.is_world:
-            self._calls.left(self._departed(source, _RETURNED, in_order=True), sys.maxsize)
+            self._calls.left(source, self._departed(source, _RETURNED.cause, in_order=True), sys.maxsize)
         self._calls.lacks(source, Kind.PAIR)
 
     def _told_unused(self, source: int, _: Unused) -> None:
@@ -225,14 +226,16 @@ class Lifetime:
             raise ProtocolError("it has left a communicator that it has no part in")
 
     def _has_left(self, rank: int, news: Leave | Ending, calls: int) -> None:
-        departed = self._departed(rank, news.reason, in_order=news.in_order)
-        self._calls.left(departed, calls)
+        if not 0 <= news.rank < self._member.endpoint.size:
+            raise ProtocolError(f"it has left because of rank {news.rank}, which the world has not")
+        departed = self._departed(news.rank, news.cause, in_order=news.in_order)
+        self._calls.left(rank, departed, calls)
         if not departed.in_order:
             self._calls.deserted(departed)
 
-    def _departed(self, rank: int, reason: str, *, in_order: bool) -> Departed:
+    def _departed(self, rank: int, cause: str, *, in_order: bool) -> Departed:
         process = self._member.endpoint.membership.process(rank)
-        return Departed(rank, reason, process.host, process.pid, in_order)
+        return Departed(rank, cause, process.host, process.pid, in_order)
 
     def _is_through(self, rank: int) -> None:
         self._through.add(rank)

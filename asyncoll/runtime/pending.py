@@ -368,19 +368,22 @@ class PendingCalls:
         pending = tuple(self._pending)
         return bool(pending) and all(map(_is_message, pending))
 
-    def left(self, failure: Departed, calls: int) -> None:
-        """World rank `failure.rank` takes no part in collectives after number `calls`. From any thread."""
-        self._departed[failure.rank] = calls, failure
-        self.lacks(failure.rank, Kind.COLLECTIVE)
+    def left(self, rank: int, failure: Departed, calls: int) -> None:
+        """World rank `rank` takes no part in collectives after number `calls`. From any thread."""
+        self._departed[rank] = calls, failure
+        self.lacks(rank, Kind.COLLECTIVE)
 
     def lacks(self, rank: int, kind: Kind) -> None:
         """World rank `rank`, which has left, takes no part in calls up to `kind` any more. From any thread."""
         self._lacking[rank] = max(kind, self._lacking.get(rank, kind))
-        if rank in self._departed and any(self._lacks(each, *self._departed[rank]) for each in tuple(self._pending)):
+        if rank not in self._departed:
+            return
+        calls, _ = self._departed[rank]
+        if any(self._lacks(each, rank, calls) for each in tuple(self._pending)):
             self._post(self._look_soon)
 
     def deserted(self, failure: Departed) -> None:
-        """World rank `failure.rank` has left, and not in order. From any thread."""
+        """A rank of the communicator has left, and not in order. From any thread."""
         self._deserter = self._deserter or failure
         self._post(self._look_soon)
 
@@ -418,20 +421,20 @@ class PendingCalls:
         found = {}
         for pending in tuple(self._pending):
             absent = [
-                failure for calls, failure in tuple(self._departed.values()) if self._lacks(pending, calls, failure)
+                failure for rank, (calls, failure) in tuple(self._departed.items()) if self._lacks(pending, rank, calls)
             ]
             spare = len(pending.ranks) - 2 if pending.kind is Kind.FROM_ANY else 0
             if len(absent) > spare:
                 found[pending] = absent[-1]
         return found
 
-    def _lacks(self, pending: PendingCall, calls: int, failure: Departed) -> bool:
+    def _lacks(self, pending: PendingCall, rank: int, calls: int) -> bool:
         if pending.kind is Kind.COLLECTIVE:
             is_over = pending.number > calls
         else:
             kind = Kind.PAIR if pending.kind is Kind.FROM_ANY else pending.kind
-            is_over = self._lacking[failure.rank] >= kind
-        return is_over and failure.rank in pending.ranks
+            is_over = self._lacking[rank] >= kind
+        return is_over and rank in pending.ranks
 
     def _catch_up(self) -> None:
         newest = self.newest()

@@ -119,13 +119,15 @@ def simulate(
     *,
     shared_memory: bool | Container[object] = False,
     hosts: Sequence[object] | None = None,
+    departs: bool = False,
 ) -> SimReport:
     """Run `main(comm)` at `size` ranks on a simulated network, in virtual time. The same seed gives the same trace.
 
     With `shared_memory` the ranks of a host share memory, and collectives among them go through it. Each piece of work
     takes the network's `memory_s` and a random time up to its jitter, and pieces of work of different ranks interleave.
     `hosts` has the name of each rank's host; by default all are on one. `shared_memory` may also be the set of the
-    names of those hosts whose ranks share memory.
+    names of those hosts whose ranks share memory. With `departs`, each rank leaves on its own when its `main` ends, as
+    programs of torch.distributed do, and no rank is cancelled; otherwise all ranks leave together.
 
     Virtual time advances only when all ranks wait. A rank that never waits (a root that only broadcasts) stops the
     clock. `main` must not use real time or real I/O; a rank computes by `asyncio.sleep`.
@@ -151,7 +153,7 @@ def simulate(
 
     async def everything() -> list[Any]:
         crashes = [fault for fault in world.network.faults if isinstance(fault, Crash)]
-        return await _run_all((world.transports, arenas), hosts, main, endpoints, crashes)
+        return await _run_all((world.transports, arenas), hosts, main, endpoints, crashes, departs=departs)
 
     thresholds = gc.get_threshold()
     gc.set_threshold(100_000, 50, 100)  # with the objects of a thousand ranks each collection is long and frees nothing
@@ -169,13 +171,17 @@ async def _run_all(
     endpoints: dict[int, Endpoint],
     crashes: Sequence[Crash] = (),
     patience_s: float = math.inf,
+    departs: bool = False,
 ) -> list[T]:
-    """Run `main` of every rank in a task of its own. The first failure cancels the other tasks and is raised."""
+    """Run `main` of every rank in a task of its own.
+
+    The first failure cancels the other tasks and is raised; with `departs`, it is raised once all ranks have left.
+    """
     transports, arenas = carriers
     names = [str(host) for host in hosts] if len(set(hosts)) > 1 else ()
     tasks: list[asyncio.Task[T]] = []
     errors: list[BaseException] = []  # in the order in which they came up
-    failed: list[BaseException] = []
+    failed = errors
     try:
         async with asyncio.TaskGroup() as ranks:
             for transport, arena_ in zip(transports, arenas, strict=True):
@@ -183,13 +189,14 @@ async def _run_all(
                     transport, arena_, patience_s, hosts, all_have_arenas=None not in arenas, hosts=names
                 )
                 endpoints[transport.rank] = endpoint
-                tasks.append(ranks.create_task(_run_rank(World(endpoint, SharedLoop()), main, errors)))
+                world = World(endpoint, SharedLoop(), departs=departs)
+                tasks.append(ranks.create_task((_run_alone if departs else _run_rank)(world, main, errors)))
                 if isinstance(transport, SimulatedTransport):
                     transport.on_crash(tasks[-1].cancel)
             for crash in crashes:
                 asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank])
     except BaseExceptionGroup as group:
-        failed = errors or list(group.exceptions)
+        failed = errors or list(group.exceptions)  # errors of the library itself
     if failed:  # raised outside of the `except`, so that the errors of other ranks are not its context
         # An AbortedError reports an error of another rank. It may be recorded before that rank's own exception.
         raise next((error for error in failed if not isinstance(error, AbortedError)), failed[0])
@@ -197,6 +204,15 @@ async def _run_all(
         None if task.cancelled() and _has_crashed(transport) else task.result()  # type: ignore[misc]
         for transport, task in zip(transports, tasks, strict=True)
     ]
+
+
+async def _run_alone(world: World, main: Main[T], errors: list[BaseException]) -> T:
+    try:
+        async with world as comm:
+            return await main(comm)
+    except Exception as error:
+        errors.append(error)
+        return None  # type: ignore[return-value]  # `_run_all` raises
 
 
 async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) -> T:

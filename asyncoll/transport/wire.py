@@ -236,8 +236,9 @@ class Leave(NamedTuple):
 
     communicator: int
     calls: int  # the sender completes all numbered calls up to this one
-    reason: str
     in_order: bool  # False: its program has ended without leaving, or leaves because of an error
+    cause: str
+    rank: int  # the receivers lose this one by it: the sender, or another one that has left before
 
 
 class Returned(NamedTuple):
@@ -249,8 +250,9 @@ class Returned(NamedTuple):
 class Ending(NamedTuple):
     """Reports that the sender has left all communicators, and ends its connections once it has the answer."""
 
-    reason: str  # as in Leave
-    in_order: bool
+    in_order: bool  # as in Leave
+    cause: str
+    rank: int
 
 
 class EndingSeen(NamedTuple):

@@ -263,7 +263,7 @@ class World:
                 self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error or error_of(failure)))
             failure = self._endpoint.failures.of(self._group.communicator)
             if failure is not None and not self._departs:
-                await self._endpoint.give_reason(describe(error or error_of(failure)))
+                await self._endpoint.give_reason(reason_to_leave(error or error_of(failure)))
         finally:
             await self._endpoint.close(flush=self._departs or self._failed())
 
@@ -324,13 +324,15 @@ class World:
         In both cases the others answer before the connections end, so that no rank takes their end for a loss.
         """
         await self._take_over()
-        failures = self._endpoint.failures
-        if failures.of(WORLD) is not None:
+        failures, reason = self._endpoint.failures, reason_to_leave(error)
+        if (failure := failures.of(WORLD)) is not None:
+            await self._endpoint.give_reason(reason or reason_to_leave(error_of(failure)))
             return
-        if error is not None and not isinstance(error, ClosedError) and not self._failed():
+        is_its_own = reason is not None and reason.rank is None and not isinstance(error, ClosedError)
+        if error is not None and is_its_own and not self._failed():
             failures.abort(WORLD, self._group.ranks, describe(error))
         self._endpoint.depart()
-        await self._endpoint.departures.leave_world(reason_to_leave(error))
+        await self._endpoint.departures.leave_world(reason)
 
     async def _barrier(self, why: str) -> None:
         context = digest(self._group.communicator, why)

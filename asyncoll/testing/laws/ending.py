@@ -1,7 +1,8 @@
 """A world whose programs end by an exception, the record of the errors of all ranks, and the laws of that.
 
 One rank raises, or two do: before a call, beside one, or after the begin of a long message that nobody receives. The
-others make calls until one fails.
+others make calls until one fails, and raise because of that. In a simulation of programs of torch.distributed, each
+rank leaves on its own.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from asyncoll.communicator import Communicator
-from asyncoll.errors import AsyncollError, describe
+from asyncoll.errors import AsyncollError, ClosedError, describe
 from asyncoll.testing.laws.rules import Breach
 from asyncoll.testing.laws.story import STEP_S, Case
 
@@ -28,6 +29,10 @@ class ProgramError(Exception):
     """Ends the program of a rank."""
 
 
+class _ReturnError(ClosedError, ProgramError):
+    """The end of a program of torch.distributed that does not leave its world."""
+
+
 @dataclass(frozen=True, slots=True)
 class Raiser:
     """A rank whose program raises."""
@@ -35,6 +40,7 @@ class Raiser:
     rank: int
     at: int  # the call
     beside: bool  # while that is under way
+    returns: bool  # where ranks leave on their own: as a program that has made its last call
     sends_to: int | None  # the rank to which it has begun to send a long message
 
 
@@ -47,12 +53,14 @@ class EndingProgram:
             (_OPERATIONS[draw.integers(len(_OPERATIONS))], _COUNTS[draw.integers(len(_COUNTS))]) for _ in range(_CALLS)
         ]
         self.colors = draw.integers(2, size=case.size).tolist()
+        self.departs = bool(np.random.default_rng([case.seed, case.size, 1]).integers(2))
         ranks = draw.choice(case.size, 1 + draw.integers(min(case.size, 2)), replace=False).tolist()
         self.raisers = {rank: self._raiser(draw, rank, case.size) for rank in ranks}
 
     def _raiser(self, draw: np.random.Generator, rank: int, size: int) -> Raiser:
-        at, beside, sends, by = draw.integers((_CALLS, 2, 2, max(size - 1, 1))).tolist()
-        return Raiser(rank, at, bool(beside), (rank + 1 + by) % size if sends and size > 1 else None)
+        at, beside, sends, by, returns = draw.integers((_CALLS, 2, 2, max(size - 1, 1), 2)).tolist()
+        sends_to = (rank + 1 + by) % size if sends and size > 1 else None
+        return Raiser(rank, at, bool(beside), self.departs and bool(returns), sends_to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +87,18 @@ class EndingStory:
 
 
 async def live(comm: Communicator, case: Case, parts: dict[int, Part]) -> None:
-    """Make the calls of this rank, and leave its part in `parts`. Raises ProgramError if the rank raises.
+    """Make the calls of this rank, and leave its part in `parts`. Raises ProgramError if the rank raises, or a call.
 
     The test world cancels all ranks once one has raised. Processes would live on, so this rank does.
     """
-    program = asyncio.ensure_future(_Mortal(comm, case).run())
+    mortal = _Mortal(comm, case)
+    program = asyncio.ensure_future(mortal.run())
     while not program.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([program])
     parts[comm.rank] = program.result()
-    if parts[comm.rank].raised:
-        raise ProgramError(_last_words(comm.rank))
+    if mortal.failure is not None:
+        raise mortal.failure
 
 
 def _last_words(rank: int) -> str:
@@ -106,13 +115,17 @@ class _Mortal:
         self._generator = np.random.default_rng([case.seed, case.size, comm.rank])
         self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         self._over = 0
+        self.failure: ProgramError | None = None  # that ends the program
 
     async def run(self) -> Part:
         try:
             await self._make_calls()
-        except ProgramError:
+        except ProgramError as error:
+            self.failure = error
             return Part(self._over, raised=True)
         except AsyncollError as error:
+            self.failure = ProgramError("a call has failed")
+            self.failure.__cause__ = error
             return Part(self._over, False, describe(error), getattr(error, "rank", None))
         return Part(self._over, False)
 
@@ -156,7 +169,7 @@ class _Mortal:
             call.cancel()
         for each in left:
             each.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-        raise ProgramError
+        raise (_ReturnError if raiser.returns else ProgramError)(_last_words(self._comm.rank))
 
 
 # -- the laws ------------------------------------------------------------------------------------
@@ -173,9 +186,7 @@ def root_cause(story: EndingStory) -> Iterator[Breach]:
     """The error of every other rank names a rank that has raised, and its exception."""
     for rank, part in enumerate(story.parts):
         raised = [rank for rank, its in enumerate(story.parts) if its.raised]
-        if part.error and (
-            part.culprit not in raised or describe(ProgramError(_last_words(part.culprit))) not in part.error
-        ):
+        if part.error and (part.culprit not in raised or _last_words(part.culprit) not in part.error):
             yield Breach(0, rank, f"its error was {part.error!r}, and {raised} had raised")
 
 

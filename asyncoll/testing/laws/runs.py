@@ -73,7 +73,15 @@ def tell(case: Case, transport: str, *, devices: bool = False) -> Any:
         if is_simulated:
             hosts = case.hosts if transport == HOSTS else [0] * case.size
             in_memory = set() if transport == SIMULATED else set(hosts) - ({case.bare} if transport == HOSTS else set())
-            report = simulate(case.size, main, case.network, case.seed, shared_memory=in_memory, hosts=hosts)
+            report = simulate(
+                case.size,
+                main,
+                case.network,
+                case.seed,
+                shared_memory=in_memory,
+                hosts=hosts,
+                departs=case.kind == ENDING and EndingProgram(case).departs,
+            )
             messages = report.messages
         else:
             run_ranks(case.size, main, transport)
