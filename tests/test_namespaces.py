@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import shutil
 import socket
 import subprocess
@@ -15,7 +14,6 @@ import pytest
 from conftest import PATIENCE_S
 
 SCRIPT = Path(__file__).parent / "scripts" / "apart.py"
-SIZE = 3
 # Options of unshare by namespace, and whether ranks of which each has its own can share memory. A network of its own is
 # that of another host: tests/test_networks.py.
 KINDS = {
@@ -28,48 +26,48 @@ KINDS = {
     "uts": (["--uts"], True),
     "cgroup": (["--cgroup"], True),
 }
-PAIRS = list(itertools.combinations(KINDS, 2))
-MARKS = dict.fromkeys(
-    random.Random(os.environ.get("ASYNCOLL_TEST_SEED", "namespaces")).sample(PAIRS, 3), ()
-)  # of drawn pairs
 
 
 def unshare(kinds: tuple[str, ...]) -> list[str]:
     options = dict.fromkeys(option for kind in kinds for option in KINDS[kind][0])
-    return ["unshare", *options]
+    return ["unshare", *options] if kinds else []
+
+
+def is_permitted(kinds: tuple[str, ...]) -> bool:
+    return not subprocess.run([*unshare(kinds), "true"], capture_output=True, check=False).returncode
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [(kind,) for kind in KINDS] + [pytest.param(pair, marks=MARKS.get(pair, pytest.mark.slow)) for pair in PAIRS],
-    ids=" and ".join,
+    "number", [1, pytest.param(2, marks=pytest.mark.slow)], ids=["one of its own", "two of its own"]
 )
-def test_ranks_in_namespaces_of_their_own_make_one_world(kinds, tmp_path):
-    """They share memory only where locks, process numbers and clocks mean the same to all of them."""
-    command = unshare(kinds)
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*command, "true"], capture_output=True, check=False).returncode
-    ):
-        pytest.skip(f"this user may not make namespaces: {' '.join(command)}")
+def test_ranks_in_namespaces_of_their_own_make_one_world(number, tmp_path):
+    """They share memory only where locks, process numbers and clocks mean the same to all of them.
+
+    One world has a rank for each kind of namespace, or for each pair, and two ranks in those of this process.
+    """
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare")
+    of_ranks = [(), (), *filter(is_permitted, itertools.combinations(KINDS, number))]
+    if len(of_ranks) == 2:
+        pytest.skip("this user may not make namespaces")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": str(tmp_path)}
+    world = {"WORLD_SIZE": str(len(of_ranks)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": str(tmp_path)}
     ranks = [
         subprocess.Popen(
-            [*command, sys.executable, SCRIPT],
+            [*unshare(kinds), sys.executable, SCRIPT],
             env=os.environ | world | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(SIZE)
+        for rank, kinds in enumerate(of_ranks)
     ]
-    shared = SIZE if all(KINDS[kind][1] for kind in kinds) else 1
+    shares = [all(KINDS[kind][1] for kind in kinds) for kinds in of_ranks]
     try:
-        for rank in ranks:
+        for rank, kinds, is_shared in zip(ranks, of_ranks, shares, strict=True):
             out, err = rank.communicate(timeout=PATIENCE_S)
-            assert (rank.returncode, out) == (0, f"{shared}\n"), err
+            assert (kinds, rank.returncode, out) == (kinds, 0, f"{sum(shares) if is_shared else 1}\n"), err
     finally:
         for rank in ranks:
             rank.kill()

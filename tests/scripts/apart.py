@@ -1,4 +1,4 @@
-"""A rank that may be in namespaces of its own: it prints who shares its memory, after some calls of each kind."""
+"""A rank that may be in namespaces of its own: it prints how many ranks share its memory, after some calls of each kind."""
 
 import numpy as np
 
