@@ -181,7 +181,7 @@ async def _run_all(
     names = [str(host) for host in hosts] if len(set(hosts)) > 1 else ()
     tasks: list[asyncio.Task[T]] = []
     errors: list[BaseException] = []  # in the order in which they came up
-    failed = errors
+    failed = errors if departs else []
     try:
         async with asyncio.TaskGroup() as ranks:
             for transport, arena_ in zip(transports, arenas, strict=True):
