@@ -1,4 +1,4 @@
-"""A rank that may be in namespaces of its own: it prints how many ranks share its memory, after some calls of each kind."""
+"""A rank that may be in namespaces of its own: it makes calls of each kind, and prints how many ranks share its memory."""
 
 import numpy as np
 
