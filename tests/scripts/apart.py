@@ -1,4 +1,4 @@
-"""A rank that may be in namespaces of its own: it makes calls of each kind, and prints how many ranks share its memory."""
+"""A rank that may be in namespaces of its own: it makes calls, and prints how many ranks share its memory."""
 
 import numpy as np
 
