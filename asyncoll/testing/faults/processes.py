@@ -21,6 +21,7 @@ from asyncoll.testing.faults.cells import JOINING, JOINING_DEADLINE_S, KINDS, MI
 from asyncoll.testing.faults.host_networks import HostNetworks, host_networks
 from asyncoll.testing.faults.programs import PROGRAMS
 from asyncoll.testing.faults.rank_program import be_rank
+from asyncoll.testing.faults.staged_calls import STAGED
 
 PATIENCE_S = 30.0  # a rank that has not ended this long after the end of the fault hangs
 _PORT = 29_500  # of the store; each host has all ports of its own
@@ -65,10 +66,10 @@ def happen(cell: Cell) -> Story:
 
 
 def _needed(cell: Cell) -> tuple[str, ...]:
-    """What ranks of the cell import of torch: the store of several hosts, and what DDP imports when it is made."""
+    """What ranks of the cell import of torch: the store of several hosts, and what devices and DDP take of it."""
     if cell.operation in PROGRAMS:
         return "torch.distributed", "torch._dynamo"
-    return ("torch.distributed",) if cell.hosts > 1 else ()
+    return ("torch.distributed",) if cell.hosts > 1 or cell.operation in STAGED else ()
 
 
 def _shared_memory() -> set[str]:
