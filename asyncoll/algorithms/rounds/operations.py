@@ -241,7 +241,7 @@ class Operations:
         self.member.check_caller()
         spec = self._called.get(name)
         if spec is None:
-            raise UsageError(f"this rank has made no call named {name!r}: make at least one before it joins")
+            raise UsageError(f"this rank has made no call named {name!r:.60}: make at least one before it joins")
         given = bundle(x, spec.op, is_read=False)
         if (given.layout, given.boundaries) != (spec.layout, spec.buckets):
             raise UsageError(f"x is not as in the calls of {spec}: pass tensors of the same dtypes and sizes")
