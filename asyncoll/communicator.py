@@ -1354,7 +1354,9 @@ class Communicator(Uncopied):
 
         Returns:
             A `Reduction`, as of a late call: with the rounds since this rank's last one, and `x` as their newest
-            result. `included` is true. None if this rank was told of all rounds before; `x` then stays as it is.
+            result. `included` is true. If this rank had the newest result before, `x` stays as it is, and
+            `Reduction.result` is None: `skipped` counts the rounds of calls that were cancelled, or never awaited, once
+            a later call had its answer. None if this rank was told of all rounds before.
 
         Raises:
             UsageError: when called: this rank has not called `name`, or `x` is not as in those calls; or this thread
