@@ -46,8 +46,8 @@ def site_outside() -> Site:
 def place_outside(frame: FrameType, libraries: tuple[str, ...] = ()) -> Place:
     """The place of the first frame outside the folder of the module of `frame`, which that frame returns to.
 
-    Trainers are left out, and so are files whose names begin with one of `libraries`. In a context of `reported_at` it is
-    that place.
+    Trainers are left out, and so are files whose names begin with one of `libraries`. In a context of `reported_at` it
+    is that place.
     """
     if (place := _reported.get()) is not None:
         return place
