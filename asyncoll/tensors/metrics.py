@@ -39,6 +39,9 @@ class Metrics:
     and calls, may have different keys. A late contribution adds up as gradients do: each of its calls counts one.
     The reduction and weights of the call do not apply.
 
+    A contribution is 8 KiB longer with it, whatever keys it has, and the compiled core leaves the bookkeeping of its
+    rounds to Python: a short round in memory takes 50 to 200 us longer.
+
     Raises UsageError if `values` is no mapping, for more than 64 keys, for a key that is no string of 1 to 112 bytes of
     UTF-8, and for a value that is no real number, or cannot be read, such as that of a tensor on the device "meta".
 
