@@ -44,6 +44,7 @@ from asyncoll.tensors.operands import (
     as_operand,
     bundle,
     check_devices,
+    is_tensor,
     resident_of,
     staged_parts,
 )
@@ -1353,7 +1354,9 @@ class Communicator(Uncopied):
 
         Returns:
             A `Reduction`, as of a late call: with the rounds since this rank's last one, and `x` as their newest
-            result. `included` is true. None if this rank was told of all rounds before; `x` then stays as it is.
+            result. `included` is true. If this rank had the newest result before, `x` stays as it is, and
+            `Reduction.result` is None: `skipped` counts the rounds of calls that were cancelled, or never awaited, once
+            a later call had its answer. None if this rank was told of all rounds before.
 
         Raises:
             UsageError: when called: this rank has not called `name`, or `x` is not as in those calls; or this thread
@@ -1501,18 +1504,20 @@ class Communicator(Uncopied):
         """The state of this rank's sparse allreduces of `name`, for a checkpoint: round, thresholds and regions.
 
         Plain numbers, strings, lists and dicts. None if the name has had no call. Save it together with the residual.
-        Local: sends nothing. Raises UsageError while a call of the name is under way.
+        Local: sends nothing. Raises UsageError while a call of the name is under way, and if `name` is no text.
         """
-        return self._core.sparse.state(name)
+        return self._core.sparse.state(text(name, "name"))
 
     def load_sparse_state(self, name: str, state: dict[str, Any] | None) -> None:
         """Let the sparse allreduces of `name` go on from a `state` that `sparse_state` has returned; None: from anew.
 
         Call it at every rank, with states of the same round, before the first call of the name. Local: sends nothing.
-        Raises UsageError if the name has had a call. The first call raises UsageError if its options are others.
+        Raises UsageError if the name has had a call, or is no text. The first call raises UsageError if its options are
+        others.
         """
+        name = text(name, "name")
         if state is not None:
-            self._core.sparse.load(text(name, "name"), state)
+            self._core.sparse.load(name, state)
 
     # -- gossip -----------------------------------------------------------------------------------
 
@@ -2033,9 +2038,10 @@ class Communicator(Uncopied):
         return operation
 
     def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
+        no_sequence = (TypeError, RuntimeError, ValueError) if is_tensor(xs) else TypeError
         try:
             given = list(xs)  # type: ignore[arg-type]
-        except TypeError:
+        except no_sequence:
             given = []
         if len(given) != self.size:
             what = f"{len(given)}" if given else f"{xs!r:.60}"

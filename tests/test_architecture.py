@@ -217,6 +217,7 @@ REPLACED = {
     "test_laws.py": {
         "Communicator.method": _LAW,
         "Gossip.method": _LAW,
+        "asyncoll.algorithms.rounds.engine.Engine.end": _LAW,
         "asyncoll.testing.laws.draw": _LAW,
         "runs._run_job": "the record of a process is forged before it is read",
     },
@@ -274,6 +275,11 @@ REPLACED = {
         "selection.consensus": _SPY,
         "selection.index_dtype": _FAR,
         "selection.is_unbalanced": _SPY,
+    },
+    "test_sites.py": {
+        "asyncoll.algorithms.dense.short_calls.place_outside": _SPY,
+        "asyncoll.algorithms.rounds.repeats.place_outside": _SPY,
+        "asyncoll.runtime.signature.place_outside": _SPY,
     },
     "test_staging.py": {
         "Mirror.defer": "what it was asked is noted",

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncoll import Feedback, UsageError
+from asyncoll import Feedback, Metrics, UsageError
 from asyncoll.arguments import digest
 from asyncoll.testing import run_ranks, simulate
 
@@ -242,3 +242,129 @@ def test_a_tensor_is_refused_while_torch_makes_fake_ones(call, real, run):
 class TorchDispatchLog(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return func(*args, **(kwargs or {}))
+
+
+def released(x):
+    """`x` without the memory of its elements, as between two uses of a shard."""
+    x.untyped_storage().resize_(0)
+    return x
+
+
+WITHOUT_PLAIN_ELEMENTS = {
+    "meta": lambda: torch.ones(4, device="meta"),
+    "sparse": lambda: torch.ones(4).to_sparse(),
+    "csr": lambda: torch.ones(2, 2).to_sparse_csr(),
+    "quantized": lambda: torch._empty_affine_quantized([4], scale=0.1, zero_point=0, dtype=torch.quint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "mkldnn": lambda: torch.ones(4).to_mkldnn(),
+    "uninitialized": torch.nn.UninitializedParameter,
+    "released": lambda: released(torch.ones(4)),
+    "released, a part": lambda: released(torch.ones(8)[4:]),
+    "released, not contiguous": lambda: released(torch.ones(4, 2)[:, 0]),
+    "float8": lambda: torch.ones(4).to(torch.float8_e4m3fn),
+    "objects": lambda: np.array([1, None]),
+    "text": lambda: np.array(["a"]),
+    "records": lambda: np.zeros(2, [("a", "f4")]),
+    "a list of numbers": lambda: [1.0, 2.0],
+    "a number": lambda: 3,
+    "nothing": lambda: None,
+    "a string": lambda: "abcd",
+}
+TAKERS = {
+    "allreduce": lambda comm, x: comm.allreduce(x),
+    "broadcast": lambda comm, x: comm.broadcast(x),
+    "reduce": lambda comm, x: comm.reduce(x),
+    "reduce_scatter": lambda comm, x: comm.reduce_scatter(x),
+    "allgather": lambda comm, x: comm.allgather(x),
+    "allgatherv": lambda comm, x: comm.allgatherv(x),
+    "gather": lambda comm, x: comm.gather(x),
+    "scatter": lambda comm, x: comm.scatter([x] * comm.size, comm.rank),
+    "alltoall": lambda comm, x: comm.alltoall(x),
+    "alltoallv": lambda comm, x: comm.alltoallv([x] * comm.size),
+    "send": lambda comm, x: comm.send(x, 1 - comm.rank),
+    "recv": lambda comm, x: comm.recv(x, 1 - comm.rank),
+    "recv_any": lambda comm, x: comm.recv_any(x),
+    "solo_allreduce": lambda comm, x: comm.solo_allreduce(x),
+    "majority_allreduce": lambda comm, x: comm.majority_allreduce([np.ones(1), x]),
+    "quorum_allreduce": lambda comm, x: comm.quorum_allreduce((x,)),
+    "group_allreduce": lambda comm, x: comm.group_allreduce(x, group_size=2),
+    "join": lambda comm, x: comm.join("known", x),
+    "sparse_allreduce": lambda comm, x: comm.sparse_allreduce(x, density=1),
+    "neighbor_average": lambda comm, x: comm.neighbor_average(x),
+    "push_sum": lambda comm, x: comm.push_sum(x, 1.0),
+    "gossip": lambda comm, x: comm.gossip(x),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch: some of these are in beta state
+@pytest.mark.parametrize("what", WITHOUT_PLAIN_ELEMENTS)
+def test_what_has_no_plain_elements_is_refused(what, run):
+    """By each call, before anything is sent: the ranks go on."""
+
+    async def main(comm):
+        await comm.solo_allreduce(np.ones(4), name="known")
+        for taker in TAKERS.values():
+            with pytest.raises(UsageError):
+                taker(comm, WITHOUT_PLAIN_ELEMENTS[what]())
+        assert (await comm.allreduce(np.ones(1)) == comm.size).all()
+
+    run(2, main)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("what", ["meta", "sparse", "nested", "mkldnn", "uninitialized"])
+def test_such_a_tensor_is_no_sequence_of_tensors(what):
+    async def main(comm):
+        for call in (comm.alltoallv, lambda xs: comm.scatter(xs, comm.rank)):
+            with pytest.raises(UsageError):
+                call(WITHOUT_PLAIN_ELEMENTS[what]())
+
+    simulate(2, main)
+
+
+NO_TEXTS = ["caf\udce9", b"w", 3, None, 1.5, ["w"]]
+NAMED = {
+    "solo_allreduce": lambda comm, name: comm.solo_allreduce(np.ones(1), name=name),
+    "group_allreduce": lambda comm, name: comm.group_allreduce(np.ones(1), group_size=2, name=name),
+    "join": lambda comm, name: comm.join(name, np.ones(1)),
+    "sparse_allreduce": lambda comm, name: comm.sparse_allreduce(np.ones(1), density=1, name=name),
+    "algorithm": lambda comm, name: comm.sparse_allreduce(np.ones(1), density=1, algorithm=name),
+    "threshold": lambda comm, name: comm.sparse_allreduce(np.ones(1), density=1, global_threshold=name),
+    "sparse_state": lambda comm, name: comm.sparse_state(name),
+    "load_sparse_state": lambda comm, name: comm.load_sparse_state(name, None),
+    "graph": lambda comm, name: comm.neighbor_average(np.ones(1), graph=name),
+    "push_sum": lambda comm, name: comm.push_sum(np.ones(1), 1.0, graph=name),
+    "gossip": lambda comm, name: comm.gossip(np.ones(1), graph=name),
+    "neighbors": lambda comm, name: comm.neighbors(graph=name),
+    "tag": lambda comm, name: comm.send(np.ones(1), 1 - comm.rank, tag=name if name != 3 else "3"),
+    "reduction": lambda comm, name: comm.allreduce(np.ones(1), name),
+    "color": lambda comm, name: comm.split(name if name not in (3, None) else "3"),
+    "dtype": lambda comm, name: comm.empty(3, name if name is not None else "none"),
+    "device": lambda comm, name: comm.empty(3, torch.float32, device=name if name is not None else "none"),
+    "rpc.register": lambda comm, name: comm.rpc.register(len, name=name if name is not None else 3),
+    "metrics": lambda comm, name: Metrics({name if isinstance(name, (str, bytes)) else 3: 1}),
+}
+
+
+@pytest.mark.parametrize("what", NAMED)
+@pytest.mark.parametrize("value", NO_TEXTS, ids=ascii)
+def test_what_is_no_text_is_refused_in_words_that_can_be_printed(value, what):
+    async def main(comm):
+        with pytest.raises(UsageError) as raised:
+            NAMED[what](comm, value)
+        assert str(raised.value).encode()
+
+    simulate(2, main)
+
+
+@pytest.mark.parametrize(
+    "what", sorted(NAMED.keys() - {"sparse_allreduce", "sparse_state", "load_sparse_state", "rpc.register"})
+)
+def test_a_long_text_is_not_repeated_in_whole(what):
+    async def main(comm):
+        with pytest.raises(UsageError) as raised:
+            NAMED[what](comm, "x" * 100_000 + "\0")
+        assert len(str(raised.value)) < 1000
+
+    simulate(2, main)

@@ -213,6 +213,36 @@ def test_the_round_of_a_cancelled_call_is_told_by_the_join(history, simulated):
     assert cancelled > 0
 
 
+@pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+@pytest.mark.parametrize("history", [0, 8])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@looped("give_up", ["cancelled", "closed", "dropped"])
+def test_the_round_of_a_call_that_is_given_up_after_a_newer_answer_is_told_as_skipped(give_up, size, history, run):
+    """By the join, if there is no call in between. Its result is older than one that the rank has had: `x` stays."""
+
+    async def main(comm):
+        calls = [comm.solo_allreduce(np.ones(1), name="a", history=history) for _ in range(2)]
+        second = await calls.pop()
+        if give_up == "cancelled":
+            task = asyncio.ensure_future(calls.pop())
+            task.cancel()
+            await asyncio.wait([task])
+        elif give_up == "closed":
+            calls.pop().close()
+        else:
+            calls.clear()
+        y = np.full(1, -1.0)
+        last = await comm.join("a", y)
+        assert last is None or last.result is not None or (y[0], last.round) == (-1, second.round)
+        told = [
+            (len(answer.results()) + answer.skipped, answer.round) for answer in (second, last) if answer is not None
+        ]
+        return sum(count for count, _ in told), told[-1][1]
+
+    for told, newest in run(size, main):
+        assert told == newest
+
+
 def test_a_join_waits_for_earlier_calls_that_nobody_awaits(simulated):
     async def main(comm):
         x = [np.full(2, 1.0) for _ in range(3)]

@@ -111,7 +111,15 @@ def test_metrics_are_means_over_the_contributions_that_hold_them(transport: Any)
         ({"": 1}, "1 to 112 bytes"),
         ({"x" * 113: 1}, "1 to 112 bytes"),
         ({"a\0b": 1}, "1 to 112 bytes"),
-        ({3: 1}, "1 to 112 bytes"),
+        ({3: 1}, "must be a string, got 3"),
+        ({"caf\udce9": 1}, "must be Unicode text"),
+        ({"loss": torch.ones((), device="meta")}, "'loss' is a tensor that cannot be read"),
+        ({"loss": torch.nn.UninitializedParameter()}, "'loss' is a tensor that cannot be read"),
+        ({"loss": torch.nested.nested_tensor([torch.ones(1)], layout=torch.jagged)}, "'loss' is a tensor of shape"),
+        ([1], "a dict of numbers by name"),
+        (1, "a dict of numbers by name"),
+        ("loss", "a dict of numbers by name"),
+        (torch.ones(2), "a dict of numbers by name"),
     ],
 )
 def test_metrics_that_are_no_numbers_are_usage_errors(values: Any, words: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from asyncoll import AVG, AVG_ACTIVE, MAX, SUM, _core
 from asyncoll.algorithms.rounds.alone import LoneRounds
+from asyncoll.algorithms.rounds.compiled import DECLARED
 from asyncoll.algorithms.rounds.in_memory import LENT_MIN_BYTES, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
@@ -459,6 +460,13 @@ class NewOpening(enum.Enum):
 @dataclass(frozen=True)
 class OperationWithNewOption(Operation):
     patience: int = 0
+
+
+LEFT_TO_PYTHON: set[str] = set()  # options of operations that the core declines
+
+
+def test_every_option_is_declared_to_the_core_or_left_to_python():
+    assert Operation.defaults().keys() - LEFT_TO_PYTHON == DECLARED
 
 
 @needs_core

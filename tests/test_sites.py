@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import LIGHT
+from training_loops import ALGORITHMS, AT_OWN_PACE, loss, network, plain
 
 from asyncoll import Communicator, MismatchError, _core
-from asyncoll.runtime.signature import Site, reported_at
+from asyncoll.runtime.signature import Site, place_outside, reported_at
 from asyncoll.testing import run_ranks
+from asyncoll.training import EagerSGD
 
 SCRIPT = Path(__file__).parent / "scripts" / "sites.py"
 needs_core = pytest.mark.skipif(_core.native is None, reason="the compiled core is not there")
@@ -96,6 +98,52 @@ def test_every_call_is_reported_at_the_line_of_the_user(transport, tensor):
         return wrong
 
     assert run_ranks(2, main, transport) == [[], []]
+
+
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS | AT_OWN_PACE)
+def test_every_call_of_a_trainer_is_reported_at_the_line_of_the_user(algorithm, transport, monkeypatch):
+    """All calls of a whole training, from `start` to `finish`, also those that `backward` makes."""
+    places = set()
+
+    def noted(*arguments):
+        place = place_outside(*arguments)
+        places.add(Site(*place).code.co_filename)
+        return place
+
+    monkeypatch.setattr("asyncoll.runtime.signature.place_outside", noted)
+    monkeypatch.setattr("asyncoll.algorithms.rounds.repeats.place_outside", noted)
+    monkeypatch.setattr("asyncoll.algorithms.dense.short_calls.place_outside", noted)
+
+    async def main(comm):
+        model = network()
+        sgd = (ALGORITHMS | AT_OWN_PACE)[algorithm](comm, model, plain(model))
+        await sgd.start()
+        for step in range(9):
+            loss(model, comm.rank, step).backward()
+            await sgd.step()
+        await sgd.finish()
+
+    run_ranks(2, main, transport)
+    assert places == {__file__}
+
+
+@pytest.mark.parametrize("verb", ["start", "step"])
+def test_a_mismatch_of_two_trainers_names_the_lines_of_the_user(verb):
+    async def main(comm):
+        model = network()
+        sgd = EagerSGD(comm, model, plain(model), history=4)
+        if verb == "start" and comm.rank == 0:
+            await comm.barrier()
+        await sgd.start()
+        loss(model, comm.rank, 1).backward()
+        await sgd.step(metrics={} if comm.rank else None)
+        await comm.barrier()  # the first rank opens its round without the other
+
+    with pytest.raises(MismatchError) as caught:
+        run_ranks(2, main)
+    places = re.findall(r"at (\S+):\d+", str(caught.value))
+    assert places == [Path(__file__).name] * 2, caught.value
 
 
 @pytest.mark.parametrize("core", [pytest.param("c", marks=needs_core), "python"])

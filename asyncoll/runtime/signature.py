@@ -15,6 +15,8 @@ from typing import NamedTuple
 from asyncoll.arguments import digest
 
 Place = tuple[CodeType, int]  # the code that makes a call, and the instruction of the call in it
+_TRAINERS = f"{Path(__file__).parents[1]}/training"  # make their calls for the user's line that awaits them
+_BACKWARD = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py", "/torch/_tensor.py")  # run hooks of trainers
 _WAYS_OUT = (f"{Path(__file__).parents[1]}/", f"{Path(asyncio.__file__).parent}/", contextlib.__file__)
 _reported: ContextVar[Place | None] = ContextVar("asyncoll_place", default=None)
 
@@ -44,14 +46,15 @@ def site_outside() -> Site:
 def place_outside(frame: FrameType, libraries: tuple[str, ...] = ()) -> Place:
     """The place of the first frame outside the folder of the module of `frame`, which that frame returns to.
 
-    Files whose names begin with one of `libraries` are left out, too. In a context of `reported_at` it is that place.
+    Trainers are left out, and so are files whose names begin with one of `libraries`. In a context of `reported_at` it
+    is that place.
     """
     if (place := _reported.get()) is not None:
         return place
     folder = _folder_of(frame.f_code.co_filename)
     while (caller := frame.f_back) is not None:
         frame, file = caller, caller.f_code.co_filename
-        if _folder_of(file) != folder and not (libraries and file.startswith(libraries)):
+        if _folder_of(file) not in (folder, _TRAINERS) and not (libraries and file.startswith(libraries)):
             break
     return frame.f_code, frame.f_lasti
 
@@ -79,7 +82,7 @@ def reported_at(place: Place) -> Iterator[None]:
 
 @lru_cache(maxsize=256)
 def _folder_of(file: str) -> str:
-    return file.rpartition("/")[0]
+    return _TRAINERS if file.endswith(_BACKWARD) else file.rpartition("/")[0]
 
 
 class Signature(NamedTuple):

@@ -10,11 +10,15 @@ from __future__ import annotations
 import numbers
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncoll.errors import UsageError
+from asyncoll.arguments import text
+from asyncoll.errors import UsageError, describe
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Table = np.ndarray[Any, np.dtype[Any]]  # of one element, which has ENTRIES
 
@@ -35,8 +39,11 @@ class Metrics:
     and calls, may have different keys. A late contribution adds up as gradients do: each of its calls counts one.
     The reduction and weights of the call do not apply.
 
-    Raises UsageError for more than 64 keys, for a key that is no string of 1 to 112 bytes of UTF-8, and for a value
-    that is no real number.
+    A contribution is 8 KiB longer with it, whatever keys it has, and the compiled core leaves the bookkeeping of its
+    rounds to Python: a short round in memory takes 50 to 200 us longer.
+
+    Raises UsageError if `values` is no mapping, for more than 64 keys, for a key that is no string of 1 to 112 bytes of
+    UTF-8, and for a value that is no real number, or cannot be read, such as that of a tensor on the device "meta".
 
     Example:
 
@@ -48,9 +55,13 @@ class Metrics:
     __slots__ = ("_table",)
 
     def __init__(self, values: Mapping[str, object] | None = None) -> None:
-        if values is not None and len(values) > KEYS_MAX:
+        values = {} if values is None else values
+        if not isinstance(values, Mapping):
+            kind = type(values).__name__
+            raise UsageError(f'metrics are a dict of numbers by name, such as {{"loss": loss}}, and not a {kind}')
+        if len(values) > KEYS_MAX:
             raise UsageError(f"{len(values)} metrics, which is more than {KEYS_MAX}: give fewer")
-        self._table = _table({_name(key): (_number(key, value), 1.0) for key, value in (values or {}).items()})
+        self._table = _table({_name(key): (_number(key, value), 1.0) for key, value in values.items()})
 
     def copy(self) -> Metrics:
         """The same in memory of its own."""
@@ -143,7 +154,7 @@ def _table(sums: Sums | None) -> Table:
 
 
 def _name(key: object) -> bytes:
-    name = key.encode() if isinstance(key, str) else b""
+    name = text(key, "the key of a metric").encode()
     if not 1 <= len(name) <= NAME_BYTES or b"\0" in name:
         raise UsageError(f"the key of a metric is a string of 1 to {NAME_BYTES} bytes, without zeros, not {key!r:.130}")
     return name
@@ -152,9 +163,7 @@ def _name(key: object) -> bytes:
 def _number(key: str, value: object) -> float:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        if value.dim() or value.is_complex():
-            raise UsageError(f"the metric {key!r} is a tensor of shape {list(value.shape)}: give one real number of it")
-        return float(value.detach())
+        return _number_of(key, value)
     if isinstance(value, np.ndarray) and not value.ndim and value.dtype.kind in "biuf":
         return float(value)
     if not isinstance(value, (numbers.Real, np.bool_)):
@@ -163,3 +172,14 @@ def _number(key: str, value: object) -> float:
         return float(value)
     except OverflowError:
         raise UsageError(f"the metric {key!r} is too large for a float64: {value!r:.50}") from None
+
+
+def _number_of(key: str, x: Tensor) -> float:
+    try:
+        if not x.dim() and not x.is_complex():
+            return float(x.detach())
+        shape = list(x.shape)
+    except (RuntimeError, ValueError) as error:  # on the device "meta", fake, nested, without memory yet
+        reason = describe(error)
+        raise UsageError(f"the metric {key!r} is a tensor that cannot be read: give a number ({reason:.300})") from None
+    raise UsageError(f"the metric {key!r} is a tensor of shape {shape}: give one real number of it")

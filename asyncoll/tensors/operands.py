@@ -189,6 +189,8 @@ def _plain_torch_operand(x: torch.Tensor) -> Operand | None:
     try:
         if dtype is None or x.requires_grad or not (x.is_cpu and x.is_contiguous()) or x.is_neg():
             return None
+        if not _has_memory(x):
+            return None
         shape = x.shape
         return Operand(x, (x if len(shape) == 1 else x.reshape(-1)).numpy(), dtype, tuple(shape), copied=False)
     except RuntimeError:  # it has no memory: the general way says so
@@ -274,7 +276,7 @@ def check_writable(x: torch.Tensor) -> None:
 def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:
     try:
         return _strided_operand(x, _checked_dtype(x, writable))
-    except RuntimeError as error:  # a subclass of its own layout: masked, nested, fake, inside of vmap
+    except (RuntimeError, ValueError) as error:  # a subclass of its own layout: masked, nested, lazy, inside of vmap
         raise UsageError(f"a {type(x).__name__} without plain memory is not supported: {error}") from None
 
 
@@ -290,10 +292,22 @@ def _detached(x: torch.Tensor) -> torch.Tensor:
     return plain
 
 
+def _has_memory(x: torch.Tensor) -> bool:
+    """Whether the storage of `x` holds all elements: a program may have resized it, as FSDP does."""
+    if not x.numel():
+        return True
+    last = x.numel() - 1
+    if not x.is_contiguous():
+        last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (x.storage_offset() + last) * x.itemsize < x.untyped_storage().nbytes()
+
+
 def _strided_operand(x: torch.Tensor, dtype: str) -> Operand:
     import torch
 
     plain = _detached(x)
+    if not _has_memory(plain):
+        raise UsageError("the memory of this tensor was released: make the call while it has its elements")
     direct = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
     packed = plain if direct else plain.resolve_conj().resolve_neg().contiguous()
     if not direct and packed.data_ptr() == plain.data_ptr():

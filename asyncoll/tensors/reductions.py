@@ -114,7 +114,7 @@ def check_reduction(op: object, dtype: str, *, in_rounds: bool = False) -> Reduc
     """
     if not isinstance(op, ReduceOp):
         names = ", ".join(op.name for op in ReduceOp)
-        raise UsageError(f"unknown reduction {op!r}: use one of asyncoll.{{{names}}}")
+        raise UsageError(f"unknown reduction {op!r:.60}: use one of asyncoll.{{{names}}}")
     if dtype in _FORBIDDEN.get(op, ()):
         advice = "use SUM, or convert to a float" if op in _AVERAGES else "choose another reduction or dtype"
         raise UsageError(f"{op.name} is not defined for {dtype}: {advice}")

@@ -186,8 +186,8 @@ def _dtype(dtype: Any) -> tuple[str, bool]:
     name = reductions.dtype_name(dtype)
     as_torch = name != str(dtype)
     if not as_torch:
-        with contextlib.suppress(TypeError):  # it is no dtype of numpy
+        with contextlib.suppress(TypeError, UnicodeError):  # it is no dtype of numpy
             name = np.dtype(dtype).name
     if name not in reductions.DTYPES or (name == reductions.BFLOAT16 and not as_torch):
-        raise UsageError(f"dtype {dtype} is not supported: use one of {', '.join(reductions.DTYPES)}")
+        raise UsageError(f"dtype {dtype!r:.60} is not supported: use one of {', '.join(reductions.DTYPES)}")
     return name, as_torch

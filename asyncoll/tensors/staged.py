@@ -301,4 +301,4 @@ def _tensor_of(device: object) -> Any:
             raise UsageError("cpu is the memory of the host: leave the device out")
         return torch.empty(0, dtype=torch.uint8, device=place)
     except (TypeError, RuntimeError, AssertionError) as error:
-        raise UsageError(f"a tensor on {device!s:.60} cannot be made: {describe(error)}") from None
+        raise UsageError(f"a tensor on {device!r:.60} cannot be made: {describe(error):.300}") from None

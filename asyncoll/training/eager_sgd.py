@@ -9,15 +9,15 @@ collective keeps it, and it enters a later round.
 from __future__ import annotations
 
 import functools
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import ClassVar, Literal, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import asyncoll
 from asyncoll.training import replicas
+from asyncoll.training.due import Due
 from asyncoll.training.metrics import beside, means, without
 from asyncoll.training.recovery import Recovery, State
 from asyncoll.training.step import Step
@@ -94,9 +94,7 @@ class EagerSGD(Trainer):
         self._name = name
         self._base = 0  # rounds before this training, of which a checkpoint tells
         self._has_called = False
-        self._newest = 0  # the newest round that this rank was told of
-        self._due = deque[tuple[int, Tensor]]()  # results that are not in the model yet, by round
-        self._lost = 0  # results that this rank has lost since all replicas were equal
+        self._due = Due()
         # With synchronous rounds the next one makes all replicas equal.
         self._recovery = Recovery(comm, name, self._copy) if history and not sync_every and comm.size > 1 else None
 
@@ -107,7 +105,7 @@ class EagerSGD(Trainer):
         contribution = beside(self._flat.gradients, metrics)
         reduction = await self._without_loss(self._allreduce(contribution, weight=weight))  # line 7: U_sum / P
         reduction = without(reduction, metrics)
-        self._hear(reduction)
+        self._due.hear(reduction, self._base + reduction.round)
         recovered = await self._recover()
         before = self.round
         self._apply_results()
@@ -125,27 +123,13 @@ class EagerSGD(Trainer):
             self._recovery.open(self.round)
         return self._at_own_round(reduction, recovered=recovered, metrics=means(metrics))
 
-    def _hear(self, reduction: asyncoll.Reduction) -> None:
-        """Note the results that a call tells of: those of consecutive rounds, up to its own."""
-        newest = self._base + reduction.round
-        oldest = newest - len(reduction.missed)
-        if oldest > self._newest + 1:  # those between are lost
-            self._due.clear()
-        self._due += enumerate(reduction.results(), oldest)
-        self._newest = newest
-
-    def _needed(self) -> int:
-        """The round whose model the results that are due continue."""
-        return (self._due[0][0] if self._due else self._newest) - 1  # a round without contributors changes no model
-
     async def _recover(self) -> bool:
         """If results are lost, take the state of another rank that has applied them. Returns whether this was due."""
-        if self._recovery is None or self.round >= self._needed():
+        if self._recovery is None or self.round >= self._due.needed:
             return False
         self._recovery.close()
-        own = self._flat.gradients  # cleared if the step is cancelled; the next one goes on here
-        self._due = deque((round_, result.clone() if result is own else result) for round_, result in self._due)
-        state = await self._without_loss(self._recovery.take(self._needed()))
+        self._due.copy(self._flat.gradients)  # cleared if the step is cancelled; the next one goes on here
+        state = await self._without_loss(self._recovery.take(self._due.needed))
         self._skip_to(state["round"])  # with the scheduler
         replicas.put_back(state, self.model, (self._flat.parameters,), self.optimizer)
         return True
@@ -157,14 +141,12 @@ class EagerSGD(Trainer):
 
     def _apply_results(self) -> None:
         """Take a step with each result that is due: w = w + U(G, w, t)."""
-        self._lost += max(0, self._needed() - self.round)
-        self._skip_to(self._needed())
-        while self._due:
-            round_, gradients = self._due.popleft()
-            if round_ > self.round:  # otherwise it is in the state that was taken
-                self._flat.gradients.copy_(gradients)
-                self._apply()
-        self._skip_to(self._newest)
+        self._due.count_lost(self.round)
+        self._skip_to(self._due.needed)
+        for gradients in self._due.after(self.round):  # the state that was taken may have some
+            self._flat.gradients.copy_(gradients)
+            self._apply()
+        self._skip_to(self._due.newest)
 
     async def _average_unless_all_leave(self, *, leaves: bool) -> bool:
         """Average the models, unless all ranks leave the training. Returns whether they do. Collective."""
@@ -190,7 +172,7 @@ class EagerSGD(Trainer):
             # The last round takes what is staged, after the end of the schedule.
             self._last_scheduled = int(await self.comm.allreduce(torch.tensor(self.round), asyncoll.MAX))
             if reduction is not None:
-                self._hear(without(reduction, metrics))
+                self._due.hear(without(reduction, metrics), self._base + reduction.round)
                 self._apply_results()
         if self._history:
             await self._resynchronise()
@@ -199,8 +181,8 @@ class EagerSGD(Trainer):
             await self._average_models()
 
     async def _resynchronise(self) -> None:
-        await replicas.resynchronise(self.comm, (self._flat.parameters,), self.optimizer, self._lost)
-        self._lost = 0
+        await replicas.resynchronise(self.comm, (self._flat.parameters,), self.optimizer, self._due.lost)
+        self._due.lost = 0
 
     async def _begin(self) -> None:
         if self._recovery is not None:
@@ -208,7 +190,7 @@ class EagerSGD(Trainer):
         await super()._begin()
 
     async def _resume(self) -> None:
-        self._base = self._newest = self.round
+        self._base = self._due.newest = self.round
         if self._recovery is not None:
             self._recovery.open(self.round)
         self._allreduce = functools.partial(self._allreduce, sync_offset=self._base)

@@ -169,11 +169,7 @@ class OkTopkSGD(Trainer):
                 f"the checkpoint is of residual, algorithm and name {there}, and this training of {kind}: use "
                 "the same, or begin a new training from the model and the optimizer alone"
             )
-        residual, operations = saved.tensor(own, "residual", self._residual), saved.table(own, "operations")
-        for name in self._operations():
-            saved.entry(operations, name, lambda value: value is None or isinstance(value, dict), "a dict")
-        self._residual.copy_(residual)
-        for name, state in operations.items():
+        for name, state in saved.sparse(own, self._residual, self._operations()).items():
             self.comm.load_sparse_state(name, state)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -72,3 +72,12 @@ def tensor(saved: object, key: str, like: Tensor) -> Tensor:
     what = f"a finite tensor of {like.dtype} and shape {list(like.shape)}"
     value: Tensor = entry(saved, key, is_right, what)
     return value
+
+
+def sparse(own: dict[str, Any], residual: Tensor, operations: Iterable[str]) -> dict[str, Any]:
+    """The states of sparse allreduces that `own` has, among them those of `operations`. Loads the residual, too."""
+    found, states = tensor(own, "residual", residual), table(own, "operations")
+    for operation in operations:
+        entry(states, operation, lambda value: value is None or isinstance(value, dict), "a dict")
+    residual.copy_(found)
+    return states

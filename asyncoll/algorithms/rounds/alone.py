@@ -97,6 +97,9 @@ class LoneRounds:
         told = self._engine.conclude(result.number, result, self._missed(self._latest - 1))
         return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
 
+    def end(self) -> tuple[int, int]:
+        return self._engine.end()
+
     def release(self, delivery: Delivery) -> None:
         """Without effect: the results that are kept are copies."""
 

@@ -37,7 +37,7 @@ class Begun(NamedTuple):
 
 
 # The core follows these options of an operation, or other code carries them out with the core as without it.
-_OPTIONS = frozenset(
+DECLARED = frozenset(
     (
         "quorum",
         "candidates",
@@ -114,7 +114,7 @@ def compiled_rounds(
     It carries out no operation with an opening or an option that it does not know, or with a dtype without a kernel.
     """
     native = arena.native
-    if native is None or operation.opening.value not in native.openings or not operation.options().keys() <= _OPTIONS:
+    if native is None or operation.opening.value not in native.openings or not operation.options().keys() <= DECLARED:
         return None
     kernels = [native.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout]
     if not all(kernels):

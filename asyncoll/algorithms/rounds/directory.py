@@ -63,6 +63,9 @@ class Rounds(Protocol):
         it leaves the operation in an undefined state.
         """
 
+    def end(self) -> tuple[int, int]:
+        """After a `join` without news: the newest round that this rank was told of, and how many count as skipped."""
+
     def release(self, delivery: Delivery) -> None:
         """The results of `delivery` have been read."""
 

@@ -10,7 +10,7 @@ that opened rounds would be alone in them (of 8 ranks, 1.8 instead of 6.1 stay a
 A rank is told of each round once, in order: as the result of a call, as a missed result, or as one of the skipped
 rounds. An answer that is ready may have no receiver: its call is cancelled, closed or never awaited. Its rounds are
 owed then, and the aim goes back to them. So the next call is late, and tells of them at once. If a newer answer was
-given meanwhile, the owed rounds would be told out of order: they count as skipped.
+given meanwhile, the owed rounds would be told out of order: they count as skipped, in the next call, or in `join`.
 
 `NextRound` decides when a round by message opens, and which signals the ranks send each other for that. The carriers
 only carry out its instructions.
@@ -140,10 +140,16 @@ class Engine(Generic[R]):
         included = ticket == result.taken if self._replaces else ticket <= result.taken
         lag = result.number - self.cells[_AIM]
         self.cells[_AIM] = result.number + 1
-        skipped = lag - len(missed)
-        while self.owed:  # older than a round that was told, or than this one
-            skipped += self.owed.popleft()[0]
+        skipped = lag - len(missed) + self._skip_owed()
         return tuple.__new__(Told, (included, missed, skipped, lag))  # in half the time of `Told(...)`
+
+    def end(self) -> tuple[int, int]:
+        """All ranks have joined, and there is no news: the newest round that was told, and how many are skipped."""
+        return self.aim - 1, self._skip_owed()
+
+    def _skip_owed(self) -> int:
+        """How many rounds are owed, all older than one that was told: they count as skipped now."""
+        return sum(self.owed.popleft()[0] for _ in range(len(self.owed)))
 
     def take_back(self, newest: int, lag: int, rounds: int) -> None:
         """An answer of `rounds` rounds up to `newest`, which was `lag` rounds after its aim, has no receiver.

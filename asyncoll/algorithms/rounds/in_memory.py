@@ -444,6 +444,9 @@ class OneSidedRounds:
         fields = (number, parts, ranks, members, taken, synchronous, blocks.weight(block), False, False, False, block)
         return result_of(fields)
 
+    def end(self) -> tuple[int, int]:
+        return self._engine.end()
+
     def release(self, delivery: Delivery) -> None:
         """The results have been read, and the call is over.
 

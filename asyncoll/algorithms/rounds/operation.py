@@ -63,10 +63,14 @@ class Operation:
         """Whether the sum of a round is divided by a number."""
         return self.weighted or self.op in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE)
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """The fields that have defaults, by name: the options of operations."""
+        return {rule.name: rule.default for rule in fields(cls) if rule.default is not MISSING}
+
     def options(self) -> dict[str, Any]:
-        """The fields that differ from their defaults."""
-        values = ((rule.name, getattr(self, rule.name), rule.default) for rule in fields(self))
-        return {name: value for name, value, default in values if default not in (MISSING, value)}
+        """The options that differ from their defaults."""
+        return {name: value for name, default in self.defaults().items() if (value := getattr(self, name)) != default}
 
     def fingerprint(self) -> int:
         """A hash of all fields, which ranks compare instead of the operation."""

@@ -241,7 +241,7 @@ class Operations:
         self.member.check_caller()
         spec = self._called.get(name)
         if spec is None:
-            raise UsageError(f"this rank has made no call named {name!r}: make at least one before it joins")
+            raise UsageError(f"this rank has made no call named {name!r:.60}: make at least one before it joins")
         given = bundle(x, spec.op, is_read=False)
         if (given.layout, given.boundaries) != (spec.layout, spec.buckets):
             raise UsageError(f"x is not as in the calls of {spec}: pass tensors of the same dtypes and sizes")
@@ -275,7 +275,7 @@ class Operations:
             rounds = await self._find_or_open(call)
             delivery = await rounds.join()
             if delivery is None:
-                return None
+                return self._only_skipped(call.operation, rounds, self.pending.age_s(pending))
             try:
                 return self.hand_over(call.operation, delivery, given, self.pending.age_s(pending))
             finally:
@@ -309,6 +309,14 @@ class Operations:
             waited_s,
             given.given if ranks else None,
         )
+
+    def _only_skipped(self, spec: Operation, rounds: Rounds, waited_s: float) -> Reduction | None:
+        """What a join without news tells: the rounds of calls that were given up after a newer answer; None if none."""
+        newest, skipped = rounds.end()
+        if not skipped or spec.group_size:
+            return None
+        everyone = tuple(range(self.member.group.size))
+        return reduction_of(newest, 0, True, skipped, False, (), everyone, (), 0, waited_s, None)
 
     def statistics(self) -> dict[str, OperationStatistics]:
         """The totals of each operation that this rank knows, by name."""

@@ -220,6 +220,9 @@ class WaitAvoiding(ABC):
             own = [part.copy() for part in result.parts]
             self._latest = result._replace(parts=own, lent=False, averaged=True)
 
+    def end(self) -> tuple[int, int]:
+        return self._engine.end()
+
     def release(self, delivery: Delivery) -> None:  # noqa: B027 (results are this rank's own memory)
         """The results of `delivery` have been read."""
 

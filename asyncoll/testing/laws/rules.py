@@ -257,6 +257,19 @@ def _balances(calls: list[Call], alarmed: set[int]) -> Iterator[Breach]:
             yield Breach(call.round, call.rank, f"up to call {call.index} it got reports of {count} rounds")
 
 
+def farewell(story: Story) -> Iterator[Breach]:
+    """A rank that has joined was told of each round once, as a result, as a missed one, or as one that it skips.
+
+    So was a rank whose calls were cancelled, or never awaited. For an alarmed rank only an upper bound holds.
+    """
+    alarmed = {each.rank for each in story.cancelled if each.unsure}
+    for joined in story.joined:
+        calls = story.calls[joined.rank]
+        told = joined.told + sum(1 + len(call.missed) + call.reduction.skipped for call in calls)
+        if told > joined.newest or (told < joined.newest and joined.rank not in alarmed):
+            yield Breach(joined.newest, joined.rank, f"it was told of {told} rounds until it had joined")
+
+
 def lag(story: Story) -> Iterator[Breach]:
     """`lag` is the number of rounds from the one that the call aimed at to the one that it was given.
 
@@ -278,7 +291,7 @@ def liveness(story: Story) -> Iterator[Breach]:
             yield Breach(call.round, call.rank, f"call {call.index} waited for {call.wait_s:.0f} s")
 
 
-_ALWAYS: tuple[Law, ...] = (inclusion, contributors, synchrony, history, lag, liveness)
+_ALWAYS: tuple[Law, ...] = (inclusion, contributors, synchrony, history, farewell, lag, liveness)
 _CONSUMED: tuple[Law, ...] = (exactly_once, conservation, staleness, quorum, drawn_ranks)
 _DRAWN = ("majority", "candidates")  # kinds
 _STAYING: tuple[Law, ...] = (one_each, never_back, newest, staleness)

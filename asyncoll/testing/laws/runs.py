@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ from asyncoll.testing.laws.story import (
     Call,
     Cancelled,
     Case,
+    Joined,
     Story,
     Trainer,
     draw,
@@ -134,7 +136,8 @@ def _story(
         return GossipStory(case, parts, messages)
     if case.kind == ENDING:
         return EndingStory(EndingProgram(case), parts, messages)
-    return Story(case, [calls for calls, _ in parts], [each for _, cancelled in parts for each in cancelled], messages)
+    calls, cancelled, joined = zip(*parts, strict=True)
+    return Story(case, list(calls), [*chain(*cancelled)], messages, [*chain(*joined)])
 
 
 # -- processes -----------------------------------------------------------------------------------
@@ -217,8 +220,12 @@ def read_record(record: Path, kind: str = "") -> Any:
         return ending.Part(**fields)
     if kind == TRAINING:
         return training.Part(fields["made"], [training.Done(**done) for done in fields["done"]])
-    calls, cancelled = fields
-    return [_call(**each) for each in calls], [Cancelled(**each) for each in cancelled]
+    calls, cancelled, joined = fields
+    return (
+        [_call(**each) for each in calls],
+        [Cancelled(**each) for each in cancelled],
+        [Joined(**each) for each in joined],
+    )
 
 
 def _array_to_json(array: Array) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Case:
     impatient: int | None  # the rank that cancels some of its calls
     careless: int | None  # the rank that loses some of its calls: it never awaits them; not where ranks are processes
     gathers: bool  # ranks stay in the world until all have the last round; only if none leaves early, or overlaps calls
+    joins: bool  # ranks that have made a call join the operation at their end
     network: Network
     overlap: int  # the most calls that a rank has in flight at the same time
     alarmed: int | None  # the rank whose signal handler raises in some of its calls; only where ranks are processes
@@ -191,8 +192,10 @@ def _draw_hosts(size: int, seed: int) -> dict[str, Any]:
 def _draw_ends(kind: str, size: int, seed: int) -> dict[str, Any]:
     generator = np.random.default_rng([seed, size, ALL_KINDS.index(kind), 1])  # of its own, as in `_draw_hosts`
     careless, gathers = generator.integers(3) == 0, generator.integers(3) == 0
-    rank = int(generator.integers(size))
-    return {"careless": rank if careless and kind in KINDS and kind != "group" else None, "gathers": bool(gathers)}
+    rank, joins = int(generator.integers(size)), generator.integers(2) == 0
+    if kind not in KINDS or kind == "group":
+        return {"careless": None, "gathers": bool(gathers), "joins": False}
+    return {"careless": rank if careless else None, "gathers": bool(gathers), "joins": bool(joins)}
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # debug mode of asyncio formats task results: a quarter of the time
@@ -228,7 +231,16 @@ class Cancelled:
     unsure: bool = False  # the signal handler raised, perhaps before the call was made
 
 
-Part = tuple[list[Call], list[Cancelled]]  # the calls of one rank, in order
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The end of a rank that has joined. No call of it was in flight."""
+
+    rank: int
+    newest: int  # the newest round that it was told of
+    told: int  # the rounds that its join has told of, those that it skips among them
+
+
+Part = tuple[list[Call], list[Cancelled], list[Joined]]  # the calls of one rank, in order, and its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +251,7 @@ class Story:
     calls: list[list[Call]]  # by rank, in order
     cancelled: list[Cancelled]
     messages: int = 0
+    joined: list[Joined] = field(default_factory=list)
     rounds: dict[tuple[int, tuple[int, ...]], list[Call]] = field(default_factory=dict)  # calls by (round, group)
 
     def __post_init__(self) -> None:
@@ -300,7 +313,8 @@ class Trainer:
         self._look_after_child()
         if self._gathers:
             await self._comm.barrier()  # so no round comes after the last one
-        return self._part()
+        joined = [await self._join()] if case.joins and self._aims else []
+        return *self._part(), joined
 
     def _may_give_up(self) -> bool:
         """Whether one more call may be cancelled. Valid only while no call is in flight.
@@ -451,7 +465,13 @@ class Trainer:
         if self._child and os.waitstatus_to_exitcode(os.waitpid(self._child, 0)[1]):
             raise RuntimeError("a forked child of this rank could call")
 
-    def _part(self) -> Part:
+    async def _join(self) -> Joined:
+        last = await self._comm.join(self._case.name(self._comm.rank), self._tensors.contribution(0))
+        if last is None:
+            return Joined(self._comm.rank, self._seen(), 0)
+        return Joined(self._comm.rank, last.round, len(last.results()) + last.skipped)
+
+    def _part(self) -> tuple[list[Call], list[Cancelled]]:
         """The calls in order, each with its aim: the round after the newest one that earlier calls returned."""
         calls: list[Call] = []
         cancelled: list[Cancelled] = []

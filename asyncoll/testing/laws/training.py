@@ -145,7 +145,7 @@ class Learner:
         held = -self._held.detach().numpy().copy()
         if step is None:
             return Done(index, self._sgd.round, False, False, {}, 0, held, digest, took_s)
-        newest = self._sgd._newest
+        newest = self._sgd._due.newest
         lost = newest - len(step.missed) > before + 1
         return Done(index, step.round, step.recovered, lost, step.metrics, newest, held, digest, took_s)
 

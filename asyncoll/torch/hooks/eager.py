@@ -29,6 +29,7 @@ from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.schedule import Schedule
 from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas, saved
+from asyncoll.training.due import Due
 from asyncoll.training.eager_sgd import Partial
 from asyncoll.training.metrics import beside, means, without
 from asyncoll.training.recovery import Recovery, State
@@ -116,7 +117,7 @@ class EagerSGDState(HookState):
         self._base = 0  # rounds before the first one that does not wait for all ranks
         self._is_eager = False
         self._reduction: Step | None = None  # of the last backward pass
-        self._lost = 0  # results that this rank has lost since all replicas were equal
+        self._due = Due()
         self._last_scheduled = math.inf  # the newest round for which the scheduler is stepped
         self._claim(name)
         # With synchronous rounds the next one makes all replicas equal.
@@ -236,8 +237,9 @@ class EagerSGDState(HookState):
         check_gradients(self._optimizer, self._buckets.layout, self._buckets.flat)
         self._parameter_changes.check()
         self._schedule.check()
+        self._due.hear(reduction, reduction.round)
         self._recover(reduction)
-        results = self._results_of(reduction)
+        results = self._results()
         for result in results[:-1]:
             self._apply(result)
         if not results:  # the round had no contributors: nothing to step with
@@ -259,11 +261,10 @@ class EagerSGDState(HookState):
 
     def _recover(self, reduction: Reduction) -> None:
         """If results are lost, take the state of another rank that has applied them."""
-        needed = _oldest(reduction) - 1
-        if self._recovery is None or self.round >= needed:
+        if self._recovery is None or self.round >= self._due.needed:
             return
         with self._fails_if_interrupted(), self._calls():
-            state = complete(self._comm, self._recovery.take(needed))
+            state = complete(self._comm, self._recovery.take(self._due.needed))
             self._skip_to(state["round"])  # with the scheduler
             replicas.put_back(state, self._model().module, self._parameters(), self._optimizer)
         self._reduction = step_of(reduction, round=max(self.round, reduction.round), recovered=True)
@@ -291,12 +292,11 @@ class EagerSGDState(HookState):
     def _parameters(self) -> list[Tensor]:
         return [parameter.detach() for parameter in self._model().module.parameters()]
 
-    def _results_of(self, reduction: Reduction) -> tuple[Tensor, ...]:
+    def _results(self) -> list[Tensor]:
         """The results since this rank's last round, oldest first; the rounds before them are passed."""
-        oldest = _oldest(reduction)
-        self._lost += max(0, oldest - 1 - self.round)
-        self._skip_to(oldest - 1)
-        return reduction.results()[self.round + 1 - oldest :]  # the state that was taken may have some
+        self._due.count_lost(self.round)
+        self._skip_to(self._due.needed)
+        return list(self._due.after(self.round))  # the state that was taken may have some
 
     def _apply(self, result: Tensor) -> None:
         self._buckets.layout.set_gradients(result)
@@ -332,9 +332,9 @@ class EagerSGDState(HookState):
     # -- the end ----------------------------------------------------------------------------------
 
     def _resynchronise(self) -> None:
-        work = replicas.resynchronise(self._comm, self._parameters(), self._optimizer, self._lost)
+        work = replicas.resynchronise(self._comm, self._parameters(), self._optimizer, self._due.lost)
         complete_on(self._buckets.layout.device, self._comm, work)
-        self._lost = 0
+        self._due.lost = 0
 
     def _finish(self) -> None:
         self._steps.check_done()
@@ -356,7 +356,8 @@ class EagerSGDState(HookState):
         self._last_scheduled = int(self._comm.allreduce(torch.tensor(self.round), ReduceOp.MAX).wait())
         if reduction is not None:
             reduction = dataclasses.replace(without(reduction, metrics), round=self._base + reduction.round)
-            for result in self._results_of(reduction):
+            self._due.hear(reduction, reduction.round)
+            for result in self._results():
                 self._apply(result)
             self._skip_to(reduction.round)
         self._resynchronise()
@@ -367,11 +368,6 @@ class EagerSGDState(HookState):
 def eager_sgd(state: EagerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Average the gradients of the ranks that have arrived."""
     return checked(state, EagerSGDState)._reduce(bucket)
-
-
-def _oldest(reduction: Reduction) -> int:
-    """The oldest round of those that a call tells of with their results."""
-    return reduction.round - len(reduction.missed)
 
 
 def _check_options(

@@ -138,11 +138,7 @@ class OkTopkState(HookState):
                 f"the state that was saved is of the algorithm {algorithm!r}, and not of {self._algorithm!r}: make the "
                 "same state and model"
             )
-        residual, operations = saved.tensor(own, "residual", self._residual), saved.table(own, "operations")
-        for method in self._operations():
-            saved.entry(operations, method, lambda value: value is None or isinstance(value, dict), "a dict")
-        self._residual.copy_(residual)
-        for method, state in operations.items():
+        for method, state in saved.sparse(own, self._residual, self._operations()).items():
             self._comm.load_sparse_state(self._name_of(method), state)
 
     def _finish(self) -> None:
