@@ -30,6 +30,7 @@ from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
 from asyncoll.runtime.threads import check_threads
 from asyncoll.runtime.timer import Timer
 from asyncoll.runtime.work import Begun, Driven
+from asyncoll.transport.system_calls import needed
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -436,6 +437,12 @@ async def _settled(future: asyncio.Future[Any]) -> None:
     _see(future)
 
 
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Raises UsageError if the system refuses what an event loop needs."""
+    with needed("epoll_create1, eventfd2 or pipe2"):
+        return uvloop.new_event_loop()
+
+
 class ProgressThread:
     """A runner for worlds of processes: the runtime has a thread and a loop of its own.
 
@@ -447,12 +454,12 @@ class ProgressThread:
     def __init__(self, home: asyncio.AbstractEventLoop | None) -> None:
         """`home` is the loop of the program; None: the program has none, and the runtime's takes its place.
 
-        Raises UsageError if a library has replaced the threads of Python.
+        Raises UsageError if a library has replaced the threads of Python, or if the system refuses an event loop.
         """
         check_threads()
         self.broke: Callable[[BaseException], None] = _raise
         self._is_stopping = False
-        self._loop = uvloop.new_event_loop()
+        self._loop = new_loop()
         self.home = home or self._loop
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
