@@ -12,10 +12,20 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import PATIENCE_S
+from conftest import LIGHT, PATIENCE_S
 
-SCRIPT = Path(__file__).parent / "scripts" / "apart.py"
+SCRIPTS = Path(__file__).parent / "scripts"
 SIZE = 3
+NO_IPV4 = 'ip link set lo up; ip addr del 127.0.0.1/8 dev lo; exec "$@"'
+NOTEBOOK = """
+import os
+from asyncoll import notebook
+
+async def main(comm):
+    return os.environ["MASTER_ADDR"]
+
+print(notebook.run(main, ranks=2))
+"""
 # Options of unshare by namespace, and whether ranks of which each has its own can share memory. A network of its own is
 # that of another host: tests/test_networks.py.
 KINDS = {
@@ -57,7 +67,7 @@ def test_ranks_in_namespaces_of_their_own_make_one_world(kinds, tmp_path):
     world = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": str(tmp_path)}
     ranks = [
         subprocess.Popen(
-            [*command, sys.executable, SCRIPT],
+            [*command, sys.executable, SCRIPTS / "apart.py"],
             env=os.environ | world | {"RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -74,3 +84,28 @@ def test_ranks_in_namespaces_of_their_own_make_one_world(kinds, tmp_path):
         for rank in ranks:
             rank.kill()
             rank.wait()
+
+
+@pytest.mark.parametrize(
+    ("program", "printed"),
+    [
+        (["-m", "asyncoll.cli", "launch", "-n", "2", SCRIPTS / "worlds.py"], {"0: three worlds", "1: three worlds"}),
+        (["-c", NOTEBOOK], {"['::1', '::1']"}),
+    ],
+    ids=["launcher", "notebook"],
+)
+def test_ranks_are_started_on_a_host_without_ipv4(program, printed):
+    apart = ["unshare", "--net", "sh", "-ec", NO_IPV4, "sh"]
+    try:
+        subprocess.run([*apart, "true"], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"this user may not make networks: {getattr(error, 'stderr', '') or error}")
+    done = subprocess.run(
+        [*apart, sys.executable, *program],
+        env=os.environ | LIGHT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert (done.returncode, set(done.stdout.splitlines())) == (0, printed), done.stderr
