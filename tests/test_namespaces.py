@@ -56,7 +56,34 @@ def unshare(kinds: tuple[str, ...]) -> list[str]:
 )
 def test_ranks_in_namespaces_of_their_own_make_one_world(kinds, tmp_path):
     """They share memory only where locks, process numbers and clocks mean the same to all of them."""
-    command = unshare(kinds)
+    shared = SIZE if all(KINDS[kind][1] for kind in kinds) else 1
+    check_world(unshare(kinds), [tmp_path] * SIZE, shared)
+
+
+CONTAINER = ("mount", "ipc", "uts", "cgroup")  # what each container of a pod has of its own, beside processes
+NO_SHM = ["sh", "-ec", 'mount -t tmpfs none /dev/shm; exec "$@"', "sh"]
+HIDDEN = ["sh", "-ec", 'mount -t proc -o hidepid=2 proc /proc; exec "$@"', "sh"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "one_folder", "shared"),
+    [(("pid", *CONTAINER), False, 1), (CONTAINER, False, 1), (CONTAINER, True, SIZE)],
+    ids=["as they are", "shareProcessNamespace", "shareProcessNamespace and one folder"],
+)
+def test_ranks_in_containers_of_a_pod_make_one_world(kinds, one_folder, shared, tmp_path):
+    """They share the network, and no /dev/shm. docs/howto/kubernetes.md says what else lets them share memory."""
+    folders = [tmp_path / ("all" if one_folder else str(rank)) for rank in range(SIZE)]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    check_world([*unshare(kinds), *NO_SHM], folders, shared)
+
+
+def test_ranks_that_see_the_processes_of_their_own_user_alone_share_memory(tmp_path):
+    check_world([*unshare(("mount",)), *HIDDEN], [tmp_path] * SIZE, SIZE)
+
+
+def check_world(command: list[str], folders: list[Path], shared: int) -> None:
+    """Start ranks by `command`, each with a folder for temporary files: `shared` of them share memory."""
     if (
         shutil.which("unshare") is None
         or subprocess.run([*command, "true"], capture_output=True, check=False).returncode
@@ -64,18 +91,17 @@ def test_ranks_in_namespaces_of_their_own_make_one_world(kinds, tmp_path):
         pytest.skip(f"this user may not make namespaces: {' '.join(command)}")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    world = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TMPDIR": str(tmp_path)}
+    world = {"WORLD_SIZE": str(SIZE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     ranks = [
         subprocess.Popen(
             [*command, sys.executable, SCRIPTS / "apart.py"],
-            env=os.environ | world | {"RANK": str(rank)},
+            env=os.environ | world | {"RANK": str(rank), "TMPDIR": str(folder)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(SIZE)
+        for rank, folder in enumerate(folders)
     ]
-    shared = SIZE if all(KINDS[kind][1] for kind in kinds) else 1
     try:
         for rank in ranks:
             out, err = rank.communicate(timeout=PATIENCE_S)
