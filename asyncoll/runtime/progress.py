@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import glob
 import sys
 import threading
 import types
@@ -20,7 +19,6 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import uvloop
@@ -30,6 +28,7 @@ from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
 from asyncoll.runtime.threads import check_threads
 from asyncoll.runtime.timer import Timer
 from asyncoll.runtime.work import Begun, Driven
+from asyncoll.transport.processes import runnable_s
 from asyncoll.transport.system_calls import needed
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
@@ -496,7 +495,7 @@ class ProgressThread:
         return False  # an event loop does not tell its timers and connections
 
     def computed_s(self) -> float:
-        return sum(map(_runnable_s, glob.glob("/proc/self/task/*/schedstat")))
+        return runnable_s()
 
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
         return _Resuming(call, resume)
@@ -612,15 +611,6 @@ class ProgressThread:
     def _begin_again(self) -> None:
         for crossing in list(self._untold):
             crossing.begin_again()
-
-
-def _runnable_s(schedstat: str) -> float:
-    """The seconds that a thread has computed, or waited for a core."""
-    try:
-        running_ns, waiting_ns, _ = Path(schedstat).read_text().split()
-    except OSError:  # the thread has ended
-        return 0.0
-    return (int(running_ns) + int(waiting_ns)) / 1e9
 
 
 def _raise(error: BaseException) -> None:
