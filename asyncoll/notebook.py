@@ -21,6 +21,7 @@ from asyncoll.launch.function import check_function, launch_function
 from asyncoll.launch.launcher import Outcome
 from asyncoll.launch.verdict import signal_name
 from asyncoll.rpc import codec
+from asyncoll.transport.system_calls import anonymous_file
 from asyncoll.world import join
 
 __all__ = ["run"]
@@ -78,7 +79,7 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any, ranks: int) -> 
         raise UsageError("this process uses CUDA, which its forks cannot use: restart it, and use CUDA in ranks alone")
     check_function(size)
     with ExitStack() as opened:
-        memory = [os.memfd_create("asyncoll-result", os.MFD_CLOEXEC) for _ in range(size)]
+        memory = [anonymous_file("asyncoll-result") for _ in range(size)]
         for descriptor in memory:
             opened.callback(os.close, descriptor)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -698,11 +698,11 @@ def test_a_rank_that_raises_with_a_call_under_way_prints_only_that_error(transpo
 def test_a_template_that_cannot_be_watched_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """The check for leaks after each test finds the process otherwise."""
 
-    def refuse(pid: int) -> int:
-        raise OSError(errno.EMFILE, "too many open files")
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
 
     before = children()  # of other tests
-    monkeypatch.setattr(os, "pidfd_open", refuse)
-    with pytest.raises(OSError, match="too many open files"):
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
         launch_here(1, [str(SCRIPTS / "worlds.py")])
     assert children() == before

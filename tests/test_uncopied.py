@@ -46,7 +46,7 @@ def test_of_a_loop():
         check(comm)
         check(await comm.split(0))
         check(comm.rpc)
-        check(comm.rpc.proxy(0, Adder))
+        check(comm.rpc.proxy(0, Adder), "a proxy of Adder")
         gossip = await comm.gossip(np.ones(2))
         check(gossip)
         await gossip.close()

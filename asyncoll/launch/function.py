@@ -30,11 +30,12 @@ from asyncoll.errors import UsageError
 from asyncoll.launch import process_tree, rank
 from asyncoll.launch.environment import THREADS, job_folder, stopped_grace_s, threads
 from asyncoll.launch.host import Sources
-from asyncoll.launch.launcher import LOOPBACK, Launcher, Outcome, stop_signals
+from asyncoll.launch.launcher import Launcher, Outcome, stop_signals
 from asyncoll.launch.local import Start, check_files, local_host
 from asyncoll.launch.output import open_output
 from asyncoll.launch.placement import HERE, Placement
 from asyncoll.launch.template import LEFT_TO_THE_LAUNCHER, Template
+from asyncoll.transport.loopback import loopback
 
 
 def check_function(size: int) -> None:
@@ -57,7 +58,7 @@ def launch_function(size: int, act: Callable[[], None]) -> Outcome:
         sources = Sources(job.enter_context(selectors.DefaultSelector()))
         launcher = Launcher(Placement({HERE: size}), None, grace_s, None, output, signals, sources)
         start = _fork_of(size, act, job.enter_context(job_folder()))
-        host = job.enter_context(local_host(start, LOOPBACK, sources, partial(launcher.hear, HERE)))
+        host = job.enter_context(local_host(start, loopback(), sources, partial(launcher.hear, HERE)))
         return launcher.run({HERE: host})
 
 

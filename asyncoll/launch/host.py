@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import os
 import selectors
+import socket
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, Protocol
 
 READ_BYTES = 1 << 16
@@ -81,10 +83,24 @@ class Sources:
 
 
 @contextmanager
-def death_of(process: Process) -> Iterator[int]:
-    """A descriptor that becomes readable at the death of `process`."""
-    death = os.pidfd_open(process.pid)
-    try:
+def death_of(process: Process) -> Iterator[socket.socket]:
+    """A socket that becomes readable at the death of `process`.
+
+    It is no pidfd, which older containers and sandboxes refuse.
+    """
+    death, teller = socket.socketpair()
+    with death, ExitStack() as ours:
+        ours.enter_context(teller)
+        # The thread ends with the process, which may outlive this context.
+        threading.Thread(target=_tell_death, args=(process.pid, teller), name="asyncoll-death", daemon=True).start()
+        ours.pop_all()  # it is the thread's
         yield death
-    finally:
-        os.close(death)
+
+
+def _tell_death(pid: int, teller: socket.socket) -> None:
+    with teller, suppress(OSError):  # nobody listens any more
+        with suppress(ChildProcessError):  # its code has been read already
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # leaves the code to `Process.wait`
+        teller.send(
+            b"0", socket.MSG_NOSIGNAL
+        )  # the socket's end alone would not do: a fork of this process may keep it open

@@ -28,10 +28,10 @@ from asyncoll.launch.supervisor import GIVE_UP_S, INTERRUPT_GRACE_S, STOP_GRACE_
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
 from asyncoll.transport import standard_streams
 from asyncoll.transport.keys import new_key
+from asyncoll.transport.loopback import loopback
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = signal.SIGTSTP  # Ctrl-Z
-LOOPBACK = "127.0.0.1"
 WAIT_MAX_S = 3600.0  # in one turn: `epoll` refuses a time-out of more than 24 days
 LOOK_S = 0.5  # between two looks at the states of the ranks that run while others have ended
 
@@ -98,7 +98,7 @@ def _this_host(
     with job_folder() as folder:
         environ = {**os.environ, "ASYNCOLL_FOLDER": str(folder)}
         start = template_of(placement.size, program, folder, environ)
-        with local_host(start, LOOPBACK, sources, partial(hear, HERE)) as host:
+        with local_host(start, loopback(), sources, partial(hear, HERE)) as host:
             yield host
 
 

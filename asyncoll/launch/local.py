@@ -80,7 +80,9 @@ def local_host(start: Start, address: str, sources: Sources, hear: Hear) -> Iter
 class LocalHost:
     """Implements `Host` for this host."""
 
-    def __init__(self, process: Process, channel: socket.socket, death: int, sources: Sources, hear: Hear) -> None:
+    def __init__(
+        self, process: Process, channel: socket.socket, death: socket.socket, sources: Sources, hear: Hear
+    ) -> None:
         self.has_ended = False
         self._template = process
         self._channel = channel

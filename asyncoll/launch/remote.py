@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -108,7 +109,7 @@ class RemoteHost:
         self,
         name: str,
         process: subprocess.Popen[bytes],
-        death: int,
+        death: socket.socket,
         job: dict[str, Any],
         sources: Sources,
         hear: Hear,

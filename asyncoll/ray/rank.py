@@ -17,6 +17,7 @@ from asyncoll.launch import process_tree
 from asyncoll.launch.rank import TRACEBACK_CHARACTERS_MAX, summary
 from asyncoll.ray.store import ActorStore, Table
 from asyncoll.transport.keys import KEY_FILE
+from asyncoll.transport.system_calls import anonymous_file
 from asyncoll.world.environment import Environment
 from asyncoll.world.join import connected
 
@@ -99,7 +100,7 @@ async def _unpacked(program: list[Any]) -> Any:
 @contextlib.contextmanager
 def _key_file(secret: bytes) -> Iterator[str]:
     """A file without a name in any folder that holds the key: nothing is left of it, however the process ends."""
-    descriptor = os.memfd_create("asyncoll-key")
+    descriptor = anonymous_file("asyncoll-key")
     try:
         os.fchmod(descriptor, 0o600)
         os.write(descriptor, secret)

@@ -58,6 +58,9 @@ class _Stub(Uncopied):
     def __repr__(self) -> str:
         return f"<{self._class_name} at {self._peer.name}>"
 
+    def _title(self) -> str:
+        return f"a proxy of {self._class_name}"
+
     def __getattr__(self, name: str) -> Callable[..., Any]:
         if name.startswith("_"):  # of protocols, such as those of `copy`: they are no functions of the peer
             raise AttributeError(name)

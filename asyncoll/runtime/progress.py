@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-import glob
 import sys
 import threading
 import types
@@ -20,7 +19,6 @@ import weakref
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import uvloop
@@ -30,6 +28,8 @@ from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
 from asyncoll.runtime.threads import check_threads
 from asyncoll.runtime.timer import Timer
 from asyncoll.runtime.work import Begun, Driven
+from asyncoll.transport.processes import runnable_s
+from asyncoll.transport.system_calls import needed
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
@@ -436,6 +436,12 @@ async def _settled(future: asyncio.Future[Any]) -> None:
     _see(future)
 
 
+def new_loop() -> asyncio.AbstractEventLoop:
+    """Raises UsageError if the system refuses what an event loop needs."""
+    with needed("epoll_create1, eventfd2 or pipe2"):
+        return uvloop.new_event_loop()
+
+
 class ProgressThread:
     """A runner for worlds of processes: the runtime has a thread and a loop of its own.
 
@@ -447,12 +453,12 @@ class ProgressThread:
     def __init__(self, home: asyncio.AbstractEventLoop | None) -> None:
         """`home` is the loop of the program; None: the program has none, and the runtime's takes its place.
 
-        Raises UsageError if a library has replaced the threads of Python.
+        Raises UsageError if a library has replaced the threads of Python, or if the system refuses an event loop.
         """
         check_threads()
         self.broke: Callable[[BaseException], None] = _raise
         self._is_stopping = False
-        self._loop = uvloop.new_event_loop()
+        self._loop = new_loop()
         self.home = home or self._loop
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
@@ -489,7 +495,7 @@ class ProgressThread:
         return False  # an event loop does not tell its timers and connections
 
     def computed_s(self) -> float:
-        return sum(map(_runnable_s, glob.glob("/proc/self/task/*/schedstat")))
+        return runnable_s()
 
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
         return _Resuming(call, resume)
@@ -605,15 +611,6 @@ class ProgressThread:
     def _begin_again(self) -> None:
         for crossing in list(self._untold):
             crossing.begin_again()
-
-
-def _runnable_s(schedstat: str) -> float:
-    """The seconds that a thread has computed, or waited for a core."""
-    try:
-        running_ns, waiting_ns, _ = Path(schedstat).read_text().split()
-    except OSError:  # the thread has ended
-        return 0.0
-    return (int(running_ns) + int(waiting_ns)) / 1e9
 
 
 def _raise(error: BaseException) -> None:

@@ -11,6 +11,8 @@ import ctypes
 import os
 import struct
 
+from asyncoll.transport.system_calls import needed
+
 _CLOCK_MONOTONIC = 1
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC
 _libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the GIL: the two system calls do not block
@@ -19,13 +21,14 @@ _libc = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the GIL: the two syste
 class Timer:
     """A file descriptor that becomes readable when the time is over. Any thread may call `set`.
 
-    `__init__` raises OSError if the kernel gives no timerfd, for instance because the process has too many open files.
+    `__init__` raises OSError if the process has too many open files, and UsageError if the system refuses timerfds.
     """
 
     def __init__(self) -> None:
-        self._fd: int = _libc.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
-        if self._fd < 0:
-            raise OSError(ctypes.get_errno(), "timerfd_create")
+        with needed("timerfd_create"):
+            self._fd: int = _libc.timerfd_create(_CLOCK_MONOTONIC, _FLAGS)
+            if self._fd < 0:
+                raise OSError(ctypes.get_errno(), "timerfd_create")
 
     def fileno(self) -> int:
         return self._fd

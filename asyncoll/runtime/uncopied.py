@@ -21,10 +21,14 @@ class Uncopied:
     def __reduce_ex__(self, protocol: SupportsIndex, /) -> NoReturn:
         """Refuse: `copy.deepcopy` and `pickle` ask here."""
         raise UsageError(
-            f"{type(self).__name__} cannot be copied or pickled: it belongs to one rank in one process. Keep it out of "
+            f"{self._title()} cannot be copied or pickled: it belongs to one rank in one process. Keep it out of "
             "what is copied or saved: pass it to the methods of a Module as an argument, or leave it out in the "
             "`__getstate__` of the class that holds it; save a model or a training by its `state_dict()`"
         )
+
+    def _title(self) -> str:
+        """The object in errors, by what its user knows of it."""
+        return type(self).__name__
 
     def _alias(self) -> Self:
         """Another object with the attributes of this one, for a method that hands out a variant."""

@@ -52,6 +52,16 @@ def threads(pid: int) -> dict[int, Thread]:
     return found
 
 
+def runnable_s() -> float:
+    """The seconds that the threads of this process have computed, or waited for a core, added up."""
+    total_ns = 0
+    for schedstat in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError):  # this thread has ended
+            running, waiting, _ = schedstat.read_text().split()
+            total_ns += int(running) + int(waiting)
+    return total_ns / 1e9
+
+
 def is_frozen(before: Mapping[int, Thread], after: Mapping[int, Thread], *, woken: bool) -> bool:
     """Whether a process that gives no answer cannot run: `before` and `after` are its threads at two moments.
 

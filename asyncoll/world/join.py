@@ -11,15 +11,13 @@ import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
-import uvloop
-
 from asyncoll import forks
 from asyncoll.algorithms.arrival import to_its_end
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop
+from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop, new_loop
 from asyncoll.runtime.threads import program_loop
 from asyncoll.transport import START_TIMEOUT_S, Transport, standard_streams
 from asyncoll.transport.joining import Joining, in_daemon_thread
@@ -81,7 +79,7 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
             return await main(comm, *args)
 
     standard_streams.fill_gaps()
-    runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+    runner = asyncio.Runner(loop_factory=new_loop)
     process = os.getpid()
     try:
         return runner.run(joined())

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from asyncoll.errors import UsageError
+from asyncoll.transport.loopback import loopback
 
 RUN = "TORCHELASTIC_RUN_ID"
 # Programs that start processes, and their variables for the rank, the number of processes, and that on this host.
@@ -76,7 +77,7 @@ def _meeting(environ: Mapping[str, str], *, is_local: bool) -> dict[str, str]:
     """Where the processes of a launcher meet, as far as its variables tell. `is_local`: all are on this host."""
     address, port, job = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT"), _job(environ)
     return {
-        "MASTER_ADDR": address or ("127.0.0.1" if is_local else _first_host(environ)),
+        "MASTER_ADDR": address or (loopback() if is_local else _first_host(environ)),
         "MASTER_PORT": port or (str(_port_of(job)) if job else ""),
     }
 

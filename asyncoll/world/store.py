@@ -6,25 +6,35 @@ its rank 0 keeps that one until its next process group.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
 from asyncoll.errors import UsageError
-from asyncoll.transport.joining import Joining
+from asyncoll.transport.joining import Joining, in_daemon_thread
 from asyncoll.world.environment import Environment, place_of
 from asyncoll.world.network import listen
 
 _PROBE_S = 1.0  # time for the host of the store to accept a connection
+_QUESTION = (
+    b"GET / HTTP/1.0\r\n\r\n"  # a web server answers; a store closes the connection, as it does for all that is not its
+)
+_SHOWN_BYTES = 40  # of an answer
 _REASON_CHARACTERS = 200  # of the system's error in a message of this rank
+_DOUBT_S = 5.0  # a store that listens answers in milliseconds, and on an overloaded host in seconds
+_SILENCE_S = 15.0  # the same for one that is asked again
 _NAME_S = 60.0  # until rank 0 knows its own name; services of names may keep for 30 s that there is none
 
 
 def open_store(environment: Environment, joining: Joining) -> Any:
     """The store of this world: it is served here, or reached as soon as it is served."""
+    import torch.distributed  # noqa: F401 (takes seconds, in which a store that listens would not answer)
+
     serves_here = environment.rank == 0 and not is_of_agent() and not _serves_already(environment)
     return _serve_store(environment, joining) if serves_here else _reach_store(environment, joining)
 
@@ -73,6 +83,7 @@ def _reach_store(environment: Environment, joining: Joining) -> Any:
     while True:
         try:
             address = _answering(name, port, joining.pause_s + _PROBE_S)
+            joining.listen(_Doubt(address, port).look)
             return _tcp_store(environment, address, joining, what)
         except (OSError, RuntimeError) as error:  # it is not served yet, or no more
             said = f"{what}: {error}"[:_REASON_CHARACTERS]
@@ -82,6 +93,41 @@ def _reach_store(environment: Environment, joining: Joining) -> Any:
                 "name has several), and MASTER_PORT open there",
             )
             time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
+        finally:
+            joining.listen(None)
+
+
+class _Doubt:
+    """Whether what accepts connections where the store should be is a store. torch itself would go on trying."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._address, self._port = address, port
+        self._asks_at_s = time.monotonic() + _DOUBT_S  # noqa: TID251 (no loop runs yet)
+        self._answer: Future[str] | None = None
+
+    def look(self) -> None:
+        """Raise UsageError if it is none. This asks once torch has tried for a while, in a thread: it never blocks."""
+        if self._answer is None:
+            if time.monotonic() >= self._asks_at_s:  # noqa: TID251 (no loop runs yet)
+                self._answer = in_daemon_thread(lambda: _stranger_at(self._address, self._port))
+        elif self._answer.done() and (does := self._answer.result()):
+            raise UsageError(
+                f"what listens at {self._address}, MASTER_PORT={self._port}, is no store of asyncoll or torch: it "
+                f"{does}. Choose another port, a free one of rank 0's host; if rank 0 listens there, it is stopped"
+            )
+
+
+def _stranger_at(address: str, port: int) -> str:
+    """What a program that listens there does, if that shows that it is no store; empty otherwise."""
+    with contextlib.suppress(ConnectionError), socket.create_connection((address, port), _SILENCE_S) as asking:
+        asking.sendall(_QUESTION)
+        try:
+            said = asking.recv(_SHOWN_BYTES)
+        except TimeoutError:
+            return f"accepts connections, and has said nothing for {_DOUBT_S + _SILENCE_S:.0f} s"
+        if said:
+            return f"answers {said!r}"
+    return ""
 
 
 def _answering(name: str, port: int, limit_s: float) -> str:

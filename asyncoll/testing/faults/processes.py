@@ -22,6 +22,7 @@ from asyncoll.testing.faults.host_networks import HostNetworks, host_networks
 from asyncoll.testing.faults.programs import PROGRAMS
 from asyncoll.testing.faults.rank_program import be_rank
 from asyncoll.testing.faults.staged_calls import STAGED
+from asyncoll.transport.system_calls import needed
 
 PATIENCE_S = 30.0  # a rank that has not ended this long after the end of the fault hangs
 _PORT = 29_500  # of the store; each host has all ports of its own
@@ -153,7 +154,8 @@ class _World:
     # -- until all have ended ---------------------------------------------------------------------
 
     def _listen(self, channel: socket.socket, until_s: float) -> None:
-        running = {os.pidfd_open(pid): rank for rank, pid in self._pids.items()}  # readable when the rank has ended
+        with needed("pidfd_open"):
+            running = {os.pidfd_open(pid): rank for rank, pid in self._pids.items()}  # readable when the rank has ended
         is_continued = False
         try:
             while running and (patience_s := until_s - time.monotonic()) > 0:

@@ -13,7 +13,6 @@ import logging
 import mmap
 import os
 import struct
-import tempfile
 import weakref
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.pages import check_room
+from asyncoll.transport.system_calls import anonymous_file
 
 LAYOUT = 1  # the version of the header and of the directory of control blocks
 HEAD_BYTES = 1 << 17  # of each segment: its header, and for local rank 0 the directory of control blocks and its lock
@@ -37,7 +37,6 @@ _map.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, c
 _protect = ctypes.CDLL(None, use_errno=True).mprotect
 _protect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 logger = logging.getLogger("asyncoll")
-_NOEXEC_SEAL = 8  # MFD_NOEXEC_SEAL of Linux 6.3, which Python 3.11 does not export
 
 
 class Segment(NamedTuple):
@@ -60,7 +59,7 @@ def make_segment(local_rank: int, capacity: int) -> Segment:
     Raises OSError if the host does not support it, and AttributeError on other platforms than Linux.
     """
     with contextlib.ExitStack() as undo:
-        memory = _anonymous_file()
+        memory = anonymous_file("asyncoll")
         undo.callback(os.close, memory)
         os.ftruncate(memory, capacity)
         with contextlib.suppress(OSError):  # a plain file cannot be sealed; only ranks have it open
@@ -96,16 +95,6 @@ def check_segment(segment: Segment, local_rank: int, capacity: int, own: Segment
 def close_segment(segment: Segment) -> None:
     for descriptor in segment:
         os.close(descriptor)
-
-
-def _anonymous_file() -> int:
-    """A memfd; where the kernel or a sandbox does not allow one, an unlinked temporary file in memory."""
-    for flags in (_NOEXEC_SEAL, 0):
-        with contextlib.suppress(OSError, AttributeError):
-            return os.memfd_create("asyncoll", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.TemporaryFile(prefix="asyncoll-", dir=folder) as file:
-        return os.dup(file.fileno())
 
 
 def _seals(memory: int) -> int:
