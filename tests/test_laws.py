@@ -488,6 +488,11 @@ async def blocks(call, comm, x):
     await asyncio.get_running_loop().create_future()
 
 
+async def is_never_dropped(call, comm, x):
+    comm.kept = [*getattr(comm, "kept", ()), await call]
+    return comm.kept[-1]
+
+
 DENSE_LIES = [
     ("formula", "allreduce", gives_an_element_more),
     ("agreement", "allreduce", rounds_differently_at_one_rank),
@@ -495,6 +500,7 @@ DENSE_LIES = [
     ("meeting", "barrier", leaves_early),
     ("conservation", "solo_allreduce", counts_twice),
     ("ending", "allreduce", goes_on_when_cancelled),
+    ("oblivion", "split", is_never_dropped),
     ("farewell", "recv", gives_an_element_more),
     ("completion", "gather", blocks),
 ]
