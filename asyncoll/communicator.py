@@ -1743,7 +1743,7 @@ class Communicator(Uncopied):
         neighbors.check_dtype(operand, "gossip")
         chosen, seed = graphs.graph_of(text(graph, "graph")).name, whole(seed, "seed")
         call = self._call("gossip", operand, f"{chosen} graph, seed {seed}")
-        gossip = self._make_gossip(self._core.member, self._calls, self._core.pending, call, operand, chosen, seed)
+        gossip = self._make_gossip(self._core, call, operand, chosen, seed)
         if operand.staged is None:
             gossip.begin(operand.flat)
 
@@ -1810,8 +1810,9 @@ class Communicator(Uncopied):
         pending and later calls raise AbortedError.
 
         The new communicator numbers its own calls, and an error that ends it (except PeerLostError, which ends the
-        world) leaves this one intact. It ends with the world, or when its ranks `close` it. Only then is its memory
-        (some MiB of shared memory once it has been used) freed.
+        world) leaves this one intact. It ends with the world, or when its ranks `close` it, or drop it: a rank whose
+        program keeps no reference to it leaves it, as by `close`. Only then is its memory (some MiB of shared memory
+        once it has been used) freed.
 
         Args:
             color: a 64-bit integer: ranks that give the same one get a communicator together. None: this rank gets

@@ -10,6 +10,8 @@ import numpy as np
 
 from asyncoll.transport.wire import Unused
 
+PATIENCE_S = 60.0  # for a wait that must end
+
 
 def footprint(comm) -> dict[str, int]:
     """The entries of all tables of this rank, and its memory and boards in the arena."""
@@ -30,7 +32,7 @@ def footprint(comm) -> dict[str, int]:
         "traces": len(endpoint.membership._traces),
         "ledgers": len(endpoint.in_memory.sources),
         "services": len(endpoint._services),
-        "members": len(departures._open),
+        "members": departures.count(),
     }
     if arena is not None:
         found["boards here"] = len(arena._control_blocks)
@@ -63,9 +65,10 @@ def left(comm) -> int:
 
 
 async def settled(comm, still_open: int = 0) -> None:
-    """Wait until all ranks have forgotten what they have closed."""
-    while left(comm) > still_open:
-        await asyncio.sleep(0.001)
+    """Wait until all ranks have forgotten what they have closed or dropped."""
+    async with asyncio.timeout(PATIENCE_S):
+        while left(comm) > still_open:
+            await asyncio.sleep(0.001)
     await comm.barrier()
 
 

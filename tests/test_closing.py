@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from closing import different, footprint, measured, objects, settled, warmed
+from closing import PATIENCE_S, different, footprint, measured, objects, settled, warmed
 from conftest import SIZES, case, looped
 
-from asyncoll import AbortedError, ClosedError, MismatchError, PeerLostError, UsageError
+from asyncoll import AbortedError, ClosedError, MismatchError, PeerLostError, UsageError, deadline
 from asyncoll.runtime.executions import WINDOW_BYTES
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 from asyncoll.transport.wire import SEGMENT_BYTES
@@ -144,9 +144,94 @@ def test_a_call_that_needs_a_rank_that_has_closed_fails_at_once_and_names_it(clo
         assert (await untouched.allreduce(np.ones(3)) == 4).all()
         untouched.close()
         await settled(comm)
-        return len(comm._core.member.endpoint.departures._open)
+        return comm._core.member.endpoint.departures.count()
 
     assert run(4, main) == [1] * 4
+
+
+async def use_and_drop(comm, seed: int) -> None:
+    """Calls of a communicator that is dropped while some of them are under way."""
+    random = np.random.default_rng([seed, comm.rank])
+    part = await comm.split(0)
+    assert (await part.allreduce(np.ones(5)) == comm.size).all()
+    late = [part.allreduce(np.full(count, 1.0)) for count in (3, 3000, 300_000)]
+    await asyncio.sleep(float(random.uniform(0, 1e-3)))
+    del part
+    for call in late:
+        assert (await call == comm.size).all()
+
+
+@looped("size", SIZES)
+def test_ranks_drop_a_communicator_at_any_time_and_nothing_is_left(size, run):
+    async def main(comm):
+        await warmed(comm)
+        await use_and_drop(comm, 9)
+        before = await measured(comm)
+        for seed in range(3):
+            await use_and_drop(comm, seed)
+        await comm.split(0)  # nothing takes the result
+        return before, await measured(comm)
+
+    for rank, (before, after) in enumerate(run(size, main)):
+        assert before == after, (rank, different(before, after))
+
+
+def test_a_rank_that_has_dropped_a_communicator_is_named(run):
+    async def main(comm):
+        part = await comm.split(0)
+        if comm.rank == 0:
+            del part
+            await comm.barrier()
+            return
+        with pytest.raises(PeerLostError, match="its program has dropped this communicator") as caught:
+            with deadline(PATIENCE_S):
+                await part.allreduce(np.ones(3))
+        assert caught.value.rank == 0
+        assert caught.value.left_in_order
+        await comm.barrier()
+
+    run(3, main)
+
+
+def test_what_uses_a_communicator_keeps_it(run):
+    async def main(comm):
+        part = await comm.split(0)
+        gossip = await part.gossip(np.full(3, float(comm.rank)))
+        rounds = [part.solo_allreduce(np.ones(3)), part.push_sum(np.ones(3), np.ones(1))]
+        part.rpc.register(abs)
+        remote = part.rpc
+        del part
+        for call in rounds:
+            await call
+        assert await remote.call(1 - comm.rank, "abs", -1) == 1
+        if gossip.active:
+            await gossip.exchange()
+        assert (await gossip.close() == 0.5).all()
+
+    run(2, main)
+
+
+def test_a_forked_child_that_drops_a_communicator_disturbs_nothing():
+    async def main(comm):
+        part = [await comm.split(0)]
+        assert told_by_a_child(part.clear) == b""
+        assert (await part[0].allreduce(np.ones(3)) == comm.size).all()
+
+    run_ranks(2, main, "shm")
+
+
+def told_by_a_child(act):
+    """What a forked child that calls `act()` writes to its standard error, where Python names ignored exceptions."""
+    reader, writer = os.pipe()
+    if child := os.fork():
+        os.close(writer)
+        with open(reader, "rb") as told:
+            text = told.read()
+        os.waitpid(child, 0)
+        return text
+    os.dup2(writer, 2)
+    act()
+    os._exit(0)
 
 
 def test_messages_of_a_rank_that_has_closed(run):
@@ -355,7 +440,7 @@ def test_what_can_not_be_closed_and_what_stays():
 
 LEFT = {
     "another call": (MismatchError, "allreduce #1 of . float64"),
-    "no call": (PeerLostError, "rank 1 is gone: .*its program has ended"),
+    "no call": (PeerLostError, "rank 1 is gone: .*its program has dropped this"),
     "an abort": (AbortedError, "rank 1 aborted: no reason"),
 }
 

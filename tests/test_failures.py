@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import itertools
 import logging
+import os
 import random
 import threading
 from collections.abc import Callable, Coroutine
@@ -36,6 +39,7 @@ from asyncoll import (
     PeerLostError,
     ProtocolError,
     UsageError,
+    deadline,
 )
 from asyncoll.algorithms.rounds.wait_avoiding import Result, WaitAvoiding
 from asyncoll.arguments import digest
@@ -1097,3 +1101,73 @@ def test_the_reason_of_a_rank_comes_behind_messages_that_are_read_late(monkeypat
     with pytest.raises(LookupError):
         run_ranks(2, main, "zmq")
     assert seen == ["rank 0 aborted: LookupError: lost my data"]
+
+
+# -- what a world leaves -------------------------------------------------------------------------
+
+
+async def raise_own(call: Coroutine[Any, Any, Any], comm: Communicator) -> None:
+    call.close()
+    raise LookupError("lost my data")
+
+
+async def raise_beside(call: Coroutine[Any, Any, Any], comm: Communicator) -> None:
+    beside = asyncio.ensure_future(call)
+    beside.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    await asyncio.sleep(0)
+    raise LookupError("lost my data")
+
+
+async def abort_world(call: Coroutine[Any, Any, Any], comm: Communicator) -> None:
+    comm.abort("no more")
+    await call
+
+
+async def cancel(call: Coroutine[Any, Any, Any], comm: Communicator) -> None:
+    beside = asyncio.ensure_future(call)
+    await asyncio.sleep(0)
+    beside.cancel()
+    await asyncio.wait([beside])  # it may be over before
+    beside.cancelled() or beside.exception()
+    raise LookupError("lost my data")
+
+
+async def call_another(call: Coroutine[Any, Any, Any], comm: Communicator) -> None:
+    await asyncio.gather(comm.reduce(np.ones(7)), call)
+
+
+ENDS = [raise_own, raise_beside, abort_world, cancel, call_another]
+LEFT_CALLS: dict[str, Callable[[Communicator], Coroutine[Any, Any, Any]]] = {
+    "short allreduce": lambda c: c.allreduce(np.ones(SHORT)),
+    "long allreduce": lambda c: c.allreduce(np.ones(LONG)),
+    "barrier": lambda c: c.barrier(),
+    "gather": lambda c: c.gather(np.ones(SHORT)),
+    "solo_allreduce": lambda c: c.solo_allreduce(np.ones(SHORT)),
+    "recv": lambda c: c.recv(np.ones(SHORT), (c.rank + 1) % c.size),
+}
+
+
+def memory_files() -> list[str]:
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return [link for link in map(os.path.realpath, links) if "memfd:" in link]
+
+
+@pytest.mark.parametrize("transport", ["shm", "shm-mixed"])  # with the compiled core, and one rank with it
+@looped(("kind", "end"), itertools.product(LEFT_CALLS, ENDS))
+def test_a_failed_world_in_one_process_leaves_no_memory(kind, end, transport):
+    before = memory_files()
+
+    async def main(comm: Communicator) -> None:
+        part = await comm.split(0)
+        for count in (SHORT, SHORT, LONG):  # the core knows the second one
+            await asyncio.gather(*(each.allreduce(np.ones(count)) for each in (comm, part)))
+        call = LEFT_CALLS[kind](part if comm.size > 2 else comm)
+        with deadline(PATIENCE_S):
+            await (end(call, comm) if comm.rank == 0 else asyncio.gather(call, comm.barrier()))
+            await comm.barrier()
+
+    for size in (2, 3):
+        with pytest.raises((LookupError, AsyncollError)):
+            run_ranks(size, main, transport)
+        gc.collect()
+        assert memory_files() == before

@@ -81,6 +81,10 @@ class Core:
             keeps_messages=keeps_messages,
         )
 
+    def __del__(self) -> None:
+        if hasattr(self, "lifetime"):  # not if an exception ended `__init__`
+            self.lifetime.drop(self.calls.check_started)
+
     @property
     def rpc(self) -> Rpc:
         """The RPC of this communicator. From its first use on this rank answers calls of its functions."""
@@ -94,6 +98,7 @@ class Core:
         self.member.endpoint.check_not_forked()
         if self._rpc is None:
             self.member.check_caller()
+            self.lifetime.serves = True  # the other ranks may call functions of this one until the world ends
             self._rpc = Rpc(self.member, self.backend.carrier, self.backend.device_route)
             self.rpcs.append(self._rpc)
         return self._rpc
@@ -113,7 +118,7 @@ class Core:
     def split(self, group: Group, *, keeps_messages: bool = True) -> Core:
         """The parts of a new communicator of the ranks in `group`, with the same choice of backend.
 
-        `keeps_messages` is that of `Lifetime`.
+        This rank leaves it when they are garbage. `keeps_messages` is that of `Lifetime`.
         """
         member = Member(self.member.endpoint, group, self.member.runner)
         return Core(member, self._choose, self.family, keeps_messages=keeps_messages)
@@ -128,6 +133,5 @@ class Core:
             raise UsageError(
                 "the communicator of all ranks closes with the world: `close` is for those made by `split`"
             )
-        self.lifetime.serves = self._rpc is not None  # the other ranks may still call functions of this one
         if not self.member.endpoint.closed:
             self.lifetime.close(error)

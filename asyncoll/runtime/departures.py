@@ -70,6 +70,10 @@ class Departures:
         for rank, ending in list(self._ended.items()):
             communicator.ended(rank, ending)
 
+    def count(self) -> int:
+        """The communicators of this rank that are not forgotten, that of the world among them. In any thread."""
+        return len(self._open)
+
     def forget(self, number: int) -> None:
         """All ranks are through with this communicator."""
         self._open.pop(number, None)

@@ -21,8 +21,6 @@ _SIGNALS = tuple(int(number) for number in signal.valid_signals() if number < si
 # the main task the first time.
 _LOOPS = ("asyncio.", "uvloop.")
 
-_known: tuple[tuple[object, ...], bool] = ((), False)  # the handlers at the last check, and whether one may raise
-
 
 def may_interrupt() -> bool:
     """Whether a signal handler may raise in the calling thread: in the main thread, if the program has handlers."""
@@ -30,12 +28,12 @@ def may_interrupt() -> bool:
 
 
 def handlers_may_raise() -> bool:
-    """Whether the program has signal handlers of its own. Takes some microseconds."""
-    global _known
-    handlers = tuple(map(_getsignal, _SIGNALS))
-    if handlers != _known[0]:
-        _known = handlers, any(map(_may_raise, handlers))
-    return _known[1]
+    """Whether the program has signal handlers of its own. Takes about a microsecond.
+
+    The answer is found anew each time: a handler that is kept would keep what it refers to. That of asyncio refers to
+    the main task, and its error to the whole world.
+    """
+    return any(map(_may_raise, filter(callable, map(_getsignal, _SIGNALS))))
 
 
 def handlers_may_run() -> bool:
@@ -44,10 +42,10 @@ def handlers_may_run() -> bool:
     return handlers_may_raise() or any(callable(_getsignal(number)) for number in real_time)
 
 
-def _may_raise(handler: Callable[..., Any] | int | None) -> bool:
+def _may_raise(handler: Callable[..., Any]) -> bool:
     # Python's own handler of SIGINT raises, too. It does not count, because it ends the program. Every Python program
     # has it unless it sets another: if it counted, the main thread could never work on shared memory.
-    if not callable(handler) or handler is signal.default_int_handler:
+    if handler is signal.default_int_handler:
         return False
     function = handler.func if isinstance(handler, functools.partial) else handler
     return not str(getattr(function, "__module__", "")).startswith(_LOOPS)

@@ -1,6 +1,7 @@
 """The end of a communicator at its ranks: which calls it still has, and when its memory comes back.
 
-Ending is local: ranks close a communicator at any time and in any order. The end of one rank has three steps:
+Ending is local: ranks close a communicator at any time and in any order. A rank whose program has dropped it, so that
+nothing can make a call on it any more, closes it then. The end of one rank has three steps:
 
 1. It *leaves*. It makes no more calls, and tells the other members the number of its last call (message Leave). All
    calls up to that number end as usual, because this rank takes part in them. A later call that needs it fails at once,
@@ -33,12 +34,13 @@ from typing import Protocol
 
 from asyncoll.errors import ProtocolError, Reason
 from asyncoll.runtime.departures import IN_ORDER
-from asyncoll.runtime.failures import Closed, Departed
+from asyncoll.runtime.failures import Closed, Departed, Failure, error_of
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import Kind, PendingCalls
 from asyncoll.transport.wire import Ending, Leave, Returned, Unused
 
 _CLOSED = Reason("it has left: it has closed this communicator")
+_DROPPED = Reason("it has left: its program has dropped this communicator")
 _RETURNED = Reason("it has left: its program has ended")
 
 
@@ -59,7 +61,7 @@ class Part(Protocol):
 
 
 class Lifetime:
-    """The end of one communicator at one rank. On the runtime's loop, but for `close` and the making of it."""
+    """The end of one communicator at one rank. On the runtime's loop, but for `close`, `drop` and the making of it."""
 
     def __init__(
         self,
@@ -88,6 +90,7 @@ class Lifetime:
         self._leaving: set[int] = set()  # world ranks whose Leave has come
         self._through: set[int] = set()  # world ranks
         self.is_forgotten = False
+        self._failure: Failure | None = None  # once it is forgotten: what has ended it before
         member.on_control(Leave, self._told_leave)
         member.on_control(Returned, self._told_returned)
         if not is_world:
@@ -103,7 +106,21 @@ class Lifetime:
             self._member.post(lambda: self._close(error))
             self._member.is_closed = True  # last: a signal handler may raise before the others are told
 
-    def _close(self, error: Reason | None) -> None:
+    def drop(self, check_started: Callable[[], None]) -> None:
+        """The finalizer of what makes calls: this rank makes no more of them, and leaves as by `close`. In any thread.
+
+        `check_started` is that of `Calls`. Without effect if this rank has closed the communicator or left the world,
+        in a forked child, and for the communicator of the world, which `World` ends.
+        """
+
+        def leave() -> None:
+            check_started()
+            self._close(None, _DROPPED)
+
+        if not (self.is_world or self.serves or self._member.is_closed or self._member.endpoint.closed):
+            self._member.runner.post_from_finalizer(leave)
+
+    def _close(self, error: Reason | None, reason: Reason = _CLOSED) -> None:
         if self._member.endpoint.closed or self._is_left:
             return
         self._member.is_closed = True
@@ -112,7 +129,7 @@ class Lifetime:
         if error:
             self.leave_at_once(error)
         else:
-            self._leave(self._last(), _CLOSED, in_order=True)
+            self._leave(self._last(), reason, in_order=True)
         self._finish_when_idle()
 
     def leave_at_once(self, reason: Reason | None) -> None:
@@ -157,7 +174,9 @@ class Lifetime:
         return self._member.endpoint.failures.has_failed(self._member.communicator)
 
     def check(self) -> None:
-        """Raise the error of that."""
+        """Raise the error of that, also once the communicator is forgotten."""
+        if self._failure is not None:
+            raise error_of(self._failure)
         self._member.check()
 
     def is_idle(self) -> bool:
@@ -242,6 +261,7 @@ class Lifetime:
         if self.is_world or self.is_forgotten or len(self._through) < self._member.group.size:
             return
         self.is_forgotten = True
+        self._failure = self._member.endpoint.failures.of(self._member.communicator)
         for part in self._parts:
             part.forget()
         self._member.forget()

@@ -122,6 +122,12 @@ class Runner(Protocol):
     def post(self, what: Callable[[], None]) -> None:
         """Schedule `what` on the runtime's loop, from any thread."""
 
+    def post_from_finalizer(self, what: Callable[[], None]) -> None:
+        """As `post`, for a finalizer, which Python runs in any thread, between any two steps: `what` runs later.
+
+        Without effect once the loop is closed.
+        """
+
     def is_waiting(self) -> bool:
         """Whether the program waits for a call, as far as this can be known. It may have calls under way and go on."""
 
@@ -401,6 +407,10 @@ class SharedLoop:
         else:
             self.home.call_soon_threadsafe(what)
 
+    def post_from_finalizer(self, what: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.home.call_soon_threadsafe(what)
+
 
 async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
     """Wait for `task`. Cancelling the waiter cancels `task`, waits until it has stopped, and calls `discarded`."""
@@ -563,6 +573,10 @@ class ProgressThread:
 
     def post(self, what: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(what)
+
+    def post_from_finalizer(self, what: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(what)
 
     def stop(self) -> None:
         """Cancel the work that still runs, and end the thread. Blocks until the thread has ended."""

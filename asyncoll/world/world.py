@@ -293,7 +293,9 @@ class World:
             await self._core.leave(self._end_site)
             await self._settle_others()
             if self._endpoint.returns.any:
-                await self._return()
+                await self._return()  # first: a copy that has failed is why its communicator has
+            for communicator in self._unsettled:
+                communicator.check()  # perhaps no handle of the call that has failed is left
             self._endpoint.part()
             with contextlib.suppress(PeerLostError):
                 await self._barrier("leaving")
@@ -303,8 +305,7 @@ class World:
     async def _settle_others(self) -> None:
         """Wait for the calls of communicators made by `split`. Those that all their ranks have made are over soon.
 
-        Unless a device has much to do before: a minute bounds that, too. Raises the error of one that fails meanwhile:
-        perhaps no handle of it is left.
+        Unless a device has much to do before: a minute bounds that, too.
         """
         try:
             async with asyncio.timeout(_SETTLE_S):
@@ -315,8 +316,6 @@ class World:
                 f"and {_SETTLE_S:g} s after the last call of all ranks it is not over: another rank has not made it, "
                 "or a device has not come to it"
             ) from None
-        for communicator in self._unsettled:
-            communicator.check()
 
     async def _depart(self, error: BaseException | None) -> None:
         """Leave while the other ranks go on; or, with an exception of the program, abort the world and leave.

@@ -23,12 +23,11 @@ import numpy as np
 
 from asyncoll.algorithms.arrival import Arrival, to_its_end
 from asyncoll.algorithms.backend import Collectives
-from asyncoll.algorithms.calls import Calls
+from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.gossip.graphs import is_active, partners
 from asyncoll.arguments import digest
 from asyncoll.errors import DeviceError, ProtocolError, UsageError, describe
-from asyncoll.runtime.member import Member
-from asyncoll.runtime.pending import PendingCall, PendingCalls
+from asyncoll.runtime.pending import PendingCall
 from asyncoll.runtime.port import Port
 from asyncoll.runtime.signature import Signature, Site, site_outside
 from asyncoll.runtime.uncopied import Uncopied
@@ -86,18 +85,17 @@ class Gossip(Uncopied):
 
     def __init__(
         self,
-        member: Member,
-        calls: Calls,
-        pending: PendingCalls,
+        core: Core,
         call: Signature,
         operand: Operand,
         graph: str,
         seed: int,
     ) -> None:
         """`call` is the call that makes the gossip at all ranks. `operand` is like the model, which `begin` gives."""
-        self._member = member
-        self._calls = calls
-        self._pending = pending
+        self._core = core  # of the communicator, which this rank does not leave before
+        self._member = member = core.member
+        self._calls = core.calls
+        self._pending = core.pending
         self._call = call
         self._operand = operand._replace(flat=operand.flat[:0].copy())  # its kind, dtype and shape
         self._size, self._rank = member.group.size, member.group.rank

@@ -1,8 +1,9 @@
 """A world of dense calls, beside rounds; the record of what its calls gave; and the laws of that.
 
 All ranks carry out the same `Program`. They begin its calls one after another or several at once, at random moments,
-with tensors of any layout. In a crowded program single ranks await an early call before they make the others. At the
-end one rank may cancel a call of a communicator that has nothing else to do.
+with tensors of any layout. In a crowded program single ranks await an early call before they make the others. Ranks
+drop communicators after their last call on them, some while it is under way. At the end one rank may cancel a call of a
+communicator that has nothing else to do.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _LAST_COUNTS = (1, 2000, 200_000)  # elements of the last message of a rank
 _CANCELLED_COUNTS = (1, 2000, 200_000)  # elements of the call that may be cancelled
 _IN_PLACE = ("allreduce", "reduce", "broadcast", "neighbor_average")
 _AWAITS = 1 / 8  # of the calls of a crowded program, those before which a rank awaits one that is under way
+_DROPS = 1 / 2  # of the communicators, those that a rank drops while its last call is under way
+_FORGOTTEN_S = 60.0  # time limit until all ranks have forgotten what they have dropped
 _OF_MANY = ("scatter", "alltoallv")  # calls of a tensor for each rank
 
 
@@ -58,6 +61,7 @@ class Part:
     counts: Array  # of the rounds beside: contributions by rank, in all results
     contributed: int  # the calls of these
     last: LastCall
+    left: int  # communicators, but for that of the world, which the rank has not forgotten
     farewell: Array  # the last message that this rank has received
 
 
@@ -89,6 +93,7 @@ class Caller:
     async def run(self) -> Part:
         beside = asyncio.ensure_future(self._take_rounds())
         comms = [self._comm, *[await self._comm.split(*split[self._comm.rank]) for split in self._program.splits]]
+        last_calls = {call.split: call.index for call in self._program.calls}
         gots: list[Got] = []
         under_way: list[asyncio.Future[Got]] = []
         for call in self._program.calls:
@@ -99,10 +104,15 @@ class Caller:
             if comm is not None:
                 await self._pause(under_way)
                 under_way.append(asyncio.ensure_future(self._begin(comm, call)))
+                if call.index == last_calls[call.split] and self._generator.random() < _DROPS:
+                    comms[call.split] = comm = None
         gots += await asyncio.gather(*under_way)
+        comm = None
+        comms.clear()
+        left = await self._left()  # before a communicator fails: the trace of its error refers to it for some time
         last = await self._give_up()
         await beside
-        return Part(gots, self._counts, self._contributed, last, await self._take_leave())
+        return Part(gots, self._counts, self._contributed, last, left, await self._take_leave())
 
     async def _pause(self, under_way: list[asyncio.Future[Got]]) -> None:
         """Before a call: compute, or in a crowded program perhaps await one of the calls under way."""
@@ -188,6 +198,14 @@ class Caller:
         return LastCall(came_s, gave_up_s if call.cancelled() else None, failed)
 
     # -- the end ----------------------------------------------------------------------------------
+
+    async def _left(self) -> int:
+        """Wait until this rank has forgotten all that it has dropped. Returns how many it has not."""
+        departures, now = self._comm._core.member.endpoint.departures, asyncio.get_running_loop().time
+        until_s = now() + _FORGOTTEN_S
+        while departures.count() > 1 and now() < until_s:
+            await asyncio.sleep(STEP_S)
+        return departures.count() - 1
 
     async def _take_leave(self) -> Array:
         """Send a last message to the next rank, without an await, and receive that of the rank before."""
@@ -280,6 +298,13 @@ def ending(story: DenseStory) -> Iterator[Breach]:
             )
 
 
+def oblivion(story: DenseStory) -> Iterator[Breach]:
+    """No rank keeps a communicator that all of its ranks have dropped."""
+    for rank, part in enumerate(story.parts):
+        if part.left:
+            yield Breach(0, rank, f"it keeps {part.left} communicators that its program has dropped")
+
+
 def farewell(story: DenseStory) -> Iterator[Breach]:
     """A message arrives that its sender has left under way at the end of its program."""
     for rank, part in enumerate(story.parts):
@@ -294,5 +319,6 @@ LAWS: tuple[Callable[[DenseStory], Iterator[Breach]], ...] = (
     meeting,
     conservation,
     ending,
+    oblivion,
     farewell,
 )
