@@ -49,7 +49,7 @@ class LastCall:
     """A call of a communicator of its own, and whether that has failed afterwards."""
 
     came_s: float
-    given_up_s: float | None  # when this rank cancelled it, if it had not ended
+    given_up_s: float | None  # when it had stopped, if this rank has cancelled it
     failed: bool
 
 
@@ -187,8 +187,8 @@ class Caller:
         if case.impatient == self._comm.rank:
             await asyncio.wait([call], timeout=self._generator.exponential(self._step_s))
             call.cancel()
-        gave_up_s = now()
         await asyncio.gather(call, return_exceptions=True)
+        gave_up_s = now()  # the last rank may come while a call stops: then it is over, as if it had come before
         try:
             await last.barrier()
             failed = False
