@@ -453,6 +453,74 @@ def test_a_call_may_end_the_service(place, how):
     asyncio.run(main())
 
 
+class Ledger(Ending):
+    """A service that its clients end, and which notes what has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[tuple[int, int]] = []
+
+    async def note(self, client: int, number: int, _: bytes) -> int:
+        self.begun.append((client, number))
+        await asyncio.sleep(0)
+        return number
+
+
+def drawn_life(draw: random.Random) -> list[list[tuple[str, int]]]:
+    """The messages of each client, with their bytes. After its messages the first client ends the service."""
+    return [
+        [(draw.choice(["call", "notify", "notify"]), draw.choice([0, 10, 100_000])) for _ in range(draw.randrange(8))]
+        for _ in range(draw.randrange(1, 4))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_each_message_before_the_end_of_a_service_counts(place, seed):
+    """What the ending client has sent before has begun, and no error tells it otherwise. Others lose calls at most."""
+    url, key = place
+    draw = random.Random(seed)
+
+    async def send(client, mine, messages, answered):
+        for number, (kind, nbytes) in enumerate(messages):
+            answer = await getattr(client, kind)("note", mine, number, bytes(nbytes))
+            if kind == "call":
+                assert answer == number
+                answered.append((mine, number))
+
+    async def other(address, mine, messages, answered):
+        with contextlib.suppress(ServiceLostError):
+            async with connect(address, **key) as client:
+                await send(client, mine, messages, answered)
+
+    async def live_once(clients, how):
+        service, listens = Ledger(), asyncio.get_running_loop().create_future()
+        answered: list[tuple[int, int]] = []
+
+        async def live():
+            async with serve(service, url, **key) as address:
+                listens.set_result(address)
+                await service.ended.wait()
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(live())
+            address = await listens
+            for mine, messages in enumerate(clients[1:], 1):
+                group.create_task(other(address, mine, messages, answered))
+            async with connect(address, **key) as client:
+                await send(client, 0, clients[0], answered)
+                await client.notify(how)
+        own = [number for client, number in service.begun if client == 0]
+        assert own == list(range(len(clients[0])))
+        assert set(answered) <= set(service.begun)
+        assert len(service.begun) == len(set(service.begun))
+
+    async def main():
+        for _ in range(10):
+            await live_once(drawn_life(draw), draw.choice(["stop", "stop_and_go_on", "stop_in_thread"]))
+
+    run(main())
+
+
 def test_notifications_begin_before_their_client_has_left_and_continue(ipc):
     begun, ended = [], []
 
