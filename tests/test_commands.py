@@ -54,6 +54,30 @@ def test_a_deleted_folder_is_refused_where_processes_or_torch_need_one(tmp_path,
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32:replace", "utf-16-le", "cp037"])
+def test_ranks_that_write_no_ascii_are_refused(encoding):
+    command = [*COMMAND, "launch", "-n", "1", "-m", "this"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    run = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=PATIENCE_S)
+    said = run.stderr.decode(encoding.partition(":")[0])
+    assert run.returncode == 2
+    assert f"Error: PYTHONIOENCODING={encoding}: lines of ranks" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii:backslashreplace", "shift_jis"])
+def test_ranks_write_in_any_encoding_that_contains_ascii(encoding):
+    command = [*COMMAND, "launch", "-n", "2", "-m", "this"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    run = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=PATIENCE_S)
+    lines = run.stdout.decode(encoding.partition(":")[0]).splitlines()
+    assert [line for line in lines if "Explicit" in line] == [
+        f"{rank}: Explicit is better than implicit." for rank in range(2)
+    ]
+    assert not run.stderr
+
+
 @pytest.mark.slow
 def test_a_deleted_folder_is_no_hindrance_where_nothing_needs_one(tmp_path):
     for number, command in enumerate(

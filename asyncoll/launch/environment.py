@@ -7,7 +7,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from asyncoll.errors import UsageError
@@ -29,6 +29,17 @@ def check_current_folder() -> None:
         os.getcwd()
     except FileNotFoundError as error:
         raise UsageError("the current folder has been deleted: go to one that exists (cd), and start again") from error
+
+
+def check_encoding(environ: Mapping[str, str]) -> None:
+    """Raise UsageError if ranks with this environment write text whose lines cannot be told by their last byte."""
+    setting = environ.get("PYTHONIOENCODING", "")
+    with suppress(LookupError):  # Python itself refuses an unknown one
+        if "\n".encode(setting.partition(":")[0] or "utf-8") != b"\n":
+            raise UsageError(
+                f"PYTHONIOENCODING={setting}: lines of ranks in this encoding cannot be told apart: set utf-8, or "
+                "another one that contains ASCII"
+            )
 
 
 def rank_environment(

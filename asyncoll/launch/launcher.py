@@ -17,7 +17,13 @@ from typing import NamedTuple
 
 import asyncoll._core  # noqa: F401 (raises UsageError for a wrong ASYNCOLL_CORE: here once, and not in each rank)
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.launch.environment import check_current_folder, job_folder, rank_environment, stopped_grace_s
+from asyncoll.launch.environment import (
+    check_current_folder,
+    check_encoding,
+    job_folder,
+    rank_environment,
+    stopped_grace_s,
+)
 from asyncoll.launch.host import Host, News, Sources
 from asyncoll.launch.local import check, local_host, template_of
 from asyncoll.launch.output import Output, Stream, open_output
@@ -69,6 +75,7 @@ def launch(
     store, at the address at which ssh has reached it. A broken connection to a host ends the ranks there, and the job.
     """
     check_current_folder()
+    check_encoding(os.environ)
     placement = Placement({HERE: ranks} if isinstance(ranks, int) else dict(ranks))
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")
