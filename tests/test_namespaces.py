@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -101,12 +102,13 @@ HIDDEN = ["sh", "-ec", 'mount -t proc -o hidepid=2 proc /proc; exec "$@"', "sh"]
     [(("pid", *CONTAINER), False, False), (CONTAINER, False, False), (CONTAINER, True, True)],
     ids=["as they are", "shareProcessNamespace", "shareProcessNamespace and one folder"],
 )
-def test_ranks_in_containers_of_a_pod_make_one_world(kinds, one_folder, shared, tmp_path):
+def test_ranks_in_containers_of_a_pod_make_one_world(kinds, one_folder, shared):
     """They share the network, and no /dev/shm. docs/howto/kubernetes.md says what else lets them share memory."""
-    folders = [tmp_path / ("all" if one_folder else str(rank)) for rank in range(3)]
-    for folder in folders:
-        folder.mkdir(exist_ok=True)
-    check_world([([*unshare(kinds), *NO_SHM], folder, shared) for folder in folders])
+    with tempfile.TemporaryDirectory() as temporary:  # its path is shorter than that of `tmp_path`: sockets are in it
+        folders = [Path(temporary, "all" if one_folder else str(rank)) for rank in range(3)]
+        for folder in folders:
+            folder.mkdir(exist_ok=True)
+        check_world([([*unshare(kinds), *NO_SHM], folder, shared) for folder in folders])
 
 
 @pytest.mark.slow

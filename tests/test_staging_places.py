@@ -46,7 +46,7 @@ def test_empty_refuses_what_a_device_cannot_make(monkeypatch):
             raise MemoryError("no room")
 
         async def main(comm):
-            with pytest.raises(UsageError, match="a tensor on cuda:7 cannot be made"):
+            with pytest.raises(UsageError, match="a tensor on 'cuda:7' cannot be made"):
                 comm.empty(3, torch.float32, device="cuda:7")
             with pytest.raises(UsageError, match="a tensor on fake:0 is one of torch: pass a torch dtype"):
                 comm.empty(3, "float32", device="fake:0")

@@ -402,7 +402,7 @@ def test_a_call_that_is_refused_has_not_begun():
         async def main(comm):
             comm.rpc.register(Service(device.tensor))
             x = device.tensor(torch.ones(5))
-            with pytest.raises(UsageError, match="a tensor on cuda:7 cannot be made"):
+            with pytest.raises(UsageError, match="a tensor on 'cuda:7' cannot be made"):
                 comm.rpc.to("cuda:7")
             with pytest.raises(UsageError, match="f: argument 2 is a <class 'object'>"):
                 await comm.rpc.call(0, "f", x, object())

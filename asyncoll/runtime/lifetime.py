@@ -40,7 +40,7 @@ from asyncoll.runtime.pending import Kind, PendingCalls
 from asyncoll.transport.wire import Ending, Leave, Returned, Unused
 
 _CLOSED = Reason("it has left: it has closed this communicator")
-_DROPPED = Reason("it has left: its program has dropped this communicator")
+_DROPPED = Reason("it has left: its program has ended, or has dropped this communicator")
 _RETURNED = Reason("it has left: its program has ended")
 
 
