@@ -21,13 +21,12 @@ from asyncoll.world.environment import Environment, place_of
 from asyncoll.world.network import listen
 
 _PROBE_S = 1.0  # time for the host of the store to accept a connection
-_QUESTION = (
-    b"GET / HTTP/1.0\r\n\r\n"  # a web server answers; a store closes the connection, as it does for all that is not its
-)
+# A web server answers. A store closes the connection, as it does after any message that is not its own.
+_QUESTION = b"GET / HTTP/1.0\r\n\r\n"
 _SHOWN_BYTES = 40  # of an answer
 _REASON_CHARACTERS = 200  # of the system's error in a message of this rank
-_DOUBT_S = 5.0  # a store that listens answers in milliseconds, and on an overloaded host in seconds
-_SILENCE_S = 15.0  # the same for one that is asked again
+_DOUBT_S = 5.0  # a store that listens answers in milliseconds, and on most overloaded hosts in seconds
+_SILENCE_S = 115.0  # time for an answer to the question: silence alone is weak evidence against a store
 _NAME_S = 60.0  # until rank 0 knows its own name; services of names may keep for 30 s that there is none
 
 
