@@ -84,6 +84,7 @@ class World:
         self.published = np.zeros((self.size, CALLS))  # the sum of all published rounds
         self.latest = 0
         self.cells = b""
+        self.judged = 0
         self.broken = []
 
     def join(self, arena, operation):
@@ -135,6 +136,7 @@ class World:
 
     def judge(self, where):
         """As if the acting rank were killed now."""
+        self.judged += 1
         record = self.rounds[0]._rounds
         cells = bytes(record.cells[self.size : record._begun])
         if cells == self.cells:
@@ -176,6 +178,7 @@ class World:
     def watched(self, native):
         if native is None:
             before = sys.gettrace()
+            sys._getframe().f_trace_opcodes = True  # Python 3.12 tells of opcodes only if a frame has asked before
             sys.settrace(self.trace)
             undo = partial(sys.settrace, before)
         else:
@@ -212,6 +215,7 @@ def test_a_death_anywhere_in_a_round_loses_and_doubles_nothing(core, kind, lengt
         for rest, _ in world.waiting.values():
             rest.close()
         assert not world.broken, world.broken[0]
+        assert world.judged > size * CALLS
         assert world.called == [CALLS] * size
         assert world.latest > 3
 

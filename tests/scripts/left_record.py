@@ -16,6 +16,7 @@ from asyncoll.algorithms.rounds import round_record
 from asyncoll.testing.faults.left_record import left_records
 
 CALLS = 40  # of each rank: later contributions are 0
+CALLS_MAX = 5000  # of each rank, if the victim does not die
 KIND, LENGTH, VICTIM, POINT, PASSING = sys.argv[1:]
 passed = 0
 
@@ -39,6 +40,7 @@ def arm() -> None:
     if POINT == "instruction":
         signal.setitimer(signal.ITIMER_REAL, int(PASSING) / 10_000)  # the action of SIGALRM is to end the process
     elif POINT == "opcode":
+        sys._getframe().f_trace_opcodes = True  # Python 3.12 tells of opcodes only if a frame has asked before
         sys.settrace(trace)
     else:
         _core.native.watch(die_at)
@@ -57,7 +59,7 @@ async def main(comm: asyncoll.Communicator) -> None:
     if comm.rank == int(VICTIM):
         arm()
     try:
-        while True:
+        while calls < CALLS_MAX:
             x[:] = 0
             if calls < CALLS:
                 x[(comm.rank - size) * CALLS + calls] = 1
