@@ -115,13 +115,13 @@ def test_the_recipe_names_every_file_of_the_core_with_a_rule_that_differs_betwee
 @pytest.mark.parametrize(
     ("transport", "seeds", "core"),
     [
-        ("simulated", 60, "python"),
-        ("memory", 60, "python"),
-        ("hosts", 60, "python"),
+        ("simulated", 24, "python"),
+        ("memory", 24, "python"),
+        ("hosts", 24, "python"),
         ("zmq", 6, "c"),
-        ("shm", 12, "c"),
+        ("shm", 6, "c"),
         ("shm", 6, "python"),
-        ("shm-mixed", 12, "c"),
+        ("shm-mixed", 6, "c"),
     ],
 )
 def test_the_new_kind_keeps_the_laws_on_every_carrier(package: Path, transport: str, seeds: int, core: str) -> None:
