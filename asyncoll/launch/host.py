@@ -101,6 +101,5 @@ def _tell_death(pid: int, teller: socket.socket) -> None:
     with teller, suppress(OSError):  # nobody listens any more
         with suppress(ChildProcessError):  # its code has been read already
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # leaves the code to `Process.wait`
-        teller.send(
-            b"0", socket.MSG_NOSIGNAL
-        )  # the socket's end alone would not do: a fork of this process may keep it open
+        # The end of the socket alone would not do: a fork of this process may keep it open.
+        teller.send(b"0", socket.MSG_NOSIGNAL)

@@ -124,7 +124,7 @@ class Departures:
         """The cause of the PeerLostError of the others if this rank leaves for `reason`, and the rank that it names."""
         cause, rank = reason or IN_ORDER
         # The error of an earlier world may name a rank that this one has not.
-        return cause, rank if rank is not None and rank < self._router.size else self._router.rank
+        return cause, rank if rank is not None and 0 <= rank < self._router.size else self._router.rank
 
     async def part_from_others(self, reason: Reason | None) -> None:
         """Tell the other ranks that the connections of this one end, and wait for their answers, for a limited time.
