@@ -55,7 +55,7 @@ def test_a_notebook_needs_none_of_them_either():
     assert (done.returncode, done.stdout) == (0, "[3.0, 3.0]\n"), done.stderr
 
 
-@pytest.mark.parametrize("call", ["timerfd_create", "eventfd2"])
+@pytest.mark.parametrize("call", ["timerfd_create", "eventfd2", "prctl"])
 @pytest.mark.parametrize(("error", "text"), [("EPERM", "Operation not permitted"), ("ENOSYS", "not implemented")])
 def test_what_nothing_replaces_is_named_with_what_to_do(call, error, text):
     done = run_refusing(error, (call,), *LAUNCH, SCRIPTS / "worlds.py")

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from asyncoll.transport.processes import status
+from asyncoll.transport.system_calls import needed
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -40,8 +41,9 @@ def kill_descendants() -> None:
 
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
+    with needed("prctl"):
+        if libc.prctl(option, value, 0, 0, 0):
+            raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def children() -> list[int]:

@@ -13,6 +13,7 @@ import struct
 import sys
 
 NUMBERS = {  # of x86_64, and of aarch64
+    "prctl": (157, 167),
     "eventfd2": (290, 19),
     "timerfd_create": (283, 85),
     "signalfd4": (289, 74),

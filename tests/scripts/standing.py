@@ -60,6 +60,13 @@ def standstill_of(comm):
     return comm._core.member.endpoint.standstill
 
 
+def meet_and_send(comm):
+    """The other ranks wait for rank 0 in the barrier. Then rank 1 sends to rank 0, which receives since before it."""
+    comm.barrier().wait()
+    if comm.rank == 1:
+        comm.send(np.empty(3), 0).wait()
+
+
 def a_limit(comm):
     """A wait that has a limit goes on."""
     if comm.rank == 0:
@@ -70,9 +77,7 @@ def a_limit(comm):
             comm.barrier().wait()
         call.wait()
         return
-    comm.barrier().wait()
-    if comm.rank == 1:
-        comm.send(np.empty(3), 0).wait()
+    meet_and_send(comm)
 
 
 def computing(comm):
@@ -83,9 +88,7 @@ def computing(comm):
         comm.barrier().wait()
         call.wait()
         return
-    comm.barrier().wait()
-    if comm.rank == 1:
-        comm.send(np.empty(3), 0).wait()
+    meet_and_send(comm)
 
 
 def a_handler(comm):
@@ -98,9 +101,7 @@ def a_handler(comm):
         except InterruptedError:
             comm.barrier().wait()
         return
-    comm.barrier().wait()
-    if comm.rank == 1:
-        comm.send(np.empty(3), 0).wait()
+    meet_and_send(comm)
 
 
 def interrupt(*_):
