@@ -240,15 +240,12 @@ class Communicator(Uncopied):
                 return call
         reductions.check_reduction(op, operand.dtype)
 
-        def result() -> T:
+        async def body(collectives: Collectives) -> T:
+            await collectives.allreduce(operand.flat, op, operand.dtype)
             operand.write_back()
             return x
 
-        async def body(collectives: Collectives) -> T:
-            await collectives.allreduce(operand.flat, op, operand.dtype)
-            return result()
-
-        return self._calls.start_shortly(self._call("allreduce", operand, op.name), body, operand, op, result)
+        return self._start(self._call("allreduce", operand, op.name), body, operand, overlaps=True)
 
     def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
         """Copy the root's `x` into every rank's `x`, in place.
@@ -763,7 +760,7 @@ class Communicator(Uncopied):
         if self._short is not None and (started := self._short.barrier()) is not None:
             return started
         call = self._call("barrier", None)
-        return self._calls.start_shortly(call, lambda collectives: collectives.barrier(), None, ReduceOp.SUM, _nothing)
+        return self._calls.start(call, lambda collectives: collectives.barrier())
 
     # -- point to point ---------------------------------------------------------------------------
 
@@ -2090,10 +2087,6 @@ def _weight(value: object) -> float:
     if not 0 <= weight < math.inf:
         raise UsageError(f"weight {weight} is no number of samples: give a finite number that is not negative")
     return weight
-
-
-def _nothing() -> None:
-    """The result of a barrier."""
 
 
 def _site() -> Site:

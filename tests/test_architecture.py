@@ -277,7 +277,7 @@ REPLACED = {
         "selection.is_unbalanced": _SPY,
     },
     "test_sites.py": {
-        "asyncoll.algorithms.dense.short_calls.place_outside": _SPY,
+        "asyncoll.algorithms.dense.compiled.place_outside": _SPY,
         "asyncoll.algorithms.rounds.repeats.place_outside": _SPY,
         "asyncoll.runtime.signature.place_outside": _SPY,
     },

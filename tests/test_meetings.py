@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from asyncoll import _core
-from asyncoll.algorithms.dense.meetings import LAST, NOT_FREE, OVER, WAITING, Meetings, meetings_of
+from asyncoll.algorithms.dense.compiled import meetings_of
 from asyncoll.algorithms.dense.staging import _CLAIMED, _HEAD, DisagreementError, Rendezvous, StagingArea
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer_in_python
@@ -29,12 +29,56 @@ if _core.native is not None:
 cores = pytest.mark.parametrize("natives", CORES.values(), ids=CORES)
 
 
+WAITING, LAST, NOT_FREE, OVER = range(4)  # what `arrive` returns
+
+
+class PythonMeetings:
+    """The methods of `Meetings` in the steps of the general way, of arrays that are copied or registered."""
+
+    def __init__(self, staging: StagingArea) -> None:
+        self._staging = staging
+
+    def arrive(
+        self,
+        number: int,
+        fingerprint: int,
+        array: Array | None,
+        address: int,
+        kernel: int,
+        divisor: int,
+        is_clear: bool,
+        /,
+    ) -> int:
+        del kernel, divisor, is_clear
+        staging = self._staging
+        rendezvous = staging.rendezvous(number, 0, fingerprint)
+        if not rendezvous.is_free_now():
+            return NOT_FREE
+        staging.note(number)
+        return LAST if rendezvous.arrive_shortly(array, address) else WAITING
+
+    def publish(self, number: int, done: int, is_clear: bool, /) -> None:
+        del is_clear  # the staging area knows
+        self._staging.rendezvous(number, 0, 0).leave(reduced=done)
+
+    def complete(self, number: int, done: int, array: Array | None, is_clear: bool, /) -> bool:
+        del is_clear
+        staging = self._staging
+        return staging.rendezvous(number, 0, 0).complete_shortly(done, array)
+
+    def look(self, number: int, done: int, polls: int, sleep_ns: int, kernel: int, divisor: int, /) -> bool:
+        del polls, sleep_ns, kernel, divisor  # the arena's own numbers
+        rendezvous = self._staging.rendezvous(number, 0, 0)
+        return self._staging.arena.look(lambda: rendezvous.is_reduced(done))
+
+
 class Rank:
     """One rank of the meetings: it arrives, reduces if it is the last, and completes."""
 
     def __init__(self, staging: StagingArea) -> None:
         self.staging = staging
-        self.meetings: Meetings = meetings_of(staging)
+        native = staging.arena.native
+        self.meetings = PythonMeetings(staging) if native is None else meetings_of(staging, native)
         staging.short_array(staging.rank, 0, np.dtype(np.uint8), 1)  # allocates
 
     def arrive(self, number: int, x: Array | None, op: ReduceOp = ReduceOp.SUM, fingerprint: int = 5) -> int:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_meetings import withdraw
+from test_meetings import NOT_FREE, withdraw
 from test_pieces import interleave, staging_areas
 
 from asyncoll import AbortedError, Communicator, _core
 from asyncoll.algorithms.backend import Plan
+from asyncoll.algorithms.dense.compiled import meetings_of
 from asyncoll.algorithms.dense.in_memory import SharedCall
-from asyncoll.algorithms.dense.meetings import NOT_FREE, meetings_of
 from asyncoll.algorithms.dense.peers import _CAN_READ, _TOKEN, PEER_CELLS
 from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.statistics import Traffic
@@ -93,9 +93,8 @@ class Meeting:
             x.nbytes,
             Traffic(),
             Traffic(),
-            False,
         )
-        self.meetings, self.staging, self.x, self.number = meetings_of(staging), staging, x, number
+        self.meetings, self.staging, self.x, self.number = meetings_of(staging, _core.native), staging, x, number
         self.has_arrived = self.is_over = False
         self.rest = None
         self.wait = None

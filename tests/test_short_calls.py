@@ -10,20 +10,16 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from conftest import LIGHT, PATIENCE_S
-from test_meetings import cores, ranks, withdraw
+from test_meetings import WAITING, cores, ranks, withdraw
 
 from asyncoll import AVG, MAX, MIN, PROD, SUM, AbortedError, Communicator, UsageError, _core
-from asyncoll.algorithms.dense.meetings import WAITING
-from asyncoll.algorithms.dense.short_calls import PythonShortCalls
 from asyncoll.testing import run_ranks
 from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.arena import local_world
@@ -326,32 +322,3 @@ def test_a_result_that_one_rank_did_not_get_is_told_as_it_was(weight):
         return result
 
     assert run_ranks(1, main) == [[10.0] * 3]
-
-
-def test_a_call_that_another_thread_begins_meanwhile_keeps_its_number():
-    noted: list[Any] = []
-
-    class Record:
-        def is_free_now(self) -> bool:
-            calls.last += 1  # of the other thread
-            return True
-
-    staging: Any = SimpleNamespace(
-        sizes=SimpleNamespace(calls=4), under_way=(set(), set()), rendezvous=lambda *_: Record()
-    )
-    host: Any = SimpleNamespace(unstarted=None, unused=())
-    runner: Any = SimpleNamespace(home=None, held={}, caller=asyncio.get_running_loop)
-    calls = PythonShortCalls(
-        staging, host, runner, SimpleNamespace(closed=False), SimpleNamespace(any=False), noted.append
-    )
-    plan: Any = SimpleNamespace(fingerprint=5)
-    calls.learn(np.dtype(np.float32), SUM, 3, plan)
-
-    async def main() -> None:
-        assert calls.allreduce(np.ones(3, np.float32), SUM) is None
-
-    with ThreadPoolExecutor(1) as pool:  # a thread without signal handlers
-        pool.submit(asyncio.run, main()).result()
-    assert calls.last == 1
-    assert not noted
-    assert calls.latest() is None

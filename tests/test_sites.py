@@ -113,7 +113,7 @@ def test_every_call_of_a_trainer_is_reported_at_the_line_of_the_user(algorithm, 
 
     monkeypatch.setattr("asyncoll.runtime.signature.place_outside", noted)
     monkeypatch.setattr("asyncoll.algorithms.rounds.repeats.place_outside", noted)
-    monkeypatch.setattr("asyncoll.algorithms.dense.short_calls.place_outside", noted)
+    monkeypatch.setattr("asyncoll.algorithms.dense.compiled.place_outside", noted)
 
     async def main(comm):
         model = network()

@@ -151,7 +151,7 @@ bool is_control_block(PyObject *object);
 
 extern PyType_Spec meetings_spec;
 
-/* What an arrival at a meeting has told: asyncoll/algorithms/dense/meetings.py. */
+/* What an arrival at a meeting has told: `Meetings.arrive` of native.pyi. */
 enum { WAITING, LAST, NOT_FREE, OVER };
 
 /* The short meetings of one communicator at one rank. The caller of all functions holds the GIL. */

@@ -85,7 +85,11 @@ class Answer(Coroutine[Any, Any, Any]):
     def close(self) -> None: ...
 
 class Meetings:
-    """Implements `algorithms.dense.meetings.Meetings`."""
+    """The single rendezvous of an allreduce, or of a barrier, at one rank, without any waiting: one for each `number`.
+
+    `done` is the number of bytes of the result, or 1 for a barrier. `is_clear` says that no earlier call is under way
+    at this rank. Arrays are flat and contiguous; None for a barrier. All methods raise the error of a lost lock.
+    """
 
     def __new__(
         cls,
@@ -102,10 +106,31 @@ class Meetings:
     ) -> Meetings: ...
     def arrive(
         self, number: int, fingerprint: int, array: Any, address: int, kernel: int, divisor: int, is_clear: bool, /
-    ) -> int: ...
-    def publish(self, number: int, done: int, is_clear: bool, /) -> None: ...
-    def complete(self, number: int, done: int, array: Any, is_clear: bool, /) -> bool: ...
-    def look(self, number: int, done: int, polls: int, sleep_ns: int, kernel: int, divisor: int, /) -> bool: ...
+    ) -> int:
+        """Show a copy of `array`, or `array` itself, which is registered at `address`, unless that is 0.
+
+        Returns 0: other ranks are missing, or still reduce a chunk; 1: all have arrived, and this rank is to reduce; 2:
+        the record is not free, and nothing has changed; 3: this rank has reduced and published.
+
+        The address is 0 below `Sizes.shown` bytes. If it is negative, `array` is at its negation in private memory
+        (`peers`), and must live until the call is over. The last rank reduces by `kernel` (`reductions.kernel_number`)
+        and `divisor`, and has the result in `array`, unless `kernel` is 0. The caller has checked that the call that
+        used the record before is over at this rank. Raises DisagreementError if another rank has made another call with
+        this number.
+        """
+
+    def publish(self, number: int, done: int, is_clear: bool, /) -> None:
+        """The result is where the others look for it: tell them, and leave. For the rank that was the last."""
+
+    def complete(self, number: int, done: int, array: Any, is_clear: bool, /) -> bool:
+        """Copy the result into `array`, and leave. Returns False, and does nothing, if there is no result yet."""
+
+    def look(self, number: int, done: int, polls: int, sleep_ns: int, kernel: int, divisor: int, /) -> bool:
+        """Block the thread for a short time, until there seems to be a result; returns whether there is.
+
+        It yields the core at most `polls` times, then sleeps for at most `sleep_ns` nanoseconds if it can, and reduces
+        chunks meanwhile, by `kernel` and `divisor`.
+        """
 
 class ShortCall:
     """Implements `algorithms.backend.BegunShortCall`; what the caller of a call awaits."""
@@ -132,6 +157,7 @@ class ShortCalls:
         cls,
         meetings: Meetings,
         host: Any,
+        rest: Any,
         runner: Any,
         home: asyncio.AbstractEventLoop | None,
         held: dict[Any, Any] | None,

@@ -41,17 +41,18 @@ static const char *const names[NAMES] = {"any",          "closed",    "drive", "
 typedef struct {
     PyObject_HEAD
     Meetings *meetings;
-    PyObject *host;          /* asyncoll.algorithms.backend.Host */
-    PyObject *runner;        /* asyncoll.runtime.progress.Runner */
-    PyObject *home;          /* the only loop that may make calls; None: any loop may */
-    PyObject *held;          /* the calls that have begun and wait for their callers: a dict of the runner, or None */
-    PyObject *endpoint;      /* `closed` if this rank has left */
-    PyObject *failures;      /* `any` if something has failed */
-    PyObject *unused;        /* registered memory to give back before the next call, if not empty */
-    PyObject *unfinished;    /* a set: the numbers of the calls under way */
-    PyObject *turns;         /* a dict, empty unless a call waits for the end of another one */
-    PyObject *end;           /* end(number): tells that call */
-    PyObject *note;          /* note(entry): for reports; plan, number, code, instruction */
+    PyObject *host;       /* asyncoll.algorithms.backend.Host */
+    PyObject *rest;       /* goes on with calls that have to wait: asyncoll.algorithms.dense.compiled.CompiledCalls */
+    PyObject *runner;     /* asyncoll.runtime.progress.Runner */
+    PyObject *home;       /* the only loop that may make calls; None: any loop may */
+    PyObject *held;       /* the calls that have begun and wait for their callers: a dict of the runner, or None */
+    PyObject *endpoint;   /* `closed` if this rank has left */
+    PyObject *failures;   /* `any` if something has failed */
+    PyObject *unused;     /* registered memory to give back before the next call, if not empty */
+    PyObject *unfinished; /* a set: the numbers of the calls under way */
+    PyObject *turns;      /* a dict, empty unless a call waits for the end of another one */
+    PyObject *end;        /* end(number): tells that call */
+    PyObject *note;       /* note(entry): for reports; plan, number, code, instruction */
     PyObject *place_outside; /* asyncoll.runtime.signature.place_outside */
     PyObject *running_loop;  /* asyncio.get_running_loop */
     PyObject *expiry;        /* the end of the deadline of the current context, or None */
@@ -266,7 +267,7 @@ static PyObject *go_on(ShortCall *call)
     PyObject *type, *error, *trace, *coroutine = NULL;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
-    PyObject *work = PyObject_CallMethod(self->host, "general", "OO", call, error ? error : Py_None);
+    PyObject *work = PyObject_CallMethod(self->rest, "general", "OO", call, error ? error : Py_None);
     if (work)
         coroutine = PyObject_CallMethodObjArgs(self->runner, self->names[DRIVE], work, NULL);
     Py_XDECREF(work);
@@ -276,9 +277,9 @@ static PyObject *go_on(ShortCall *call)
     if (coroutine)
         return coroutine;
     PyErr_Fetch(&type, &error, &trace);
-    PyObject *told = PyObject_CallMethod(self->host, "interrupted", "O", call);
+    PyObject *told = PyObject_CallMethod(self->rest, "interrupted", "O", call);
     if (!told)
-        PyErr_WriteUnraisable(self->host);
+        PyErr_WriteUnraisable(self->rest);
     Py_XDECREF(told);
     PyErr_Restore(type, error, trace);
     return NULL;
@@ -745,7 +746,7 @@ static PyObject *finish(PyObject *object, PyObject *unused)
 {
     ShortCall *call = (ShortCall *)object;
     (void)unused;
-    PyObject *work = PyObject_CallMethod(call->calls->host, "general", "OO", call, Py_None);
+    PyObject *work = PyObject_CallMethod(call->calls->rest, "general", "OO", call, Py_None);
     PyObject *coroutine = work ? PyObject_CallMethod(work, "finish", NULL) : NULL;
     Py_XDECREF(work);
     return coroutine;
@@ -832,25 +833,25 @@ PyType_Spec short_call_spec = {
 
 /* -- the type of the factory ---------------------------------------------------------------------- */
 
-/* `ShortCalls(meetings, host, runner, home, held, endpoint, failures, unused, unfinished, turns, end, note,
+/* `ShortCalls(meetings, host, rest, runner, home, held, endpoint, failures, unused, unfinished, turns, end, note,
  * place_outside, running_loop, expiry, array_type, may_raise, (start, length, first), (private_min, private_max), polls,
  * sleep_ns)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
-    PyObject *parts[17];
+    PyObject *parts[18];
     long long polls, sleep_ns;
-    static char *known[] = {"meetings",      "host",         "runner",     "home",       "held",      "endpoint",
-                            "failures",      "unused",       "unfinished", "turns",      "end",       "note",
-                            "place_outside", "running_loop", "expiry",     "array_type", "may_raise", "segment",
-                            "private",       "polls",        "sleep_ns",   NULL};
+    static char *known[] = {"meetings", "host",          "rest",         "runner",     "home",       "held",
+                            "endpoint", "failures",      "unused",       "unfinished", "turns",      "end",
+                            "note",     "place_outside", "running_loop", "expiry",     "array_type", "may_raise",
+                            "segment",  "private",       "polls",        "sleep_ns",   NULL};
     long long start, length, first, private_min, private_max;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOO!O!OOOOOOO(LLL)(LL)LL:ShortCalls", known, &parts[0],
-                                     &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6], &parts[7],
-                                     &PySet_Type, &parts[8], &PyDict_Type, &parts[9], &parts[10], &parts[11],
-                                     &parts[12], &parts[13], &parts[14], &parts[15], &parts[16], &start, &length,
-                                     &first, &private_min, &private_max, &polls, &sleep_ns))
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOOO!O!OOOOOOO(LLL)(LL)LL:ShortCalls", known,
+                                     &parts[0], &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6],
+                                     &parts[7], &parts[8], &PySet_Type, &parts[9], &PyDict_Type, &parts[10], &parts[11],
+                                     &parts[12], &parts[13], &parts[14], &parts[15], &parts[16], &parts[17], &start,
+                                     &length, &first, &private_min, &private_max, &polls, &sleep_ns))
         return NULL;
-    if (!is_meetings(parts[0]) || (parts[4] != Py_None && !PyDict_Check(parts[4]))) {
+    if (!is_meetings(parts[0]) || (parts[5] != Py_None && !PyDict_Check(parts[5]))) {
         PyErr_SetString(PyExc_ValueError, "these are no short calls");
         return NULL;
     }
@@ -859,23 +860,10 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     if (!self)
         return NULL;
     self->meetings = (Meetings *)Py_NewRef(parts[0]);
-    PyObject **fields[] = {NULL,
-                           &self->host,
-                           &self->runner,
-                           &self->home,
-                           &self->held,
-                           &self->endpoint,
-                           &self->failures,
-                           &self->unused,
-                           &self->unfinished,
-                           &self->turns,
-                           &self->end,
-                           &self->note,
-                           &self->place_outside,
-                           &self->running_loop,
-                           &self->expiry,
-                           &self->array_type,
-                           &self->may_raise};
+    PyObject **fields[] = {NULL,          &self->host,       &self->rest,     &self->runner,        &self->home,
+                           &self->held,   &self->endpoint,   &self->failures, &self->unused,        &self->unfinished,
+                           &self->turns,  &self->end,        &self->note,     &self->place_outside, &self->running_loop,
+                           &self->expiry, &self->array_type, &self->may_raise};
     for (size_t i = 1; i < sizeof parts / sizeof *parts; i++)
         *fields[i] = Py_NewRef(parts[i]);
     self->start = start;
@@ -904,6 +892,7 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->meetings);
     Py_VISIT(self->host);
+    Py_VISIT(self->rest);
     Py_VISIT(self->runner);
     Py_VISIT(self->home);
     Py_VISIT(self->held);
@@ -950,6 +939,7 @@ static void destroy(PyObject *object)
     Py_XDECREF(self->may_raise);
     PyObject *parts[] = {(PyObject *)self->meetings,
                          self->host,
+                         self->rest,
                          self->runner,
                          self->home,
                          self->held,

@@ -83,7 +83,6 @@ class AloneBackend:
     """The `Backend` of one rank. What it sends to itself goes by message."""
 
     memory = None
-    short_way = None
     device_route = None
 
     def __init__(self, member: Member) -> None:

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.errors import AsyncollError, ProtocolError
+from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.device_route import DeviceRoute
 from asyncoll.runtime.lifetime import Part
 from asyncoll.runtime.signature import Signature, Site
-from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.reductions import Array, Reduce, ReduceOp
 from asyncoll.tensors.registered import SharedMemory
@@ -97,7 +96,7 @@ Body = Callable[[Collectives], Coroutine[Any, Any, T]]
 
 
 class BegunCall(Collectives, Protocol):
-    """The collectives of an allreduce of a short array, or of a barrier, that this rank has begun already."""
+    """The collectives of an allreduce, or of a barrier, that this rank has begun already."""
 
     def rejoin(self, x: Array | None) -> None:
         """First of all: this rank has begun with `x`."""
@@ -117,7 +116,6 @@ class Plan(NamedTuple):
     done: int  # the bytes of the result; 1 for a barrier
     reducing: Traffic  # of the rank that reduces
     receiving: Traffic  # of each other rank
-    is_atomic: bool  # whether an exception of a signal handler leaves shared memory consistent
 
 
 # A call of `ShortCalls`: its plan and number; the code and the instruction of its `Site`.
@@ -131,41 +129,6 @@ def signature_of(entry: Entry) -> Signature:
     return Signature(operation, number, dtype, elements, detail, Site(code, instruction))
 
 
-class ShortWay(Protocol):
-    """A way of a backend for allreduces of short arrays, and for barriers, that uses no collectives.
-
-    A rank that has begun a call either ends it with `look`, or finishes it with the collectives of that call.
-    """
-
-    def takes(self, x: Array, may_block: bool) -> bool:
-        """Whether an allreduce of `x` goes this way. The ranks may differ in it. `may_block` is that of the runner."""
-
-    def now_s(self) -> float:
-        """The time of `runtime.deadlines`."""
-
-    def plan(self, call: Signature, op: ReduceOp, nbytes: int) -> Plan:
-        """The plan of `call`, which begins now: a reduction of `nbytes` bytes by `op`; a barrier if there are none."""
-
-    def begin(self, plan: Plan, number: int, x: Array | None) -> bool | None:
-        """Begin call `number`. Returns whether it is over, with the result in `x`; None if the way is not free.
-
-        In the latter case nothing has changed in shared memory. Raises DisagreementError if another rank has made
-        another call with this number, and the error of a lost lock.
-        """
-
-    def look(self, plan: Plan, number: int, x: Array | None) -> bool:
-        """Block for a short time. Returns whether call `number`, which has begun, is over, with the result in `x`."""
-
-    def rest(self, call: Signature, x: Array | None) -> BegunCall:
-        """The collectives of a call that has begun. If it fails, they give `x` back. Called once."""
-
-    async def finish(self, begun: BegunCall, plan: Plan, number: int, x: Array | None) -> None:
-        """The rest of call `number`, whose collectives are `begun`."""
-
-    def work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Driven[T]:
-        """A coroutine that uses collectives of this backend, as work that a runner can drive."""
-
-
 class Host(Protocol):
     """What the short calls of a communicator need of it."""
 
@@ -173,38 +136,16 @@ class Host(Protocol):
     unused: Sized  # registered memory to give back before the next call, unless it is empty
     ledger: Ledger
 
-    def check(self) -> None:
-        """Raise the error of the communicator if it or the world has failed."""
+    def resume(
+        self, call: Signature, collectives: Collectives, body: Body[T], since_s: float, expires_s: float | None
+    ) -> Coroutine[Any, Any, T]:
+        """The rest of `call`, which has begun: `body` with its `collectives`. It has a record for deadlines.
 
-    def count(self, call: Signature, traffic: Traffic) -> None:
-        """Count a call that has ended on the short way."""
-
-    def rest(
-        self,
-        call: Signature,
-        plan: Plan,
-        x: Array | None,
-        result: Callable[[], T],
-        since_s: float,
-        expires_s: float | None,
-        error: AsyncollError | None = None,
-    ) -> Driven[T]:
-        """The rest of a call that has begun with `x`, with a record for deadlines; `error` is raised in it.
-
-        It began at `since_s`, and is overdue at `expires_s`. `result` is called once `x` has the result.
+        It began at `since_s`, and is overdue at `expires_s`. It has failed at once if `since_s` is 0.
         """
-
-    def whole(self, call: Signature, body: Body[T], since_s: float, expires_s: float | None) -> Driven[T]:
-        """The whole of a call whose way was not free."""
-
-    def general(self, call: BegunShortCall, error: BaseException | None) -> Driven[Any]:
-        """`rest` for a call of `ShortCalls`. Raises `error`, unless it is one of the package."""
 
     def collect(self) -> None:
         """Enter the calls that `ShortCalls.counts` tells."""
-
-    def interrupted(self, call: BegunShortCall) -> None:
-        """End the communicator: an exception has come between the beginning of `call` and its rest."""
 
 
 class BegunShortCall(Protocol):
@@ -266,10 +207,6 @@ class Backend(Part, Protocol):
     @property
     def memory(self) -> SharedMemory | None:
         """Where registered tensors lie. None: in ordinary memory."""
-
-    @property
-    def short_way(self) -> ShortWay | None:
-        """The way of short calls. None: they go like all others."""
 
     @property
     def device_route(self) -> DeviceRoute | None:

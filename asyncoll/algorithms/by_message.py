@@ -27,7 +27,6 @@ class MessageBackend:
         self._member = member
         self.operations = Directory(member)
         self.memory = None
-        self.short_way = None
         self.device_route = None
         # Made with the communicator: announcements of other ranks may arrive before this rank calls an operation.
         self._announced = self._operations()

@@ -10,15 +10,12 @@ from typing import Any, TypeVar
 from asyncoll.algorithms.arrival import Arrival
 from asyncoll.algorithms.backend import (
     Backend,
-    BegunShortCall,
     Body,
     Collectives,
-    Plan,
     ShortCalls,
     signature_of,
 )
-from asyncoll.algorithms.short_calls import ShortCall
-from asyncoll.errors import AsyncollError, describe
+from asyncoll.errors import describe
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
@@ -26,10 +23,8 @@ from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.progress import ignore
 from asyncoll.runtime.receives import FromAny, Receives, pair_context
 from asyncoll.runtime.signature import Signature, Site
-from asyncoll.runtime.work import Driven
 from asyncoll.statistics import Ledger, Traffic
-from asyncoll.tensors.operands import Operand
-from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Arriving, Staged
 
 T = TypeVar("T")
@@ -143,28 +138,6 @@ class Calls:
         checked = body if overlaps else arrival.before(body)
         work = here(self._carry_out(call, collectives, checked, pending), call.__str__)
         return runner.resuming(runner.start(work if overlaps else arrival.then(work), discarded), arrival.join)
-
-    def start_shortly(
-        self, call: Signature, body: Body[T], operand: Operand | None, op: ReduceOp, result: Callable[[], T]
-    ) -> Coroutine[Any, Any, T]:
-        """Start `call`, an allreduce of `operand`, or a barrier without one. Otherwise as `start`.
-
-        If the backend has a short way for it, the call goes that way, and `body` is not used unless the way is not
-        free. `result` is called once `operand` has the result.
-        """
-        if operand is not None and operand.staged is not None:
-            return self.start(call, body, staged=[operand.staged], overlapping=operand.staged)
-        way, nbytes = self._backend.short_way, 0 if operand is None else operand.flat.nbytes
-        may_block = self._member.runner.may_block()
-        if way is None or (operand is not None and not way.takes(operand.flat, may_block)):
-            return self.start(call, body, nbytes)
-        try:
-            self.unstarted = None  # inside the try: from here on an interruption is reported below
-            short = ShortCall(self, way, way.plan(call, op, nbytes), call, body, operand, result)
-            return self._member.runner.drive(short)
-        except BaseException as error:
-            self._member.abort(f"{call} was interrupted: {describe(error)}")
-            raise
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -312,47 +285,13 @@ class Calls:
 
     # -- `backend.Host` -------------------------------------------------------------------------------
 
-    def rest(
-        self,
-        call: Signature,
-        plan: Plan,
-        x: Array | None,
-        result: Callable[[], T],
-        since_s: float,
-        expires_s: float | None,
-        error: AsyncollError | None = None,
-    ) -> Driven[T]:
-        way = self._backend.short_way
-        assert way is not None
-        pending = self._pending.enter_late(call, call.number, since_s, expires_s)
-        begun = way.rest(call, x)
-
-        async def body(collectives: Collectives) -> T:
-            if error is not None:
-                raise error
-            await way.finish(begun, plan, call.number, x)
-            return result()
-
-        return way.work(self._carry_out(call, begun, body, pending), call.__str__)
-
-    def whole(self, call: Signature, body: Body[T], since_s: float, expires_s: float | None) -> Driven[T]:
-        way = self._backend.short_way
-        assert way is not None
-        pending = self._pending.enter_late(call, call.number, since_s, expires_s)
-        return way.work(self._carry_out(call, self._backend.collectives(call), body, pending), call.__str__)
-
-    def general(self, call: BegunShortCall, error: BaseException | None) -> Driven[Any]:
-        if error is not None and not isinstance(error, AsyncollError):
-            raise error
-        plan, result, array = call.entry[0], call.result, call.array
-        since_s, expires_s = call.since_s, call.expires_s
-        if not since_s:  # it has failed when it was made
+    def resume(
+        self, call: Signature, collectives: Collectives, body: Body[T], since_s: float, expires_s: float | None
+    ) -> Coroutine[Any, Any, T]:
+        if not since_s:
             since_s, expires_s = deadlines.now_s(), deadlines.expires_s()
-        x = None if array is None else array.reshape(-1)
-        return self.rest(signature_of(call.entry), plan, x, lambda: result, since_s, expires_s, error)
-
-    def interrupted(self, call: BegunShortCall) -> None:
-        self._member.abort(f"{signature_of(call.entry)} was interrupted")
+        pending = self._pending.enter_late(call, call.number, since_s, expires_s)
+        return self._carry_out(call, collectives, body, pending)
 
     def collect(self) -> None:
         assert self.short is not None
@@ -369,14 +308,6 @@ class Calls:
             return None
         call = signature_of(latest[0])
         return call, call.number, latest[1]
-
-    def count(self, call: Signature, traffic: Traffic) -> None:
-        self._pending.note(call, call.number)
-        self.ledger.enter(call.operation, traffic)
-        self._member.endpoint.in_memory.enter(call.operation, traffic)
-
-    def check(self) -> None:
-        self._member.check()
 
     async def _carry_out(self, call: Signature, collectives: Collectives, body: Body[T], pending: PendingCall) -> T:
         """The whole call, on whichever loop drives it."""

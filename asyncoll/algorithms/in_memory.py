@@ -16,13 +16,13 @@ import numpy as np
 from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
 from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.by_message import MessageCall
+from asyncoll.algorithms.dense.compiled import CompiledCalls
 from asyncoll.algorithms.dense.device_collectives import DeviceCollectives
 from asyncoll.algorithms.dense.device_pair import DevicePair
 from asyncoll.algorithms.dense.device_rpc import DeviceRpc
 from asyncoll.algorithms.dense.group_memory import GroupMemory
 from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
 from asyncoll.algorithms.dense.pair_memory import PairMemory
-from asyncoll.algorithms.dense.short_way import ShortWay
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
 from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
@@ -37,6 +37,7 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.in_memory import MemoryCarrier
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
+from asyncoll.runtime.work import Work
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport import Arena
@@ -212,19 +213,30 @@ class MemoryBackend:
         member.post(partial(endpoint.failures.on_failure, group.communicator, self._failed))
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
         self._check = partial(endpoint.failures.check, group.communicator)
-        self.short_way = ShortWay(self._staging, self._check, self._recent.append, self.collectives)
+        self._compiled: CompiledCalls | None = None
         endpoint.on_depart(self._registry.depart)
         endpoint.executions.on_dispute(group.communicator, self._describe)
         endpoint.membership.on_trace(self._trace)
         member.at_end(lambda: endpoint.executions.off_dispute(group.communicator))
 
-    def short_calls(self, host: Host) -> ShortCalls:
-        core, member = self.memory.native, self._member
-        return self.short_way.calls(core, host, member.runner, member.endpoint, member.endpoint.failures)
+    def short_calls(self, host: Host) -> ShortCalls | None:
+        core, note = self.memory.native, self._recent.append
+        if core is None:
+            return None
+        self._compiled = CompiledCalls(core, self._staging, host, self._member, note, self._collectives)
+        return self._compiled.calls
 
     def collectives(self, call: Signature) -> MemoryCall:
+        if self._compiled is not None and call.operation in ("allreduce", "barrier"):
+            self._compiled.learn(call)
+        return self._collectives(call)
+
+    def _collectives(self, call: Signature) -> MemoryCall:
         self._recent.append(call)
         return MemoryCall(self._member, self._staging, call)
+
+    def _work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Work[T]:
+        return Work(self._staging.arena, work, self._check, describe)
 
     def overlapped(self, call: Signature, staged: Staged) -> OverlappedCall | None:
         sizes = self._staging.sizes
@@ -253,13 +265,13 @@ class MemoryBackend:
 
         A long copy or reduction in the caller's thread would block the program's event loop.
         """
-        driven = self.short_way.work(work, describe)
+        driven = self._work(work, describe)
         if nbytes > self._staging.sizes.long and not self._member.runner.may_block():
             return self._member.runner.start(driven.finish(), discarded)
         return self._member.runner.drive(driven, discarded)
 
     def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
-        return self.short_way.work(work, describe).finish()
+        return self._work(work, describe).finish()
 
     async def open(self, operation: Operation, site: str) -> Rounds:
         """Make `operation`, or join it if another rank has made it.

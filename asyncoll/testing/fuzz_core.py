@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from asyncoll import _core
-from asyncoll.algorithms.dense.meetings import LAST, meetings_of
+from asyncoll.algorithms.dense.compiled import meetings_of
 from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.rounds.compiled import compiled_rounds
@@ -53,6 +53,7 @@ _SIZES = Sizes(
 _ALLOWED = (AsyncollError, OSError, TypeError, ValueError, OverflowError, IndexError, BufferError, MemoryError)
 _CANARY = bytes(range(200, 232))
 _BATCH = 200  # inputs on one world
+_LAST = 1  # what `Meetings.arrive` returns if this rank is to reduce
 _ADDRESSES = 1 << 40  # those of the arena are below
 _SEGMENT = 1 << 20  # bytes of the memory of a rank that the rounds see
 _PTHREAD_BYTES = 40  # on x86-64; 48 on ARM, where the last 8 bytes of it are not damaged either
@@ -223,17 +224,18 @@ def _methods(block: Any) -> dict[str, Callable[..., None]]:
 
 
 def _meetings(draw: _Random, shared: bool) -> _Target:
+    assert _core.native is not None
     size = draw.choice((1, 2, 3, 5))
     states, sum_of, numbers = [], kernel_number(ReduceOp.SUM, "float64", _core.native), [1]
     with local_world(size, (None,)) as arenas:
         areas = [StagingArea(arena, size, rank, 7, _SIZES) for rank, arena in enumerate(arenas)]
-        ranks = [meetings_of(area) for area in areas]
+        ranks = [meetings_of(area, _core.native) for area in areas]
         for area in areas:
             area.short_address(area.rank, 0)
         for number in range(1, 4):
             array = None if number == 2 else np.ones(draw.choice((8, 128)))
             for rank, meetings in enumerate(ranks):
-                if meetings.arrive(number, signed(number), array, 0, sum_of, 1, rank == 0) == LAST:
+                if meetings.arrive(number, signed(number), array, 0, sum_of, 1, rank == 0) == _LAST:
                     states.append(areas[0].control_block.cells.tobytes())
                     meetings.publish(number, 1 if array is None else array.nbytes, rank == 0)
                 states.append(areas[0].control_block.cells.tobytes())
@@ -244,13 +246,14 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
     objects = [
         meetings_of(
             SimpleNamespace(  # type: ignore[arg-type]
-                arena=SimpleNamespace(native=_core.native, view=memory.view, cores=2),
+                arena=SimpleNamespace(view=memory.view, cores=2),
                 sizes=_SIZES,
                 shown=_SIZES.shown,
                 control_block=block,
                 size=size,
                 rank=rank,
-            )
+            ),
+            _core.native,
         )
         for rank, block in enumerate(image.blocks)
     ]

@@ -19,7 +19,7 @@ from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import MismatchError, describe
 from asyncoll.runtime.handles import Handle
 from asyncoll.runtime.signature import Signature, Site
-from asyncoll.tensors.operands import Operand, check_devices, staged_parts
+from asyncoll.tensors.operands import check_devices, staged_parts
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.tensors.staged import Staged, stagers
 from asyncoll.torch.memory import Block, Row, overlap, row_of
@@ -59,8 +59,7 @@ class Calls:
                 await collectives.allreduce(flat, op, block.dtype)
                 block.write_back()
 
-            operand = Operand(x, flat, block.dtype, flat.shape, copied=False, staged=block.staged)
-            return self._handle(self._calls.start_shortly(call, body, operand, op, block.write_back))
+            return self._start_alone(call, body, block)
 
     def allreduce_together(self, blocks: Sequence[Block], op: ReduceOp) -> Handle[Any]:
         """Reduce all `blocks`, in place, as one call."""
@@ -198,9 +197,7 @@ class Calls:
             if self._short is not None and (short := self._short.barrier()) is not None:
                 return self._handle(short)
             call = self._number("barrier", "", -1, "")
-            return self._handle(
-                self._calls.start_shortly(call, lambda collectives: collectives.barrier(), None, ReduceOp.SUM, _nothing)
-            )
+            return self._handle(self._calls.start(call, lambda collectives: collectives.barrier()))
 
     def refuse(self, operation: str, reason: str) -> None:
         """Take the place of a call of `operation` that this rank refuses, for this reason.
@@ -362,7 +359,3 @@ def _described(rows: Sequence[Row]) -> str:
     if len({row.dtype for row in rows}) > 1:
         text += " of " + ", ".join(row.dtype for row in rows)
     return f"{text} bytes" if len(text) <= _SHOWN else f"sizes {digest(text):x}"
-
-
-def _nothing() -> None:
-    """The result of a barrier."""

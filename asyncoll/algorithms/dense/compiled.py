@@ -1,0 +1,162 @@
+"""Whole calls in the compiled core: allreduces of arrays that fit in memory, and barriers.
+
+The first call of a kind goes the general way, and the core learns the kind from it: the dtype, the length and the
+reduction. The core (asyncoll/_core/short_calls.c) carries out the next ones in their callers' threads. It declines what
+is unusual in any way before anything has changed. A call that has begun there, and has to sleep or has failed, goes on
+as any other call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from asyncoll._core import Core
+from asyncoll.algorithms.backend import BegunCall, BegunShortCall, Collectives, Entry, Host, Plan, signature_of
+from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea, signed
+from asyncoll.errors import AsyncollError
+from asyncoll.runtime import deadlines
+from asyncoll.runtime.interruption import may_interrupt
+from asyncoll.runtime.member import Member
+from asyncoll.runtime.signature import Signature, place_outside
+from asyncoll.runtime.work import Driven, Work
+from asyncoll.statistics import Traffic
+from asyncoll.tensors.reductions import BFLOAT16, ReduceOp, kernel_number, reducer, storage
+
+if TYPE_CHECKING:
+    from asyncoll._core.native import Meetings
+
+_KINDS_MAX = 1024
+_SLEEP_NS = 200_000  # how long a call may block its caller's loop, after polling, instead of waking through the loop
+
+
+def meetings_of(staging: StagingArea, core: Core) -> Meetings:
+    """The rendezvous of whole calls at this rank: one for each call."""
+    sizes, arena = staging.sizes, staging.arena
+    return core.Meetings(
+        staging.control_block,
+        arena.view,
+        DisagreementError,
+        staging.size,
+        staging.rank,
+        sizes.calls,
+        sizes.short,
+        staging.shown,
+        sizes.chunk,
+        arena.cores,
+    )
+
+
+class CompiledCalls:
+    """The whole calls of one communicator at one rank: the kinds that they learn, and how one goes on that has to wait.
+
+    `calls` is what carries them out: `backend.ShortCalls`.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        staging: StagingArea,
+        host: Host,
+        member: Member,
+        note: Callable[[Entry], None],
+        collectives: Callable[[Signature], BegunCall],
+    ) -> None:
+        """`note` is told of each call, for reports of a mismatch. `collectives` makes those of a call."""
+        self._core = core
+        self._staging = staging
+        self._host = host
+        self._member = member
+        self._collectives = collectives
+        self._learnt: set[tuple[str, str, int, str]] = set()  # the kinds that the core knows, or declines
+        arena, sizes, runner, endpoint = staging.arena, staging.sizes, member.runner, member.endpoint
+        own = arena.segments[arena.local_rank]
+        self.calls = core.ShortCalls(
+            meetings_of(staging, core),
+            host,
+            self,
+            runner,
+            runner.home if runner.held is None else None,
+            runner.held,
+            endpoint,
+            endpoint.failures,
+            host.unused,
+            *staging.under_way,
+            staging.end,
+            note,
+            place_outside,
+            runner.caller,
+            deadlines.expiry.get,
+            np.ndarray,
+            may_interrupt,
+            (own.ctypes.data, own.size, arena.locate(own) or 0),
+            (
+                max(sizes.private, sizes.whole + 1, sizes.short + 1),
+                sizes.private_max if staging.peers is not None else 0,
+            ),
+            arena.polls,
+            # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
+            _SLEEP_NS * -(-staging.size // arena.cores),
+        )
+
+    def learn(self, call: Signature) -> None:
+        """From now on calls as `call`, an allreduce or a barrier, begin here with their arguments alone.
+
+        Without effect for a reduction that has no kernel, for long arrays, which would block their callers' loops, and
+        if many kinds are known.
+        """
+        kind = call.operation, call.dtype, call.elements, call.detail
+        if kind in self._learnt or len(self._learnt) == _KINDS_MAX:
+            return
+        self._learnt.add(kind)
+        if call.operation == "barrier":
+            self._teach((None,), call, None, 0, 0)
+            return
+        op, dtype = ReduceOp[call.detail], call.dtype
+        nbytes, kernel = call.elements * storage(dtype).itemsize, kernel_number(op, dtype, self._core)
+        if kernel and 0 < nbytes <= self._staging.sizes.long:
+            tensor, array = sys.intern(dtype), np.dtype(dtype) if dtype != BFLOAT16 else None
+            self._teach((tensor,) if array is None else (tensor, array), call, op, nbytes, kernel)
+
+    def _teach(self, keys: tuple[object, ...], call: Signature, op: ReduceOp | None, nbytes: int, kernel: int) -> None:
+        """Teach the core calls whose array has one of `keys`: its dtype, as numpy or as the package names it."""
+        size, fingerprint, reducing, receiving = self._staging.size, signed(call.fingerprint()), Traffic(), Traffic()
+        if nbytes:
+            for traffic, received in ((reducing, nbytes * (size - 1)), (receiving, nbytes)):
+                traffic.sent(nbytes)
+                traffic.received(received)
+        kind, reduce = call[:1] + call[2:5], reducer(op, call.dtype, self._core) if op else None
+        divisor, done = size if op is ReduceOp.AVG else 1, nbytes or 1
+        plan = Plan(kind, fingerprint, reduce, kernel, divisor, done, reducing, receiving)
+        for key in keys:
+            self.calls.learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel)
+
+    # -- a call that has begun in the core ------------------------------------------------------------
+
+    def general(self, begun: BegunShortCall, error: BaseException | None) -> Driven[Any]:
+        """The rest of a call, with a record for deadlines. Raises `error`, unless it is one of the package.
+
+        One of the package is raised by the rest.
+        """
+        if error is not None and not isinstance(error, AsyncollError):
+            raise error
+        call, plan, result = signature_of(begun.entry), begun.entry[0], begun.result
+        x = None if begun.array is None else begun.array.reshape(-1)
+        collectives = self._collectives(call)
+        collectives.rejoin(x)
+
+        async def body(_: Collectives) -> Any:
+            if error is not None:
+                raise error
+            await collectives.finish_shortly(x, plan)
+            return result
+
+        work = self._host.resume(call, collectives, body, begun.since_s, begun.expires_s)
+        return Work(self._staging.arena, work, self._member.check, call.__str__)
+
+    def interrupted(self, begun: BegunShortCall) -> None:
+        """End the communicator: an exception has come between the beginning of the call and its rest."""
+        self._member.abort(f"{signature_of(begun.entry)} was interrupted")
