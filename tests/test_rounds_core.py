@@ -12,11 +12,10 @@ import pytest
 
 from asyncoll import AVG, AVG_ACTIVE, MAX, SUM, _core
 from asyncoll.algorithms.rounds.alone import LoneRounds
-from asyncoll.algorithms.rounds.compiled import DECLARED
-from asyncoll.algorithms.rounds.in_memory import LENT_MIN_BYTES, Setting
+from asyncoll.algorithms.rounds.compiled import DECLARED, CompiledRounds, rounds_in_memory
+from asyncoll.algorithms.rounds.in_memory import LENT_MIN_BYTES, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.prompt_rounds import rounds_in_memory
 from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
@@ -397,7 +396,7 @@ def test_a_peer_that_writes_anything_into_the_cells_breaks_its_world_and_not_the
         with local_world(size, [_core.native]) as arenas:
             ranks = [Rank(arena, operation) for arena in arenas]
             cells = ranks[0].rounds._control_block.cells
-            has_kernel = getattr(ranks[0].rounds, "_compiled", None) is not None  # there is none for complex numbers
+            has_kernel = isinstance(ranks[0].rounds, CompiledRounds)  # there is none for complex numbers
             for _ in range(30 if has_kernel else 0):
                 rank = ranks[draw.integers(size)]
                 try:
@@ -478,9 +477,10 @@ def test_the_core_declines_what_it_does_not_declare():
     }
     assert set(_core.native.openings) <= {opening.value for opening in Opening}
     with local_world(2, [_core.native]) as arenas:
-        assert Rank(arenas[0], OperationWithNewOption("new", known.layout, SUM, Opening.SOLO)).rounds._compiled
+        declared = OperationWithNewOption("new", known.layout, SUM, Opening.SOLO)
+        assert type(Rank(arenas[0], declared).rounds) is CompiledRounds
         for name, operation in declined.items():
-            assert Rank(arenas[0], replace(operation, name=name)).rounds._compiled is None
+            assert type(Rank(arenas[0], replace(operation, name=name)).rounds) is OneSidedRounds
 
 
 # -- turns of whole calls, while signal handlers raise ---------------------------------------------

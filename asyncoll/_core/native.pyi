@@ -37,7 +37,11 @@ class ControlBlock:
     def wake_futex(self, cell: int) -> None: ...
 
 class Rounds:
-    """Implements `algorithms.rounds.compiled.CompiledRounds`."""
+    """The rounds of one operation at one rank. All methods but `plan` raise the error of a lost lock.
+
+    `arrays` are the contribution, one flat array for each entry of the operation's layout. If the call is over, they
+    have its result. ValueError: a peer has written cells that make no sense.
+    """
 
     def __new__(
         cls,
@@ -59,8 +63,21 @@ class Rounds:
     ) -> Rounds: ...
     def begin(
         self, arrays: Sequence[Any], weight: float, aim: int, unused: Sequence[int], lent: int, /
-    ) -> tuple[Any, ...] | int: ...
-    def resume(self, arrays: Sequence[Any], aim: int, number: int, came_ns: int, ticket: int, /) -> Any: ...
+    ) -> tuple[Any, ...] | int:
+        """Drop the blocks `unused`, and begin a call that aims at round `aim`. Returns the fields of `Begun`.
+
+        `lent` is the address of the one array if it is registered, so that rounds may read it in place; or -1. Long
+        contributions are copied and reduced without the GIL.
+        A number says instead what is missing: the `plan` of the round of that number, or, if it is negative, so many
+        free blocks. The call has contributed nothing then; the blocks `unused` are dropped.
+        """
+
+    def resume(self, arrays: Sequence[Any], aim: int, number: int, came_ns: int, ticket: int, /) -> Any:
+        """Look again for a call that waits for round `number`: open it if this rank may, and reduce chunks of it.
+
+        Returns as `begin`.
+        """
+
     def attach(
         self,
         answer: type[Answer],
@@ -71,10 +88,21 @@ class Rounds:
         cells: memoryview,
         divisor: int,
         /,
-    ) -> None: ...
-    def at_once(self, array: Any, /) -> Answer | Exception | None: ...
-    def is_needed(self, number: int, /) -> bool: ...
-    def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None: ...
+    ) -> None:
+        """Before the first `at_once`. `answer` is the awaitable's type, `reduction` its result's, which has `slots`.
+
+        `turns` are the attributes of the `CallOrder`, `owed` and `cells` those of the `Engine`.
+        Results are divided by `divisor`, or, if that is 0, by the number of contributors.
+        """
+
+    def at_once(self, array: Any, /) -> Answer | Exception | None:
+        """As `Rounds.at_once`."""
+
+    def is_needed(self, number: int, /) -> bool:
+        """Whether a call that waits for round `number` has to look again. Without the lock the answer is a hint."""
+
+    def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None:
+        """The ranks that are drawn for round `number`, and its groups."""
 
 class Answer(Coroutine[Any, Any, Any]):
     """A call that is over, as an awaitable."""

@@ -32,7 +32,7 @@ from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
 from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
-from asyncoll.algorithms.rounds.compiled import compiled_rounds
+from asyncoll.algorithms.rounds.compiled import rounds_of
 from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
@@ -227,7 +227,7 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
     assert _core.native is not None
     size = draw.choice((1, 2, 3, 5))
     states, sum_of, numbers = [], kernel_number(ReduceOp.SUM, "float64", _core.native), [1]
-    with local_world(size, (None,)) as arenas:
+    with local_world(size, (_core.native,)) as arenas:
         areas = [StagingArea(arena, size, rank, 7, _SIZES) for rank, arena in enumerate(arenas)]
         ranks = [meetings_of(area, _core.native) for area in areas]
         for area in areas:
@@ -300,7 +300,7 @@ def _rounds(draw: _Random, shared: bool) -> _Target:
         for rank, block in enumerate(image.blocks):
             fields = {"control_block": block, "blocks": record.blocks, "reduces_at_once": is_short}
             group = Group(tuple(range(size)), rank, 7)
-            compiled = compiled_rounds(arena, group, operation, layout, SimpleNamespace(**fields))  # type: ignore[arg-type]
+            compiled = rounds_of(_core.native, arena, group, operation, layout, SimpleNamespace(**fields))  # type: ignore[arg-type]
             objects.append(compiled)
         ranks.clear()
         del record

@@ -1,25 +1,36 @@
-"""Rounds in the compiled core: all of a call up to its first wait is one call of C.
+"""Rounds in shared memory whose calls begin in the compiled core: all of a call up to its first wait is one call of C.
 
-`CompiledRounds` is the interface. asyncoll/_core/rounds.c implements it, on the cells that `round_record` and
-`block_table` declare.
+The bookkeeping of a call in Python costs more than the reduction of a short contribution, and as much as that of
+512 KiB. asyncoll/_core/rounds.c works on the cells that `round_record` and `block_table` declare. A call that has to
+wait goes on in a coroutine, which looks again in the core. The core declines operations that it does not know: these
+are left to `OneSidedRounds`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from asyncoll.algorithms.rounds.call_order import CallOrder
+import numpy as np
+
+from asyncoll._core import Core
+from asyncoll.algorithms.rounds.block_table import NONE
 from asyncoll.algorithms.rounds.directory import AtOnce
-from asyncoll.algorithms.rounds.engine import Engine
+from asyncoll.algorithms.rounds.in_memory import Call, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
-from asyncoll.algorithms.rounds.round_cells import BlockLayout
-from asyncoll.algorithms.rounds.round_record import RoundRecord
+from asyncoll.algorithms.rounds.round_cells import BlockLayout, Kept
+from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.runtime.group import Group
-from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport import Arena
+from asyncoll.transport.control_block import until
+
+if TYPE_CHECKING:
+    from asyncoll._core.native import Rounds
 
 
 class Begun(NamedTuple):
@@ -55,99 +66,160 @@ DECLARED = frozenset(
 begun_of: Callable[[tuple[Any, ...]], Begun] = partial(tuple.__new__, Begun)  # faster than `Begun(*fields)`
 
 
-class CompiledRounds(Protocol):
-    """The rounds of one operation at one rank. All methods but `plan` raise the error of a lost lock.
+def rounds_in_memory(setting: Setting, operation: Operation, prompt_max: int) -> OneSidedRounds:
+    """The rounds of `operation`. Calls of more than `prompt_max` bytes would block their callers' loops for too long.
 
-    `arrays` are the contribution, one flat array for each entry of the operation's layout. If the call is over, they
-    have its result. ValueError: a peer has written cells that make no sense.
+    Raises what `OneSidedRounds` does.
     """
-
-    def begin(
-        self, arrays: Sequence[Array], weight: float, aim: int, unused: Sequence[int], lent: int, /
-    ) -> tuple[Any, ...] | int:
-        """Drop the blocks `unused`, and begin a call that aims at round `aim`. Returns the fields of `Begun`.
-
-        `lent` is the address of the one array if it is registered, so that rounds may read it in place; or -1. Long
-        contributions are copied and reduced without the GIL.
-        A number says instead what is missing: the `plan` of the round of that number, or, if it is negative, so many
-        free blocks. The call has contributed nothing then; the blocks `unused` are dropped.
-        """
-
-    def resume(self, arrays: Sequence[Array], aim: int, number: int, came_ns: int, ticket: int, /) -> Any:
-        """Look again for a call that waits for round `number`: open it if this rank may, and reduce chunks of it.
-
-        Returns as `begin`.
-        """
-
-    def attach(
-        self,
-        answer: type,
-        reduction: type,
-        slots: tuple[Any, ...],
-        turns: tuple[Iterator[int], list[int], set[int], dict[int, Any]],
-        owed: Any,
-        cells: memoryview,
-        divisor: int,
-        /,
-    ) -> None:
-        """Before the first `at_once`. `answer` is the awaitable's type, `reduction` its result's, which has `slots`.
-
-        `turns` are the attributes of the `CallOrder`, `owed` and `cells` those of the `Engine`.
-        Results are divided by `divisor`, or, if that is 0, by the number of contributors.
-        """
-
-    def at_once(self, array: Array, /) -> Any:
-        """As `Rounds.at_once`."""
-
-    def is_needed(self, number: int, /) -> bool:
-        """Whether a call that waits for round `number` has to look again. Without the lock the answer is a hint."""
-
-    def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None:
-        """The ranks that are drawn for round `number`, and its groups."""
+    core = setting.memory.arena.native
+    if core is None or not is_known(core, operation):
+        return OneSidedRounds(setting, operation)
+    rounds = CompiledRounds(setting, operation, core)
+    rounds.is_prompt = rounds.is_prompt and BlockLayout.of(operation).nbytes <= prompt_max
+    return rounds
 
 
-def compiled_rounds(
-    arena: Arena, group: Group, operation: Operation, layout: BlockLayout, rounds: RoundRecord
-) -> CompiledRounds | None:
-    """The rounds in the compiled core; None if that is not there, or cannot carry out the operation.
+def is_known(core: Core, operation: Operation) -> bool:
+    """Whether the core carries out `operation`: it knows its opening, its options, and reductions of its dtypes."""
+    if operation.opening.value not in core.openings or not operation.options().keys() <= DECLARED:
+        return False
+    return all(core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout)
 
-    It carries out no operation with an opening or an option that it does not know, or with a dtype without a kernel.
-    """
-    native = arena.native
-    if native is None or operation.opening.value not in native.openings or not operation.options().keys() <= DECLARED:
-        return None
-    kernels = [native.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout]
-    if not all(kernels):
-        return None
-    compiled: CompiledRounds = native.Rounds(
-        control_block=rounds.control_block,
+
+def rounds_of(
+    core: Core, arena: Arena, group: Group, operation: Operation, layout: BlockLayout, record: RoundRecord
+) -> Rounds:
+    """The rounds of `operation`, which the core knows, at one rank."""
+    kernels = [core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout]
+    return core.Rounds(
+        control_block=record.control_block,
         segments=tuple(arena.segments),
         size=group.size,
         rank=group.rank,
         history=operation.history,
-        limit=rounds.blocks.limit,
+        limit=record.blocks.limit,
         nbytes=layout.nbytes,
-        opening=native.openings.index(operation.opening.value),
+        opening=core.openings.index(operation.opening.value),
         quorum=operation.quorum,
         sync_every=operation.sync_every,
         sync_offset=operation.sync_offset,
         keeps=operation.group_size > 0,
-        long=not rounds.reduces_at_once,
+        long=not record.reduces_at_once,
         cores=arena.cores,
         parts=tuple(zip(layout.offsets, layout.lengths, kernels, strict=True)),
     )
-    return compiled
 
 
-def whole_calls(
-    compiled: CompiledRounds, arena: Arena, group: Group, operation: Operation, order: CallOrder, engine: Engine[Any]
-) -> AtOnce | None:
-    """`Rounds.at_once` in the compiled core; None if calls of `operation` are left to Python."""
-    native = arena.native
-    if native is None or operation.group_size or operation.history or operation.weighted or len(operation.layout) > 1:
-        return None
-    Coroutine.register(native.Answer)  # a task takes it only then
-    divisor = {ReduceOp.AVG: group.size, ReduceOp.AVG_ACTIVE: 0}.get(operation.op, 1)
-    turns = order.numbers, order.now, order.over, order.waiting
-    compiled.attach(native.Answer, Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
-    return compiled.at_once
+class CompiledRounds(OneSidedRounds):
+    """A persistent operation at one rank, in memory, in the compiled core."""
+
+    def __init__(self, setting: Setting, operation: Operation, core: Core) -> None:
+        super().__init__(setting, operation)
+        arena, _, group = setting.memory
+        self._is_short = self._layout.nbytes <= SHORT_BYTES
+        self._compiled = rounds_of(core, arena, group, operation, self._layout, self._rounds)
+        # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
+        self.is_prompt = not self._control_block.interleaved
+        self.at_once = self._whole_calls(core) if self._rounds.reduces_at_once else None
+
+    def _whole_calls(self, core: Core) -> AtOnce | None:
+        """`Rounds.at_once` in the core; None if calls of the operation are left to Python."""
+        operation, order, engine = self.operation, self._order, self._engine
+        if operation.group_size or operation.history or operation.weighted or len(operation.layout) > 1:
+            return None
+        Coroutine.register(core.Answer)  # a task takes it only then
+        divisor = {ReduceOp.AVG: self._size, ReduceOp.AVG_ACTIVE: 0}.get(operation.op, 1)
+        turns = order.numbers, order.now, order.over, order.waiting
+        self._compiled.attach(core.Answer, Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
+        return self._compiled.at_once
+
+    def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
+        """As far as a call comes without waiting: its delivery, or the coroutine of the rest, which ends the turn."""
+        own, turn = self._arrays(contribution), next(self._order.numbers)
+        if own is None or not self._order.is_now(turn):
+            return self._call(turn, contribution)
+        try:
+            answer = self._begin_compiled(own, contribution.weight)
+            if answer.round:
+                return self._deliver_compiled(answer, own, answer.missed or ())
+        except BaseException:
+            self._order.end(turn)
+            raise
+        return self._wait_compiled(turn, answer, own)
+
+    async def call(self, contribution: Contribution) -> Delivery:
+        if self._is_short:
+            return await super().call(contribution)
+        answer = self.begin(contribution)
+        return answer if isinstance(answer, Delivery) else await answer
+
+    def _arrays(self, contribution: Contribution) -> Parts | None:
+        """The contribution, packed and multiplied by its weight: in the caller's memory, or else in new arrays.
+
+        None if a long one would have to be copied to new arrays: Python packs it into a block at once.
+        """
+        own = contribution.lend() if contribution.weight == 1 else None
+        if own is None and self._is_short:
+            own = [
+                np.empty(count, dtype) for (_, count), dtype in zip(self.operation.layout, self._dtypes, strict=True)
+            ]
+            contribution.read(own)
+        return own
+
+    def _begin_compiled(self, own: Parts, weight: float) -> Begun:
+        """Begin a call of the arrays `own`, which have the result if it is over.
+
+        In one critical section it takes part, stages a short contribution, and opens the round if this rank may.
+        """
+        unused = list[int]()
+        address = self.arena.locate(own[0]) if self._may_lend and len(own) == 1 else None
+        lent = -1 if address is None else address
+        while self._unused:
+            unused.append(self._unused.popleft())
+        self._engine.step_back()
+        while isinstance(answer := self._compiled.begin(own, weight, self._engine.aim, unused, lent), int):
+            unused = []
+            self._prepare(answer)
+        return begun_of(answer)
+
+    def _prepare(self, wanted: int) -> None:
+        """The compiled core wants the plan of round `wanted`, or, if that is negative, so many free blocks."""
+        operation, size = self.operation, self._size
+        if wanted < 0:
+            self._rounds.blocks.provide(-wanted)
+        else:
+            self._compiled.plan(wanted, operation.drawn(wanted, size), tuple(operation.groups(wanted, size)))
+
+    async def _wait_compiled(self, turn: int, begun: Begun, own: Parts) -> Delivery:
+        """The rest of a call that `_begin_compiled` has staged."""
+        compiled, number, aim = self._compiled, begun.number, self._engine.aim
+        call = Call(number, begun.came_ns, [Kept(*missed) for missed in begun.missed or ()], begun.ticket)
+        try:
+            try:
+                while True:
+                    await until(self._control_block, lambda: compiled.is_needed(number))
+                    answer = compiled.resume(own, aim, number, begun.came_ns, begun.ticket)
+                    if isinstance(answer, int):
+                        self._prepare(answer)
+                    elif (ended := begun_of(answer)).round:
+                        return self._deliver_compiled(ended, own, call.missed)
+            except (Exception, asyncio.CancelledError):
+                await self._give_up(call)
+                raise
+        except BaseException:
+            self._order.end(turn)
+            self._drop_results(call)
+            raise
+
+    def _deliver_compiled(self, ended: Begun, own: Parts, missed: Sequence[tuple[int, int, int, int, int]]) -> Delivery:
+        """As `_deliver`, of a result that is in the arrays `own`."""
+        number, ranks = ended.round, ended.ranks
+        operation = self.operation
+        members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
+        synchronous = operation.sync_every > 0 and operation.is_synchronous(number) and not ended.absent
+        fields = (number, own, ranks, members, ended.taken, synchronous, ended.weight, False, False, False, NONE)
+        result = result_of(fields)
+        kept = self._with_owed([Kept(*old) for old in missed] if missed else (), number)
+        told = self._engine.deliver(ended.ticket, result, kept)
+        results = (*map(self._result, told.missed), result) if told.missed else (result,)
+        return delivery_of((results, told.included, told.skipped, told.lag))
