@@ -20,6 +20,7 @@ from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.progress import SharedLoop
 from asyncoll.tensors.operands import bundle
 from asyncoll.testing import run_ranks
 from asyncoll.testing.laws import check_laws
@@ -375,7 +376,10 @@ def in_memory(rank):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_rank_alone_is_told_what_it_would_be_told_in_memory(seed):
-    told = alone(seed, lambda rank: LoneRounds(rank.operation, str))
+    async def main():
+        return alone(seed, lambda rank: LoneRounds(rank.operation, str, SharedLoop()))
+
+    told = asyncio.run(main())
     assert told == alone(seed, in_memory)
     assert told[1] == 10 + seed % 5
 

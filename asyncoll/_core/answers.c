@@ -1,6 +1,6 @@
 /* The awaitable of a call that is over: a coroutine without a frame.
  *
- * The counterpart of `_Ended` (asyncoll/runtime/progress.py). A signal handler may raise in the caller before the answer
+ * The counterpart of `_EndedForOne` (asyncoll/runtime/progress.py). A signal handler may raise in the caller before the answer
  * is awaited. The answer is then destroyed, and its round is owed to the next call, as when the program never awaits it.
  * No bytecode runs between the end of the call and the answer, nor while the answer is handed over or taken back. So no
  * answer is lost.

@@ -121,7 +121,7 @@ class AloneBackend:
 
     async def open(self, operation: Operation, site: str) -> Rounds:
         text = f"{operation} at {site}"
-        rounds = LoneRounds(operation, lambda: text)
+        rounds = LoneRounds(operation, lambda: text, self._member.runner)
         self.operations.add(rounds)
         return rounds
 

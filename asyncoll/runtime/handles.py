@@ -394,8 +394,8 @@ class HandleRunner(ProgressThread):
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return work  # `home` is the runtime's loop
 
-    def done(self, result: T) -> Any:
-        handle: Handle[T] = Handle(self)
+    def done(self, result: T, discarded: Callable[[], None] = ignore) -> Any:
+        handle: Handle[T] = self._handle(discarded)
         handle._end(result)
         return handle
 

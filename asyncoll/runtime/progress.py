@@ -107,8 +107,11 @@ class Runner(Protocol):
         Cancellation and `discarded` are those of `start`.
         """
 
-    def done(self, result: T) -> Coroutine[Any, Any, T]:
-        """A coroutine for a call that is over with `result`. Awaiting it lets the loop turn now and then."""
+    def done(self, result: T, discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
+        """A coroutine for a call that is over with `result`. Awaiting it lets the loop turn now and then.
+
+        `discarded` is that of `start`.
+        """
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         """For a task on `home`: a coroutine that runs `work` on the runtime's loop. Cancellation is that of `start`."""
@@ -226,54 +229,19 @@ class _Turns:
         return True
 
 
-class _Done(Coroutine[Any, Any, T]):
-    """The coroutine that the caller of a runner gets for a call that had nothing to wait for."""
-
-    __slots__ = ("_is_used", "_result", "_turns")
-
-    def __init__(self, result: T, turns: _Turns) -> None:
-        self._result = result
-        self._turns = turns
-        self._is_used = False
-
-    def __await__(self) -> Generator[Any, None, T]:
-        return self  # an iterator is enough for `await`
-
-    def __iter__(self) -> _Done[T]:
-        return self
-
-    def __next__(self) -> Any:
-        return self.send(None)
-
-    def send(self, value: Any) -> Any:
-        if self._is_used:
-            raise RuntimeError("cannot reuse already awaited coroutine")
-        if self._turns.is_due():
-            return None  # what `asyncio.sleep(0)` yields
-        self._is_used = True
-        raise StopIteration(self._result)
-
-    def throw(self, error: Any, *more: Any) -> Any:
-        self._is_used = True
-        raise error
-
-    def close(self) -> None:
-        self._is_used = True
-
-
 class _Ended(Coroutine[Any, Any, T]):
-    """The coroutine that the caller of a runner gets for work in memory that ended in its first step.
+    """The coroutine that the caller of a runner gets for a call that is over.
 
-    It needs no task, future or generator, whose cost would add to every short call. If this object is destroyed before
-    it is awaited, the result has no receiver, and `discarded` is called, as in `_Begun`.
+    It needs no task, future or generator, whose cost would add to every short call.
     """
 
-    __slots__ = ("_discarded", "_turns", "_work")
+    __slots__ = ("_discarded", "_take", "_turns")
 
-    def __init__(self, work: Driven[T], discarded: Callable[[], None], turns: _Turns) -> None:
-        self._work: Driven[T] | None = work
-        self._discarded = discarded
+    def __init__(self, take: Callable[[], T], turns: _Turns, discarded: Callable[[], None] = ignore) -> None:
+        """`take` returns the result, or raises the exception."""
+        self._take: Callable[[], T] | None = take
         self._turns = turns
+        self._discarded = discarded
 
     def __await__(self) -> Generator[Any, None, T]:
         return self  # an iterator is enough for `await`
@@ -285,26 +253,36 @@ class _Ended(Coroutine[Any, Any, T]):
         return self.send(None)
 
     def send(self, value: Any) -> Any:
-        if self._turns.is_due():
+        if self._take is not None and self._turns.is_due():
             return None  # what `asyncio.sleep(0)` yields
-        work, self._work = self._work, None
-        if work is None:
+        take, self._take = self._take, None
+        if take is None:
             raise RuntimeError("cannot reuse already awaited coroutine")
-        raise StopIteration(work.result())
+        raise StopIteration(take())
 
     def throw(self, error: Any, *more: Any) -> Any:
         self.close()
         raise error
 
     def close(self) -> None:
-        work, self._work = self._work, None
-        if work is not None:
+        take, self._take = self._take, None
+        if take is not None:
             self._discarded()
 
+
+class _EndedForOne(_Ended[T]):
+    """The same where the runtime has to know whether the caller gets the result: if not, `discarded` is called."""
+
+    __slots__ = ()
+
     def __del__(self) -> None:
-        if getattr(self, "_work", None) is not None:
+        if getattr(self, "_take", None) is not None:  # not set if a signal handler raised during `__init__`
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
                 self.close()
+
+
+def _ended(take: Callable[[], T], turns: _Turns, discarded: Callable[[], None]) -> _Ended[T]:
+    return _Ended(take, turns) if discarded is ignore else _EndedForOne(take, turns, discarded)
 
 
 class _Resuming(Coroutine[Any, Any, T]):
@@ -370,8 +348,8 @@ class SharedLoop:
     def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
         raise AssertionError("nothing is held here")
 
-    def done(self, result: T) -> Coroutine[Any, Any, T]:
-        return _Done(result, self._turns)
+    def done(self, result: T, discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
+        return _ended(lambda: result, self._turns, discarded)
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
@@ -394,7 +372,7 @@ class SharedLoop:
             return _crossed(self.home, work.finish(), discarded, set())
         work.begin()
         if work.is_over:
-            return _Ended(work, discarded, self._turns)
+            return _ended(work.result, self._turns, discarded)
         return self.start(work.finish(), discarded)
 
     def post(self, what: Callable[[], None]) -> None:
@@ -486,8 +464,8 @@ class ProgressThread:
         self._thread.start()
         forks.register(self)
 
-    def done(self, result: T) -> Coroutine[Any, Any, T]:
-        return _Done(result, self._turns)
+    def done(self, result: T, discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
+        return _ended(lambda: result, self._turns, discarded)
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         return _crossed(self._loop, work, discarded, self._untold)
@@ -515,7 +493,7 @@ class ProgressThread:
             return self.start(work.finish(), discarded)
         work.begin()
         if work.is_over:
-            return _Ended(work, discarded, self._turns)
+            return _ended(work.result, self._turns, discarded)
         self.held[work] = asyncio.get_running_loop(), self.turn
         self.set_timer()
         return _Begun(self._claim(work, discarded), discarded)
@@ -526,10 +504,6 @@ class ProgressThread:
         if claimed and may_interrupt():  # also if the program has set a signal handler since the call
             return await self.start(work.finish(), discarded)
         try:
-            if claimed and work.look():
-                if self._turns.is_due():
-                    await asyncio.sleep(0)
-                return work.result()
             if claimed:
                 return await work.finish()
             return await self.taken(work)

@@ -30,16 +30,13 @@ class Driven(Protocol[T_co]):
     """Work in shared memory. Only one thread may drive it at a time. `Runner.drive` drives it."""
 
     is_over: bool
-    is_atomic: bool  # whether an exception of a signal handler in `begin` and `look` leaves shared memory consistent
+    is_atomic: bool  # whether an exception of a signal handler in `begin` leaves shared memory consistent
 
     def begin(self) -> None:
         """Run in the calling thread until the work has to wait. An exception of the work is kept for `result`."""
 
-    def look(self) -> bool:
-        """Block the calling thread for a short time, if that may end the work. Returns whether it is over."""
-
     def poll(self) -> bool:
-        """As `look`, for a thread that has nothing else to do: go on for as long as the work has to wait but briefly.
+        """Block the calling thread, which has nothing else to do, for a short time, and go on if the work can.
 
         Returns whether the work is over, or should be polled again.
         """
@@ -74,9 +71,6 @@ class Work(Generic[T]):
     def begin(self) -> None:
         """Run `body` in the calling thread until it has to wait. An exception of `body` is kept for `result`."""
         self._step(self._body.send, None)
-
-    def look(self) -> bool:
-        return self.is_over
 
     def poll(self) -> bool:
         """Block the calling thread for a short time, until `body` can go on, and run it to its next wait.
@@ -163,9 +157,6 @@ class Immediate(Generic[T]):
             self._error = error
         else:
             self._error = RuntimeError("a call of one rank has to wait")
-
-    def look(self) -> bool:
-        return self.is_over
 
     async def finish(self) -> T:
         if not self.is_over:

@@ -8,18 +8,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.answers import PythonAnswer
 from asyncoll.algorithms.rounds.engine import Engine
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
 from asyncoll.runtime import deadlines
-from asyncoll.runtime.progress import CALLS_PER_TURN
+from asyncoll.runtime.progress import Runner
 from asyncoll.tensors.reductions import Array, storage
 
 _ALONE = (0,)  # the contributors and the members of every round
@@ -39,15 +39,15 @@ class LoneRounds:
     is_prompt = True
     arena = None
 
-    def __init__(self, operation: Operation, describe: Callable[[], str]) -> None:
+    def __init__(self, operation: Operation, describe: Callable[[], str], runner: Runner) -> None:
         self.operation = operation
+        self._runner = runner
         self.describe = describe
         self._now_s = deadlines.clock()
         self._engine: Engine[Result] = Engine(operation)
         self._lock = threading.Lock()  # calls may come from several threads
         self._latest = 0
         self._kept: deque[_Kept] = deque(maxlen=operation.history + 1)  # as many as `history`, and the newest one
-        self._calls_in_row = 0  # that were over at once, since the caller's loop has turned
         (_, self._count), *more = operation.layout
         self.at_once = None if more or operation.history or operation.weighted else self._at_once
 
@@ -80,11 +80,10 @@ class LoneRounds:
             # A copy, as in `begin`. Made in half the time of `_Kept(...)`.
             self._kept.append(tuple.__new__(_Kept, (number, [array.flatten()], 1.0)))
             engine.deliver_own(number)
-            self._calls_in_row = calls = (self._calls_in_row + 1) % CALLS_PER_TURN
         synchronous = self.operation.is_synchronous(number)
         waited_s = self._now_s() - came_s
         reduction = reduction_of(number, 1, True, 0, synchronous, (), _ALONE, _ALONE, 0, waited_s, array)
-        return PythonAnswer(reduction, engine.owed, 1, number, not calls)
+        return self._runner.done(reduction, partial(engine.owed.append, (1, number)))
 
     async def call(self, contribution: Contribution) -> Delivery:
         return self.begin(contribution)
