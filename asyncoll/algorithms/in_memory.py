@@ -220,10 +220,11 @@ class MemoryBackend:
         member.at_end(lambda: endpoint.executions.off_dispute(group.communicator))
 
     def short_calls(self, host: Host) -> ShortCalls | None:
-        core, note = self.memory.native, self._recent.append
+        core, member, note = self.memory.native, self._member, self._recent.append
         if core is None:
             return None
-        self._compiled = CompiledCalls(core, self._staging, host, self._member, note, self._collectives)
+        closing, failures = member.endpoint, member.endpoint.failures
+        self._compiled = CompiledCalls(core, self._staging, host, member, closing, failures, note, self._collectives)
         return self._compiled.calls
 
     def collectives(self, call: Signature) -> MemoryCall:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 
 _KINDS_MAX = 1024
 _SLEEP_NS = 200_000  # how long a call may block its caller's loop, after polling, instead of waking through the loop
+
+
+class Closing(Protocol):
+    closed: bool
+
+
+class Failures(Protocol):
+    any: bool
 
 
 def meetings_of(staging: StagingArea, core: Core) -> Meetings:
@@ -62,17 +70,22 @@ class CompiledCalls:
         staging: StagingArea,
         host: Host,
         member: Member,
+        closing: Closing,
+        failures: Failures,
         note: Callable[[Entry], None],
         collectives: Callable[[Signature], BegunCall],
     ) -> None:
-        """`note` is told of each call, for reports of a mismatch. `collectives` makes those of a call."""
+        """`closing.closed` says whether this rank has left, and `failures.any` whether anything has failed.
+
+        `note` is told of each call, for reports of a mismatch. `collectives` makes those of a call.
+        """
         self._core = core
         self._staging = staging
         self._host = host
         self._member = member
         self._collectives = collectives
         self._learnt: set[tuple[str, str, int, str]] = set()  # the kinds that the core knows, or declines
-        arena, sizes, runner, endpoint = staging.arena, staging.sizes, member.runner, member.endpoint
+        arena, sizes, runner = staging.arena, staging.sizes, member.runner
         own = arena.segments[arena.local_rank]
         self.calls = core.ShortCalls(
             meetings_of(staging, core),
@@ -81,8 +94,8 @@ class CompiledCalls:
             runner,
             runner.home if runner.held is None else None,
             runner.held,
-            endpoint,
-            endpoint.failures,
+            closing,
+            failures,
             host.unused,
             *staging.under_way,
             staging.end,
