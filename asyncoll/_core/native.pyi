@@ -184,6 +184,12 @@ class ShortCalls:
     def __new__(
         cls,
         meetings: Meetings,
+        segment: tuple[int, int, int],
+        private: tuple[int, int],
+        polls: int,
+        sleep_ns: int,
+        /,
+        *,
         host: Any,
         rest: Any,
         runner: Any,
@@ -201,10 +207,6 @@ class ShortCalls:
         expiry: Callable[[], float | None],
         array_type: type,
         may_raise: Callable[[], bool],
-        segment: tuple[int, int, int],
-        private: tuple[int, int],
-        polls: int,
-        sleep_ns: int,
     ) -> ShortCalls: ...
     def allreduce(self, x: Any, op: object, /) -> Coroutine[Any, Any, Any] | None: ...
     def allreduce_view(

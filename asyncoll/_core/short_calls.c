@@ -38,29 +38,41 @@ enum { ANY, CLOSED, DRIVE, DTYPE, IS_TIMER_SET, SET_TIMER, TURN, UNSTARTED, NAME
 static const char *const names[NAMES] = {"any",          "closed",    "drive", "dtype",
                                          "is_timer_set", "set_timer", "turn",  "unstarted"};
 
+/* The objects that the calls need. The first ones are arguments of `ShortCalls`. */
+enum {
+    HOST,          /* asyncoll.algorithms.backend.Host */
+    REST,          /* goes on with calls that have to wait: asyncoll.algorithms.dense.compiled.CompiledCalls */
+    RUNNER,        /* asyncoll.runtime.progress.Runner */
+    HOME,          /* the only loop that may make calls; None: any loop may */
+    HELD,          /* the calls that have begun and wait for their callers: a dict of the runner, or None */
+    ENDPOINT,      /* `closed` if this rank has left */
+    FAILURES,      /* `any` if something has failed */
+    UNUSED,        /* registered memory to give back before the next call, if not empty */
+    UNFINISHED,    /* a set: the numbers of the calls under way */
+    TURNS,         /* a dict, empty unless a call waits for the end of another one */
+    END,           /* end(number): tells that call */
+    NOTE,          /* note(entry): for reports; plan, number, code, instruction */
+    PLACE_OUTSIDE, /* asyncoll.runtime.signature.place_outside */
+    RUNNING_LOOP,  /* asyncio.get_running_loop */
+    EXPIRY,        /* the end of the deadline of the current context, or None */
+    ARRAY_TYPE,    /* numpy.ndarray */
+    MAY_RAISE,     /* may_raise(): whether a signal handler may raise in this thread */
+    GIVEN,
+    CALL_TYPE = GIVEN, /* ShortCall */
+    ENTRY,             /* of the newest call, or NULL */
+    LIBRARIES,         /* a tuple: what the names of files begin with that are not the user's */
+    PARTS
+};
+
+static const char *const given[GIVEN] = {
+    "host",  "rest", "runner", "home",          "held",         "endpoint", "failures",   "unused",    "unfinished",
+    "turns", "end",  "note",   "place_outside", "running_loop", "expiry",   "array_type", "may_raise",
+};
+
 typedef struct {
     PyObject_HEAD
     Meetings *meetings;
-    PyObject *host;       /* asyncoll.algorithms.backend.Host */
-    PyObject *rest;       /* goes on with calls that have to wait: asyncoll.algorithms.dense.compiled.CompiledCalls */
-    PyObject *runner;     /* asyncoll.runtime.progress.Runner */
-    PyObject *home;       /* the only loop that may make calls; None: any loop may */
-    PyObject *held;       /* the calls that have begun and wait for their callers: a dict of the runner, or None */
-    PyObject *endpoint;   /* `closed` if this rank has left */
-    PyObject *failures;   /* `any` if something has failed */
-    PyObject *unused;     /* registered memory to give back before the next call, if not empty */
-    PyObject *unfinished; /* a set: the numbers of the calls under way */
-    PyObject *turns;      /* a dict, empty unless a call waits for the end of another one */
-    PyObject *end;        /* end(number): tells that call */
-    PyObject *note;       /* note(entry): for reports; plan, number, code, instruction */
-    PyObject *place_outside; /* asyncoll.runtime.signature.place_outside */
-    PyObject *running_loop;  /* asyncio.get_running_loop */
-    PyObject *expiry;        /* the end of the deadline of the current context, or None */
-    PyObject *array_type;    /* numpy.ndarray */
-    PyObject *may_raise;     /* may_raise(): whether a signal handler may raise in this thread */
-    PyObject *call_type;     /* ShortCall */
-    PyObject *entry;         /* of the newest call, or NULL */
-    PyObject *libraries;     /* a tuple: what the names of files begin with that are not the user's */
+    PyObject *parts[PARTS];
     PyObject *names[NAMES];
     long long last; /* the number of the last call */
     long long polls, sleep_ns;
@@ -179,25 +191,25 @@ static int is_true(PyObject *object, PyObject *name)
 /* Whether the call is left to Python, which raises an error or does something first. -1 with an exception. */
 static int is_unusual(ShortCalls *self)
 {
-    int is = is_true(self->endpoint, self->names[CLOSED]);
+    int is = is_true(self->parts[ENDPOINT], self->names[CLOSED]);
     if (!is)
-        is = is_true(self->failures, self->names[ANY]);
+        is = is_true(self->parts[FAILURES], self->names[ANY]);
     if (!is)
-        is = is_true(self->host, self->names[UNSTARTED]);
+        is = is_true(self->parts[HOST], self->names[UNSTARTED]);
     if (!is)
-        is = PyObject_IsTrue(self->unused);
+        is = PyObject_IsTrue(self->parts[UNUSED]);
     return is;
 }
 
 /* The running loop, if a call may be made on it; None if not. */
 static PyObject *loop_of(ShortCalls *self)
 {
-    PyObject *loop = PyObject_CallNoArgs(self->running_loop);
+    PyObject *loop = PyObject_CallNoArgs(self->parts[RUNNING_LOOP]);
     if (!loop && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         PyErr_Clear();
         Py_RETURN_NONE;
     }
-    if (loop && self->home != Py_None && loop != self->home) {
+    if (loop && self->parts[HOME] != Py_None && loop != self->parts[HOME]) {
         Py_DECREF(loop);
         Py_RETURN_NONE;
     }
@@ -213,7 +225,8 @@ static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
         PyErr_SetString(PyExc_RuntimeError, "no Python function makes this call");
         return NULL;
     }
-    PyObject *place = PyObject_CallFunctionObjArgs(self->place_outside, frame, self->libraries, NULL), *entry = NULL;
+    PyObject *place = PyObject_CallFunctionObjArgs(self->parts[PLACE_OUTSIDE], frame, self->parts[LIBRARIES], NULL),
+             *entry = NULL;
     PyObject *code, *instruction;
     if (place && PyArg_ParseTuple(place, "OO:place", &code, &instruction))
         entry = Py_BuildValue("OLOO", kind->plan, number, code, instruction);
@@ -231,12 +244,12 @@ static void forget(ShortCall *call)
     Py_CLEAR(call->array);
 }
 
-/* Tell the call that waits for the end of call `number`. A signal handler may raise in `self->end`, which is written in
+/* Tell the call that waits for the end of call `number`. A signal handler may raise in `self->parts[END]`, which is written in
  * Python; so it is called until it has ended. Returns 0, or -1 with the exception of the handler. */
 static int tell_waiting(ShortCalls *self, PyObject *number)
 {
     PyObject *type = NULL, *value = NULL, *trace = NULL, *told;
-    while (!(told = PyObject_CallFunctionObjArgs(self->end, number, NULL))) {
+    while (!(told = PyObject_CallFunctionObjArgs(self->parts[END], number, NULL))) {
         Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
         PyErr_Fetch(&type, &value, &trace);
     }
@@ -255,9 +268,9 @@ static int end(ShortCall *call, bool is_last)
     *(is_last ? &call->kind->reduced : &call->kind->received) += 1;
     self->ended_s = now_s();
     PyObject *number = PyTuple_GetItem(call->entry, 1);
-    if (PySet_Discard(self->unfinished, number) < 0)
+    if (PySet_Discard(self->parts[UNFINISHED], number) < 0)
         return -1;
-    return PyDict_Size(self->turns) ? tell_waiting(self, number) : 0;
+    return PyDict_Size(self->parts[TURNS]) ? tell_waiting(self, number) : 0;
 }
 
 /* The rest of a call, with the exception that is set, as a coroutine. NULL with an exception. */
@@ -267,9 +280,9 @@ static PyObject *go_on(ShortCall *call)
     PyObject *type, *error, *trace, *coroutine = NULL;
     PyErr_Fetch(&type, &error, &trace);
     PyErr_NormalizeException(&type, &error, &trace);
-    PyObject *work = PyObject_CallMethod(self->rest, "general", "OO", call, error ? error : Py_None);
+    PyObject *work = PyObject_CallMethod(self->parts[REST], "general", "OO", call, error ? error : Py_None);
     if (work)
-        coroutine = PyObject_CallMethodObjArgs(self->runner, self->names[DRIVE], work, NULL);
+        coroutine = PyObject_CallMethodObjArgs(self->parts[RUNNER], self->names[DRIVE], work, NULL);
     Py_XDECREF(work);
     Py_XDECREF(type);
     Py_XDECREF(error);
@@ -277,9 +290,9 @@ static PyObject *go_on(ShortCall *call)
     if (coroutine)
         return coroutine;
     PyErr_Fetch(&type, &error, &trace);
-    PyObject *told = PyObject_CallMethod(self->rest, "interrupted", "O", call);
+    PyObject *told = PyObject_CallMethod(self->parts[REST], "interrupted", "O", call);
     if (!told)
-        PyErr_WriteUnraisable(self->rest);
+        PyErr_WriteUnraisable(self->parts[REST]);
     Py_XDECREF(told);
     PyErr_Restore(type, error, trace);
     return NULL;
@@ -291,29 +304,29 @@ static PyObject *go_on(ShortCall *call)
 static int date(ShortCalls *self, ShortCall *call)
 {
     call->since_s = now_s();
-    call->expires_s = PyObject_CallNoArgs(self->expiry);
+    call->expires_s = PyObject_CallNoArgs(self->parts[EXPIRY]);
     return call->expires_s ? 0 : -1;
 }
 
 /* Keep a call that has begun for its caller. Returns 0, or -1 with an exception. */
 static int hold(ShortCalls *self, ShortCall *call, PyObject *loop)
 {
-    PyObject *turn = PyObject_GetAttr(self->runner, self->names[TURN]);
+    PyObject *turn = PyObject_GetAttr(self->parts[RUNNER], self->names[TURN]);
     PyObject *where = turn ? PyTuple_Pack(2, loop, turn) : NULL;
-    int failed = where ? PyDict_SetItem(self->held, (PyObject *)call, where) : -1;
+    int failed = where ? PyDict_SetItem(self->parts[HELD], (PyObject *)call, where) : -1;
     Py_XDECREF(where);
     Py_XDECREF(turn);
-    int is_set = failed ? -1 : is_true(self->runner, self->names[IS_TIMER_SET]);
+    int is_set = failed ? -1 : is_true(self->parts[RUNNER], self->names[IS_TIMER_SET]);
     if (is_set)
         return is_set < 0 ? -1 : 0;
-    PyObject *told = PyObject_CallMethodObjArgs(self->runner, self->names[SET_TIMER], NULL);
+    PyObject *told = PyObject_CallMethodObjArgs(self->parts[RUNNER], self->names[SET_TIMER], NULL);
     Py_XDECREF(told);
     if (told)
         return 0;
     /* The caller gets the exception, so the runner must not go on with the call. */
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
-    if (PyDict_DelItem(self->held, (PyObject *)call) < 0)
+    if (PyDict_DelItem(self->parts[HELD], (PyObject *)call) < 0)
         PyErr_Clear(); /* it has been taken out already */
     PyErr_Restore(type, value, trace);
     return -1;
@@ -322,7 +335,7 @@ static int hold(ShortCalls *self, ShortCall *call, PyObject *loop)
 /* Arrive. Returns 1 if the call is over, 0 if it is to go on, -1 with an exception. */
 static int arrive(ShortCalls *self, ShortCall *call, bool is_clear)
 {
-    PyObject *told = PyObject_CallFunctionObjArgs(self->note, call->entry, NULL);
+    PyObject *told = PyObject_CallFunctionObjArgs(self->parts[NOTE], call->entry, NULL);
     Py_XDECREF(told);
     if (!told)
         return -1;
@@ -339,7 +352,7 @@ static int is_way_free(ShortCalls *self, long long number, bool is_clear)
 {
     if (!is_clear) {
         PyObject *before = PyLong_FromLongLong(number - meetings_calls(self->meetings));
-        int is_under_way = before ? PySet_Contains(self->unfinished, before) : -1;
+        int is_under_way = before ? PySet_Contains(self->parts[UNFINISHED], before) : -1;
         Py_XDECREF(before);
         if (is_under_way)
             return is_under_way < 0 ? -1 : 0;
@@ -350,18 +363,18 @@ static int is_way_free(ShortCalls *self, long long number, bool is_clear)
 /* Number `call` and begin it. Returns what its caller awaits, or None if it is left to Python, without a number. */
 static PyObject *begin(ShortCalls *self, ShortCall *call, PyObject *loop)
 {
-    bool is_clear = PySet_Size(self->unfinished) == 0;
+    bool is_clear = PySet_Size(self->parts[UNFINISHED]) == 0;
     int is_free = is_way_free(self, call->number, is_clear);
     /* With the lock held by another thread, this one may have waited without the GIL. */
     if (is_free >= 0 && (!is_free || self->last + 1 != call->number))
         Py_RETURN_NONE;
     self->last = call->number;
-    replace(&self->entry, Py_NewRef(call->entry));
+    replace(&self->parts[ENTRY], Py_NewRef(call->entry));
     PyObject *number = PyTuple_GetItem(call->entry, 1);
-    int is_over = is_free < 0 || PySet_Add(self->unfinished, number) < 0 ? -1 : arrive(self, call, is_clear);
+    int is_over = is_free < 0 || PySet_Add(self->parts[UNFINISHED], number) < 0 ? -1 : arrive(self, call, is_clear);
     if (is_over > 0)
         return Py_NewRef((PyObject *)call);
-    if (is_over < 0 || date(self, call) < 0 || self->held == Py_None || hold(self, call, loop) < 0)
+    if (is_over < 0 || date(self, call) < 0 || self->parts[HELD] == Py_None || hold(self, call, loop) < 0)
         return go_on(call);
     return Py_NewRef((PyObject *)call);
 }
@@ -369,8 +382,8 @@ static PyObject *begin(ShortCalls *self, ShortCall *call, PyObject *loop)
 /* A call of `kind`, without a number. It takes over `bytes`. */
 static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *result, Py_buffer *bytes)
 {
-    allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->call_type, Py_tp_alloc); /* sets all to zero */
-    ShortCall *call = (ShortCall *)allocate((PyTypeObject *)self->call_type, 0);
+    allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->parts[CALL_TYPE], Py_tp_alloc); /* sets all to zero */
+    ShortCall *call = (ShortCall *)allocate((PyTypeObject *)self->parts[CALL_TYPE], 0);
     if (!call) {
         if (bytes->obj)
             PyBuffer_Release(bytes);
@@ -391,7 +404,7 @@ static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *
 /* Whether a signal handler may raise in this thread; -1 with an exception. */
 static int may_handler_raise(ShortCalls *self)
 {
-    PyObject *may_raise = PyObject_CallNoArgs(self->may_raise);
+    PyObject *may_raise = PyObject_CallNoArgs(self->parts[MAY_RAISE]);
     int is = may_raise ? PyObject_IsTrue(may_raise) : -1;
     Py_XDECREF(may_raise);
     return is;
@@ -468,7 +481,7 @@ static PyObject *allreduce(PyObject *object, PyObject *const *arguments, Py_ssiz
         return NULL;
     }
     PyObject *x = arguments[0];
-    if ((PyObject *)Py_TYPE(x) != self->array_type)
+    if ((PyObject *)Py_TYPE(x) != self->parts[ARRAY_TYPE])
         Py_RETURN_NONE;
     PyObject *dtype = PyObject_GetAttr(x, self->names[DTYPE]);
     PyObject *started = dtype ? start_array(self, x, dtype, arguments[1], x) : NULL;
@@ -530,7 +543,7 @@ static PyObject *latest(PyObject *object, PyObject *unused)
 {
     ShortCalls *self = (ShortCalls *)object;
     (void)unused;
-    return self->entry ? Py_BuildValue("Od", self->entry, self->ended_s) : Py_NewRef(Py_None);
+    return self->parts[ENTRY] ? Py_BuildValue("Od", self->parts[ENTRY], self->ended_s) : Py_NewRef(Py_None);
 }
 
 /* -- the awaitable -------------------------------------------------------------------------------- */
@@ -550,7 +563,7 @@ static int look(ShortCall *call)
     const Meeting *meeting = &call->kind->meeting;
     int is_over = meetings_look(self->meetings, call->number, meeting, self->polls, self->sleep_ns);
     if (is_over > 0) {
-        bool is_clear = PySet_Size(self->unfinished) <= 1; /* this one */
+        bool is_clear = PySet_Size(self->parts[UNFINISHED]) <= 1; /* this one */
         is_over = meetings_complete(self->meetings, call->number, meeting->done, &call->bytes, is_clear);
     }
     if (is_over > 0 && end(call, false) < 0)
@@ -561,9 +574,9 @@ static int look(ShortCall *call)
 /* Whether the call waits for its caller, and no thread looks at it. -1 with an exception. */
 static int is_held(const ShortCall *call)
 {
-    if (call->state != BEGUN || call->is_looked_at || call->calls->held == Py_None)
+    if (call->state != BEGUN || call->is_looked_at || call->calls->parts[HELD] == Py_None)
         return 0;
-    return PyDict_Contains(call->calls->held, (PyObject *)call);
+    return PyDict_Contains(call->calls->parts[HELD], (PyObject *)call);
 }
 
 /* Take the call out of `held`. Keeps an exception that is set. Returns 0, or -1 with an exception. */
@@ -571,7 +584,7 @@ static int take_out(ShortCall *call)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
-    int failed = PyDict_DelItem(call->calls->held, (PyObject *)call);
+    int failed = PyDict_DelItem(call->calls->parts[HELD], (PyObject *)call);
     if (type)
         PyErr_Restore(type, value, trace); /* in place of a later one */
     return failed;
@@ -582,7 +595,7 @@ static int resume(ShortCall *call)
 {
     ShortCalls *self = call->calls;
     /* Exactly one of the caller and the runtime removes the call from `held`, and goes on with it. */
-    int is_mine = PyDict_Contains(self->held, (PyObject *)call);
+    int is_mine = PyDict_Contains(self->parts[HELD], (PyObject *)call);
     if (is_mine < 0 || (is_mine && take_out(call) < 0))
         return -1;
     /* An array that others see is taken back after an exception, which takes more than one step. So a handler that the
@@ -590,7 +603,7 @@ static int resume(ShortCall *call)
     int is_unsafe = is_mine && call->address ? may_handler_raise(self) : 0;
     if (is_mine && !is_unsafe && look(call) > 0)
         return 0;
-    call->rest = is_mine ? go_on(call) : PyObject_CallMethod(self->runner, "taken", "O", call);
+    call->rest = is_mine ? go_on(call) : PyObject_CallMethod(self->parts[RUNNER], "taken", "O", call);
     call->state = RESTING;
     return call->rest ? 0 : -1;
 }
@@ -746,7 +759,7 @@ static PyObject *finish(PyObject *object, PyObject *unused)
 {
     ShortCall *call = (ShortCall *)object;
     (void)unused;
-    PyObject *work = PyObject_CallMethod(call->calls->rest, "general", "OO", call, Py_None);
+    PyObject *work = PyObject_CallMethod(call->calls->parts[REST], "general", "OO", call, Py_None);
     PyObject *coroutine = work ? PyObject_CallMethod(work, "finish", NULL) : NULL;
     Py_XDECREF(work);
     return coroutine;
@@ -833,25 +846,21 @@ PyType_Spec short_call_spec = {
 
 /* -- the type of the factory ---------------------------------------------------------------------- */
 
-/* `ShortCalls(meetings, host, rest, runner, home, held, endpoint, failures, unused, unfinished, turns, end, note,
- * place_outside, running_loop, expiry, array_type, may_raise, (start, length, first), (private_min, private_max), polls,
- * sleep_ns)` */
+/* `ShortCalls(meetings, (start, length, first), (private_min, private_max), polls, sleep_ns, **parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
-    PyObject *parts[18];
-    long long polls, sleep_ns;
-    static char *known[] = {"meetings", "host",          "rest",         "runner",     "home",       "held",
-                            "endpoint", "failures",      "unused",       "unfinished", "turns",      "end",
-                            "note",     "place_outside", "running_loop", "expiry",     "array_type", "may_raise",
-                            "segment",  "private",       "polls",        "sleep_ns",   NULL};
-    long long start, length, first, private_min, private_max;
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OOOOOOOOOO!O!OOOOOOO(LLL)(LL)LL:ShortCalls", known,
-                                     &parts[0], &parts[1], &parts[2], &parts[3], &parts[4], &parts[5], &parts[6],
-                                     &parts[7], &parts[8], &PySet_Type, &parts[9], &PyDict_Type, &parts[10], &parts[11],
-                                     &parts[12], &parts[13], &parts[14], &parts[15], &parts[16], &parts[17], &start,
-                                     &length, &first, &private_min, &private_max, &polls, &sleep_ns))
+    PyObject *meetings, *parts[GIVEN];
+    long long start, length, first, private_min, private_max, polls, sleep_ns;
+    if (!PyArg_ParseTuple(arguments, "O(LLL)(LL)LL:ShortCalls", &meetings, &start, &length, &first, &private_min,
+                          &private_max, &polls, &sleep_ns))
         return NULL;
-    if (!is_meetings(parts[0]) || (parts[5] != Py_None && !PyDict_Check(parts[5]))) {
+    for (int i = 0; i < GIVEN; i++) {
+        parts[i] = keywords ? PyDict_GetItemString(keywords, given[i]) : NULL;
+        if (!parts[i])
+            return PyErr_Format(PyExc_TypeError, "ShortCalls needs %s", given[i]);
+    }
+    bool fits = is_meetings(meetings) && PySet_Check(parts[UNFINISHED]) && PyDict_Check(parts[TURNS]);
+    if (!fits || (parts[HELD] != Py_None && !PyDict_Check(parts[HELD]))) {
         PyErr_SetString(PyExc_ValueError, "these are no short calls");
         return NULL;
     }
@@ -859,13 +868,9 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     ShortCalls *self = (ShortCalls *)allocate(type, 0);
     if (!self)
         return NULL;
-    self->meetings = (Meetings *)Py_NewRef(parts[0]);
-    PyObject **fields[] = {NULL,          &self->host,       &self->rest,     &self->runner,        &self->home,
-                           &self->held,   &self->endpoint,   &self->failures, &self->unused,        &self->unfinished,
-                           &self->turns,  &self->end,        &self->note,     &self->place_outside, &self->running_loop,
-                           &self->expiry, &self->array_type, &self->may_raise};
-    for (size_t i = 1; i < sizeof parts / sizeof *parts; i++)
-        *fields[i] = Py_NewRef(parts[i]);
+    self->meetings = (Meetings *)Py_NewRef(meetings);
+    for (int i = 0; i < GIVEN; i++)
+        self->parts[i] = Py_NewRef(parts[i]);
     self->start = start;
     self->length = length;
     self->first = first;
@@ -874,10 +879,10 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->polls = polls;
     self->sleep_ns = sleep_ns;
     PyObject *module = PyType_GetModule(type);
-    self->call_type = module ? PyObject_GetAttrString(module, "ShortCall") : NULL;
-    self->libraries = PyTuple_New(0);
+    self->parts[CALL_TYPE] = module ? PyObject_GetAttrString(module, "ShortCall") : NULL;
+    self->parts[LIBRARIES] = PyTuple_New(0);
     self->kinds = PyMem_Calloc(KINDS, sizeof(Kind));
-    bool is_complete = self->call_type && self->libraries && self->kinds;
+    bool is_complete = self->parts[CALL_TYPE] && self->parts[LIBRARIES] && self->kinds;
     for (int i = 0; is_complete && i < NAMES; i++)
         is_complete = (self->names[i] = PyUnicode_InternFromString(names[i])) != NULL;
     if (is_complete)
@@ -891,26 +896,8 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     ShortCalls *self = (ShortCalls *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->meetings);
-    Py_VISIT(self->host);
-    Py_VISIT(self->rest);
-    Py_VISIT(self->runner);
-    Py_VISIT(self->home);
-    Py_VISIT(self->held);
-    Py_VISIT(self->endpoint);
-    Py_VISIT(self->failures);
-    Py_VISIT(self->unused);
-    Py_VISIT(self->unfinished);
-    Py_VISIT(self->turns);
-    Py_VISIT(self->end);
-    Py_VISIT(self->note);
-    Py_VISIT(self->place_outside);
-    Py_VISIT(self->running_loop);
-    Py_VISIT(self->expiry);
-    Py_VISIT(self->array_type);
-    Py_VISIT(self->may_raise);
-    Py_VISIT(self->call_type);
-    Py_VISIT(self->entry);
-    Py_VISIT(self->libraries);
+    for (int i = 0; i < PARTS; i++)
+        Py_VISIT(self->parts[i]);
     return 0;
 }
 
@@ -918,8 +905,8 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
 static int clear(PyObject *object)
 {
     ShortCalls *self = (ShortCalls *)object;
-    PyObject *before = self->host;
-    self->host = Py_NewRef(Py_None); /* has no attribute `unstarted`: no call begins */
+    PyObject *before = self->parts[HOST];
+    self->parts[HOST] = Py_NewRef(Py_None); /* has no attribute `unstarted`: no call begins */
     Py_XDECREF(before);
     return 0;
 }
@@ -936,29 +923,9 @@ static void destroy(PyObject *object)
     }
     PyMem_Free(self->kinds);
     Py_XDECREF(self->barriers.plan);
-    Py_XDECREF(self->may_raise);
-    PyObject *parts[] = {(PyObject *)self->meetings,
-                         self->host,
-                         self->rest,
-                         self->runner,
-                         self->home,
-                         self->held,
-                         self->endpoint,
-                         self->failures,
-                         self->unused,
-                         self->turns,
-                         self->unfinished,
-                         self->end,
-                         self->note,
-                         self->place_outside,
-                         self->expiry,
-                         self->entry,
-                         self->libraries,
-                         self->running_loop,
-                         self->array_type,
-                         self->call_type};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
-        Py_XDECREF(parts[i]);
+    Py_XDECREF((PyObject *)self->meetings);
+    for (int i = 0; i < PARTS; i++)
+        Py_XDECREF(self->parts[i]);
     for (int i = 0; i < NAMES; i++)
         Py_XDECREF(self->names[i]);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
@@ -978,7 +945,7 @@ static PyMethodDef methods[] = {
 
 static PyMemberDef members[] = {
     {"last", T_LONGLONG, offsetof(ShortCalls, last), 0, NULL},
-    {"libraries", T_OBJECT, offsetof(ShortCalls, libraries), 0, NULL},
+    {"libraries", T_OBJECT, offsetof(ShortCalls, parts[LIBRARIES]), 0, NULL},
     {NULL, 0, 0, 0, NULL},
 };
 

@@ -87,24 +87,9 @@ class CompiledCalls:
         self._learnt: set[tuple[str, str, int, str]] = set()  # the kinds that the core knows, or declines
         arena, sizes, runner = staging.arena, staging.sizes, member.runner
         own = arena.segments[arena.local_rank]
+        unfinished, turns = staging.under_way
         self.calls = core.ShortCalls(
             meetings_of(staging, core),
-            host,
-            self,
-            runner,
-            runner.home if runner.held is None else None,
-            runner.held,
-            closing,
-            failures,
-            host.unused,
-            *staging.under_way,
-            staging.end,
-            note,
-            place_outside,
-            runner.caller,
-            deadlines.expiry.get,
-            np.ndarray,
-            may_interrupt,
             (own.ctypes.data, own.size, arena.locate(own) or 0),
             (
                 max(sizes.private, sizes.whole + 1, sizes.short + 1),
@@ -113,6 +98,23 @@ class CompiledCalls:
             arena.polls,
             # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
             _SLEEP_NS * -(-staging.size // arena.cores),
+            host=host,
+            rest=self,
+            runner=runner,
+            home=runner.home if runner.held is None else None,
+            held=runner.held,
+            endpoint=closing,
+            failures=failures,
+            unused=host.unused,
+            unfinished=unfinished,
+            turns=turns,
+            end=staging.end,
+            note=note,
+            place_outside=place_outside,
+            running_loop=runner.caller,
+            expiry=deadlines.expiry.get,
+            array_type=np.ndarray,
+            may_raise=may_interrupt,
         )
 
     def learn(self, call: Signature) -> None:
