@@ -410,37 +410,48 @@ static int may_handler_raise(ShortCalls *self)
     return is;
 }
 
+/* What becomes of a call. A call that is DECLINED is left to Python: it has no number, and nothing has changed. */
+typedef enum { FAILED = -1, DECLINED, TAKEN } Verdict;
+
 /* Find out where the others see an array: where it is registered, or, negative, where it is private; 0: they see a copy.
- * 1; 0 if the call is left to Python: as `ShortWay._shown_at`, and a call that shows its caller's memory takes it back
- * after an exception, which takes more than one step. -1 with an exception. */
-static int locate(ShortCalls *self, const Py_buffer *bytes, long long *address)
+ * An array that others see has to be taken back after an exception. That takes several steps, so Python makes the call
+ * where a signal handler may raise between them. */
+static Verdict locate(ShortCalls *self, const Py_buffer *bytes, long long *address)
 {
     int is_unsafe = may_handler_raise(self);
     if (is_unsafe)
-        return is_unsafe < 0 ? -1 : 0;
+        return is_unsafe < 0 ? FAILED : DECLINED;
     int64_t pointer = (int64_t)(intptr_t)bytes->buf, offset = pointer - self->start;
     if (offset >= 0 && offset < self->length)
         *address = self->first + offset;
     else if (bytes->len >= self->private_min && bytes->len <= self->private_max && meetings_can_read(self->meetings))
         *address = -pointer;
     else
-        return bytes->len <= meetings_short_bytes(self->meetings);
-    return 1;
+        return bytes->len <= meetings_short_bytes(self->meetings) ? TAKEN : DECLINED;
+    return TAKEN;
+}
+
+/* Whether the core takes this call, and where the others see its array: 0 if they see a copy. */
+static Verdict judge(ShortCalls *self, const Kind *kind, const Py_buffer *bytes, long long *address)
+{
+    *address = 0;
+    int unusual = is_unusual(self);
+    if (unusual)
+        return unusual < 0 ? FAILED : DECLINED;
+    Verdict located = kind->is_shown ? locate(self, bytes, address) : TAKEN;
+    if (located != TAKEN)
+        return located;
+    bool is_copied = kind->nbytes && !*address;
+    return is_copied && !meetings_has_short_arrays(self->meetings) ? DECLINED : TAKEN; /* Python allocates the copy */
 }
 
 /* Start a call of `kind`. */
 static PyObject *start_kind(ShortCalls *self, Kind *kind, PyObject *array, PyObject *result, Py_buffer *bytes)
 {
-    long long address = 0;
-    int is = is_unusual(self);
-    if (!is && kind->is_shown) {
-        is = locate(self, bytes, &address);
-        is = is < 0 ? -1 : !is;
-    }
-    if (!is && kind->nbytes && !address)
-        is = !meetings_has_short_arrays(self->meetings); /* Python allocates the memory for a copy */
-    PyObject *loop = is ? NULL : loop_of(self), *started = NULL;
-    if (is || !loop || loop == Py_None) {
+    long long address;
+    bool is_taken = judge(self, kind, bytes, &address) == TAKEN;
+    PyObject *loop = is_taken ? loop_of(self) : NULL, *started = NULL;
+    if (!loop || loop == Py_None) {
         if (bytes->obj)
             PyBuffer_Release(bytes);
         Py_XDECREF(loop);
