@@ -180,6 +180,8 @@ def test_processes_that_can_not_go_on_raise_at_every_rank(forked_world, mode, se
         assert (code, err) == (0, ""), (rank, out, err)
         assert out.startswith("DeadlockError: all ranks wait in different calls"), (rank, out)
         assert len(re.findall(r"rank \d \(host .*?, pid \d+\), in .*? at \S+:\d+ for \d", out)) == 3, out
+        groups = re.findall(r"on a communicator of the ranks (\d, \d)", out)
+        assert groups == (["0, 1", "1, 2", "0, 2"] if mode == "parts" else []), out
 
 
 @pytest.mark.slow

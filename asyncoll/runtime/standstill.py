@@ -58,6 +58,9 @@ class Calls(Protocol):
     def doing(self) -> str:
         """What this rank does: the calls that it is in, or its last call."""
 
+    def among(self) -> str:
+        """The ranks of the communicator, for errors; empty if all of the world are."""
+
     def may_arrive(self) -> bool:
         """Whether a call waits for a device or a deadline: then it ends without another rank."""
 
@@ -196,7 +199,7 @@ class Standstill:
     def _still(self, question: int) -> Still:
         waits = "\n".join(f"{w.communicator} {w.number} {w.needs} {w.size} {w.key}" for w in self._waits())
         begun = "\n".join(f"{communicator} {number}" for communicator, number in (c.begun() for c in self._calls))
-        doing = " and ".join(calls.doing() for calls in self._calls if calls.waits())
+        doing = " and ".join(calls.doing() + calls.among() for calls in self._calls if calls.waits())
         is_sure = self.program is not None and self.program.is_stuck()
         return Still(self._stamp, question, int(is_sure), *self._messages(), waits, begun, doing)
 
