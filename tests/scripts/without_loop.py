@@ -123,6 +123,27 @@ def dropped(comm):
     assert not [each for each in gc.get_objects() if isinstance(each, asyncoll.Handle)]
 
 
+def given_up(comm):
+    """A wait-avoiding call whose handle is dropped has no receiver: the next call, or `join`, tells of its round."""
+
+    def call():
+        return comm.quorum_allreduce(np.ones(3), quorum=comm.size, history=2)
+
+    if comm.rank == 0:
+        call()  # nobody comes to its round before the next call is made
+        second = call()
+        comm.barrier().wait(SECONDS)
+        told = second.wait(SECONDS)  # at once, as nobody comes to another round
+        assert (told.round, told.missed, told.skipped, told.included) == (1, (), 0, False)
+        call()
+    else:
+        comm.barrier().wait(SECONDS)
+        assert call().wait(SECONDS).round == 1
+    x = np.zeros(3)
+    last = comm.join("quorum", x).wait(SECONDS)
+    assert (last.round, last.skipped, set(x)) == (2, 0, {2.0})
+
+
 def unfetched(comm):
     """Results that this rank alone would lack must be fetched."""
     for _ in range(2):
@@ -559,6 +580,7 @@ CASES = {
         collectives,
         threads,
         dropped,
+        given_up,
         unfetched,
         awaited,
         shared,
