@@ -19,6 +19,7 @@ FOR_SEVERAL = [
     "threads",
     "dropped",
     "given_up",
+    "drawn",
     "unfetched",
     "leaves",
     "unwaited",
