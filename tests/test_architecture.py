@@ -122,7 +122,7 @@ PACKAGES: dict[str, set[str]] = {
         "tensors",
         "testing",
     },
-    "notebook": {"arguments", "errors", "launch", "rpc", "transport", "world"},
+    "notebook": {"arguments", "errors", "launch", "rpc", "runtime", "transport", "world"},
     "cli": {"bench", "doctor", "errors", "launch", "testing", "transport"},
 }
 SUBPACKAGES = ("torch.hooks", "transport.memory", "transport.messages", "transport.staging")
