@@ -122,7 +122,7 @@ def doctor(as_json: bool, gpu: bool) -> None:
     "--kind",
     default="all",
     show_default=True,
-    help="solo, majority, quorum, full, candidates, group, gossip, dense, sparse, training; or all.",
+    help="solo, majority, quorum, full, candidates, group, gossip, dense, sparse, training, ending; or all.",
 )
 @click.option(
     "--ranks", default="1-9,12,13,16,17", show_default=True, help="Sizes of the worlds, used by the seeds in turn."
@@ -150,7 +150,7 @@ def doctor(as_json: bool, gpu: bool) -> None:
 )
 @click.option("--devices", is_flag=True, help="Some ranks have tensors on devices, which have no hardware.")
 def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str, devices: bool) -> None:
-    """Check the laws of wait-avoiding, dense and sparse collectives, of gossip and of training in many drawn worlds.
+    """Check the laws of collectives, of gossip, of training and of ends of programs in many worlds, drawn from seeds.
 
     Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world.
     """

@@ -1873,8 +1873,9 @@ class Communicator(Uncopied):
         Later calls raise ClosedError, or AbortedError if this rank has aborted the communicator.
 
         Some communicators take no new calls, but keep their memory until the world ends: one whose `rpc` was used,
-        because other ranks may call functions of this one; one with a gossip that was not closed; and one of several
-        hosts with wait-avoiding operations, because the runtimes of all ranks take part in those.
+        because other ranks may call functions of this one; one with a gossip that was not closed; and one with
+        wait-avoiding operations by message (several hosts among them), because the runtimes of all ranks take part in
+        those. So do communicators that a program has dropped.
 
         Raises:
             UsageError: this is the communicator of all ranks, which closes with the world; or this process is a forked

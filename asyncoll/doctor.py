@@ -20,6 +20,7 @@ from asyncoll import _core
 from asyncoll.errors import DeviceError, UsageError
 from asyncoll.launch.environment import socket_folder, threads
 from asyncoll.transport.keys import find_key
+from asyncoll.transport.processes import WITHOUT_PROC
 from asyncoll.world.launchers import read_launcher
 from asyncoll.world.network import addresses, place
 from asyncoll.world.rendezvous import files_for
@@ -76,7 +77,7 @@ def examine(*, with_gpu: bool = False) -> Findings:
     }
     if with_gpu:
         sections["gpu"] = _gpus()
-    return Findings(sections, [*too_old(), *_odd_world(), *_odd_host_name(), *_few_files()])
+    return Findings(sections, [*too_old(), *_odd_world(), *_odd_host_name(), *_few_files(), *_no_proc()])
 
 
 def render(findings: Findings, as_json: bool) -> str:
@@ -120,6 +121,8 @@ def _cores() -> str:
 
 
 def _memory() -> str:
+    if not os.path.exists("/proc/meminfo"):
+        return "unknown"
     known = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     free, total = (int(known[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
     limit = memory_limit(total)
@@ -255,6 +258,11 @@ def _few_files() -> Iterator[str]:
     if 0 <= files < FILES_MIN:
         worlds = f"worlds of more than {size} ranks" if size > 1 else "any world of several ranks"
         yield f"only {files} files may be open at once (ulimit -Hn): too few for {worlds}"
+
+
+def _no_proc() -> Iterator[str]:
+    if not os.path.exists("/proc/self/fd"):
+        yield WITHOUT_PROC
 
 
 def _odd_world() -> Iterator[str]:

@@ -21,6 +21,7 @@ from asyncoll.launch.function import check_function, launch_function
 from asyncoll.launch.launcher import Outcome
 from asyncoll.launch.verdict import signal_name
 from asyncoll.rpc import codec
+from asyncoll.runtime.threads import check_threads
 from asyncoll.transport.system_calls import anonymous_file
 from asyncoll.world import join
 
@@ -54,8 +55,8 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any, ranks: int) -> 
         lists, tuples, sets, dicts, numpy arrays and torch tensors of the CPU.
 
     Raises:
-        UsageError: `main` is no `async def`; this is not the main thread; or this process uses CUDA, which a fork
-            cannot use.
+        UsageError: `main` is no `async def`; this is not the main thread; gevent or eventlet has replaced threads; or
+            this process uses CUDA, which a fork cannot use.
         RemoteError: a rank has raised. This is the root cause, with its traceback as text. A result of another type is
             a UsageError at its rank, and so is sys.exit().
         PeerLostError: a rank has ended without raising, for example by a signal.
@@ -77,6 +78,7 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any, ranks: int) -> 
         raise UsageError(f"asyncoll.notebook.run needs an `async def main(comm, ...)`, got {main!r}")
     if "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
         raise UsageError("this process uses CUDA, which its forks cannot use: restart it, and use CUDA in ranks alone")
+    check_threads()
     check_function(size)
     with ExitStack() as opened:
         memory = [anonymous_file("asyncoll-result") for _ in range(size)]

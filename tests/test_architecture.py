@@ -122,7 +122,7 @@ PACKAGES: dict[str, set[str]] = {
         "tensors",
         "testing",
     },
-    "notebook": {"arguments", "errors", "launch", "rpc", "transport", "world"},
+    "notebook": {"arguments", "errors", "launch", "rpc", "runtime", "transport", "world"},
     "cli": {"bench", "doctor", "errors", "launch", "testing", "transport"},
 }
 SUBPACKAGES = ("torch.hooks", "transport.memory", "transport.messages", "transport.staging")
@@ -258,7 +258,6 @@ REPLACED = {
         "service_streams.is_gone": _FAULT,
         "service_streams.process_of": _FAULT,
     },
-    "test_meeting_place.py": {"rendezvous.os.path.isdir": _FAULT},
     "test_silence.py": {"monitor.Monitor": "virtual time has no sockets", "monitor.threads": _FAULT},
     "test_security.py": {"connection_policy._HANDSHAKE_MS": "the real limit is 5 seconds"},
     "test_shared_memory.py": {

@@ -18,6 +18,8 @@ SCRIPT = Path(__file__).parent / "scripts" / "without_loop.py"
 FOR_SEVERAL = [
     "threads",
     "dropped",
+    "given_up",
+    "drawn",
     "unfetched",
     "leaves",
     "unwaited",
@@ -78,7 +80,7 @@ def test_handles_of_a_world_of_one(play, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["collectives", "threads", "late", "unwaited"])
+@pytest.mark.parametrize("case", ["collectives", "threads", "given_up", "late", "unwaited"])
 @pytest.mark.parametrize("more", [{"ASYNCOLL_TRANSPORT": "zmq"}, {"ASYNCOLL_CORE": "python"}], ids=["zmq", "python"])
 def test_handles_by_message_and_without_the_core(play, case, more):
     play(3, case, **more)

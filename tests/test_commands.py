@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from conftest import LIGHT, PATIENCE_S
 
 from asyncoll.cli import main
+from asyncoll.testing.laws.story import ALL_KINDS
 
 COMMAND = [sys.executable, "-m", "asyncoll.cli"]
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -92,6 +93,11 @@ def test_a_deleted_folder_is_no_hindrance_where_nothing_needs_one(tmp_path):
     ):
         run = run_in_no_folder(tmp_path / str(number), *command)
         assert run.returncode == 0, run
+
+
+def test_the_help_of_laws_names_all_kinds():
+    help_ = " ".join(CliRunner().invoke(main, ["laws", "--help"]).output.split())
+    assert f"{', '.join(ALL_KINDS)}; or all." in help_
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,35 @@ def test_the_only_rank_in_time_gives_its_state_while_it_ends() -> None:
     assert all(each[1:] == results[0][1:] for each in results)
 
 
+def test_a_rank_that_recovers_gets_no_weights_that_another_one_has_between_its_steps() -> None:
+    """As in a validation with averaged weights that awaits something."""
+
+    async def main(comm: asyncoll.Communicator) -> tuple[bool, float]:
+        model = torch.nn.Linear(2, 1)
+        torch.nn.init.zeros_(model.weight)
+        sgd = EagerSGD(comm, model, torch.optim.SGD(model.parameters(), lr=0.1), history=1)
+        await sgd.start()
+        has_recovered = False
+        while sgd.round < 30:
+            model(torch.ones(1, 2)).sum().backward()
+            if comm.rank == 0 and sgd.round == 2:
+                await asyncio.sleep(5.3)
+            step = await sgd.step()
+            has_recovered |= step is not None and step.recovered
+            weight = model.weight.detach().clone()
+            torch.nn.init.constant_(model.weight, 1000.0)
+            await asyncio.sleep(0.4)
+            with torch.no_grad():
+                model.weight.copy_(weight)
+        await sgd.finish()
+        return has_recovered, float(model.weight.detach().max())
+
+    results = simulate(3, main).results
+    assert results[0][0]
+    assert len({weight for _, weight in results}) == 1
+    assert results[0][1] < 0
+
+
 def test_buffers_of_a_rank_that_recovers_are_those_of_the_other_unless_they_are_local() -> None:
     async def main(comm: asyncoll.Communicator, buffers: Literal["broadcast", "local"]) -> int:
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))

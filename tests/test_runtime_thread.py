@@ -5,12 +5,13 @@ from __future__ import annotations
 import _thread
 import os
 import socket
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import asyncoll
-from asyncoll import UsageError
+from asyncoll import UsageError, notebook
 
 SCRIPT = Path(__file__).parent / "scripts" / "broken_runtime.py"
 AT_A_CALLBACK = SCRIPT.with_name("interrupted_callback.py")
@@ -34,7 +35,11 @@ def test_sockets_that_only_threads_of_eventlet_can_use_are_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("library", ["gevent", "eventlet"])
-@pytest.mark.parametrize("enter", ["run", "init"])
+@pytest.mark.parametrize(
+    "enter",
+    [asyncoll.run, lambda main: asyncoll.init(), partial(notebook.run, ranks=2)],
+    ids=["run", "init", "notebook"],
+)
 def test_threads_that_a_library_has_replaced_are_refused(monkeypatch, library, enter):
     async def main(comm: asyncoll.Communicator) -> None: ...
 
@@ -43,7 +48,7 @@ def test_threads_that_a_library_has_replaced_are_refused(monkeypatch, library, e
     spawn.__module__ = f"{library}.thread"
     monkeypatch.setattr(_thread, "start_new_thread", spawn)
     with pytest.raises(UsageError, match=f"^{library} has replaced the threads"):
-        asyncoll.run(main) if enter == "run" else asyncoll.init()
+        enter(main)
 
 
 @pytest.mark.parametrize(

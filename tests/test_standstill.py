@@ -20,7 +20,6 @@ from asyncoll.runtime import standstill
 from asyncoll.runtime.failures import Failures
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, Report, Wait, can_go_on
-from asyncoll.statistics import Traffic
 from asyncoll.testing import Network, simulate
 from asyncoll.testing.laws import check_laws
 from asyncoll.transport.wire import Still, Stillness
@@ -144,8 +143,10 @@ def test_one_warning_where_a_timer_may_make_the_call(soon, caplog):
 def test_a_message_that_no_rank_has_received_yet_is_waited_for(received, asks):
     """The question may come before it, by another connection."""
     asked = []
-    router = SimpleNamespace(size=2, rank=1, tell=lambda rank, message: asked.append((rank, message)))
-    hearer = standstill.Standstill(router, Traffic(), Failures(router), SimpleNamespace(ended=set()))
+    router = SimpleNamespace(
+        size=2, rank=1, tell=lambda rank, message: asked.append((rank, message)), sent_to=[0, 0], received_from=[0, 0]
+    )
+    hearer = standstill.Standstill(router, Failures(router), SimpleNamespace(ended=set()))
     hearer.received(0, Still(1, 0, 1, 3, 1, "7 0 pair 2 1 to 0", "7 0", ""))
     hearer.received(1, Still(1, 0, 1, 1, received - 1, "7 1 all 2 barrier", "7 1", ""))
     assert asked == ([(0, Stillness(1, 1))] if asks else [])
@@ -179,6 +180,19 @@ def test_processes_that_can_not_go_on_raise_at_every_rank(forked_world, mode, se
         assert (code, err) == (0, ""), (rank, out, err)
         assert out.startswith("DeadlockError: all ranks wait in different calls"), (rank, out)
         assert len(re.findall(r"rank \d \(host .*?, pid \d+\), in .*? at \S+:\d+ for \d", out)) == 3, out
+        groups = re.findall(r"on a communicator of the ranks (\d, \d)", out)
+        assert groups == (["0, 1", "1, 2", "0, 2"] if mode == "parts" else []), out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", [{}, {"ASYNCOLL_TRANSPORT": "zmq"}])
+def test_processes_whose_lowest_rank_leaves_as_they_stand_still_raise(forked_world, settings):
+    world = [each.end() for each in forked_world(os.environ | settings, 3, SCRIPT, "departed")]
+    assert [(code, err) for code, _, err in world] == [(0, "")] * 3, world
+    assert world[0][1] == "passed\n"
+    for _, out, _ in world[1:]:
+        assert out.startswith("DeadlockError: all ranks wait in different calls"), out
+        assert re.findall(r"rank (\d) \(host .*?, pid \d+\), in .*? at \S+:\d+ for \d", out) == ["1", "2"], out
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ class Endpoint:
         self.executions = Executions(transport, self.router, self.failures)
         self.membership = Membership(hosts)
         self._host_losses = HostLosses(self.host_of, self.rank, self.membership, self._ask_of, self.report)
-        self.standstill = Standstill(self.router, self.traffic, self.failures, self.membership)
+        self.standstill = Standstill(self.router, self.failures, self.membership)
         self.departures = Departures(self.router, self.membership, self.failures)
         self.returns = Returns()
         self._services: set[asyncio.Task[None]] = set()
@@ -228,6 +228,7 @@ class Endpoint:
         other exception ends the world, too: it must not end the transport's reader, for which all ranks would wait.
         """
         self.traffic.messages_received += 1
+        self.router.received_from[source] += 1
         try:
             header = wire.decode(frames)
             if header.kind == wire.DATA:
@@ -271,6 +272,7 @@ class Endpoint:
             self.standstill.received(source, message)
         elif isinstance(message, wire.Ending):
             self.departures.ending(source, message)
+            self.standstill.left()
         elif isinstance(message, wire.EndingSeen):
             self.departures.answered(source)
         else:

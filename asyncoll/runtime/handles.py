@@ -185,7 +185,7 @@ class Handle(Uncopied, Awaitable[T]):
         meanwhile. If it raises an exception, that is logged.
         """
         key = self._add(callback)
-        if self._is_done and self._callbacks.pop(key, None) is not None:
+        if self._is_done and self._remove(key) is not None:
             try:
                 callback()
             except Exception:
@@ -203,7 +203,7 @@ class Handle(Uncopied, Awaitable[T]):
             if not self._is_done:
                 yield from ended
         finally:
-            self._callbacks.pop(key, None)
+            self._remove(key)
         return self._outcome()
 
     def claim(self) -> None:
@@ -235,9 +235,14 @@ class Handle(Uncopied, Awaitable[T]):
         """Call `callback` in the runtime's thread when the call is over, unless it was over before. Returns its key."""
         key = object()
         self._callbacks[key] = callback
+        self._runner.kept[key] = self
         if not self.done():
             self._hand_over()
         return key
+
+    def _remove(self, key: object) -> Callable[[], None] | None:
+        self._runner.kept.pop(key, None)
+        return self._callbacks.pop(key, None)
 
     def _sleep(self, limit_s: float) -> bool:
         """Wait until the call is over. Returns whether it is."""
@@ -258,7 +263,7 @@ class Handle(Uncopied, Awaitable[T]):
         """Wake those that wait. In the runtime's thread, when the call is over."""
         self._gate.open()
         for key in list(self._callbacks):
-            if (callback := self._callbacks.pop(key, None)) is not None:
+            if (callback := self._remove(key)) is not None:
                 try:
                     callback()
                 except BaseException:  # SystemExit, too, would end the runtime
@@ -345,8 +350,10 @@ class HandleRunner(ProgressThread):
         self.parent = 0  # in a forked child, which has no runtime: its parent
         self.waiting = threading.local()  # `now`: this thread waits for the call that it makes, and may carry it out
         self._is_stopped = False
-        # Those that the runtime is to end, and what begins that again after an exception in its thread.
-        self._left: dict[Handle[Any], Callable[[], None]] = {}
+        # Those that the runtime is to end, and what begins that again after an exception in its thread. Weak: a handle
+        # that is dropped is destroyed before its call is over, so the next call knows that the answer has no receiver.
+        self._left: dict[weakref.ref[Handle[Any]], Callable[[], None]] = {}
+        self.kept: dict[object, Handle[Any]] = {}  # by the keys of their callbacks, which are called all the same
         self.resumes = weakref.WeakKeyDictionary[Handle[Any], Callable[[], None]]()  # of `resuming`
         self._finishing = weakref.WeakKeyDictionary[Begun[Any], asyncio.Task[Any]]()  # those of `Shared`
 
@@ -362,8 +369,9 @@ class HandleRunner(ProgressThread):
 
     def _refuse(self) -> None:
         """Fail the handles that a stopped runtime cannot end."""
-        for handle in list(self._left):
-            self._over(handle, ClosedError("this rank has left the world, and the call was not over"))
+        for mine in list(self._left):
+            if (handle := mine()) is not None:
+                self._over(handle, ClosedError("this rank has left the world, and the call was not over"))
 
     def is_here(self) -> bool:
         """Whether the calling thread is that of the runtime."""
@@ -404,7 +412,7 @@ class HandleRunner(ProgressThread):
             work.close()
             raise forks.refusal(self.parent)
         handle: Handle[T] = self._handle(discarded)
-        run = _Run(self.home, work, partial(self._settle, handle))
+        run = _Run(self.home, work, partial(self._settle_if_alive, weakref.ref(handle)))
         self._post(handle, run.begin, run.begin_again)
         return handle
 
@@ -459,7 +467,7 @@ class HandleRunner(ProgressThread):
         return handle
 
     def _post(self, handle: Handle[Any], what: Callable[[], None], again: Callable[[], None]) -> None:
-        self._left[handle] = again
+        self._left[weakref.ref(handle)] = again
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.home.call_soon_threadsafe(what)
         if self._is_stopped:
@@ -489,6 +497,14 @@ class HandleRunner(ProgressThread):
         for again in list(self._left.values()):
             again()
 
+    def _settle_if_alive(self, mine: weakref.ref[Handle[T]], task: asyncio.Task[T]) -> None:
+        handle = mine()
+        if handle is not None:
+            self._settle(handle, task)
+        else:
+            self._left.pop(mine, None)
+            _see(task)
+
     def _settle(self, handle: Handle[T], task: asyncio.Task[T]) -> None:
         if task.cancelled():  # by `stop`
             self._over(handle, ClosedError("this rank has left the world, and the call was not over"))
@@ -501,7 +517,7 @@ class HandleRunner(ProgressThread):
     def _over(self, handle: Handle[Any], error: BaseException | None = None) -> None:
         if error is not None and not handle._is_done:
             handle._fail(error)
-        self._left.pop(handle, None)
+        self._left.pop(weakref.ref(handle), None)
         handle._tell()
 
 

@@ -36,6 +36,7 @@ _ANSWER_S = 0.25  # time for the answers. The progress thread of a rank answers,
 _COMPLETION_S = 0.02
 _COMPLETION_TURNS = 4  # of the loop, which may have been busy for all that time
 _DEFAULT_S = 1700.0  # defaults of deadlines are half an hour: a shorter one is the program's own
+_SHOWN_MAX = 8  # ranks of a communicator that an error lists
 _RECENT_MAX = 64  # numbered calls whose names are known, for the answer what this rank has called instead
 
 
@@ -223,6 +224,14 @@ class PendingCalls:
         if pending.kind is Kind.PAIR:
             key = "{} to {}".format(*pending.ranks)  # the same for a send and its receive
         return Wait(communicator, pending.number, _NEEDS[pending.kind], len(pending.ranks), key)
+
+    def among(self) -> str:
+        """The ranks of the communicator, for errors; empty if all of the world are."""
+        ranks = self._group.ranks
+        if len(ranks) == self._endpoint.size:
+            return ""
+        more = ", ..." if len(ranks) > _SHOWN_MAX else ""
+        return f", on a communicator of the ranks {_listed(ranks[:_SHOWN_MAX])}{more}"
 
     def begun(self) -> tuple[int, int]:
         self._catch_up()

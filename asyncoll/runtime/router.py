@@ -35,7 +35,8 @@ class Router:
         self.size = transport.size
         self._transport = transport
         self._traffic = traffic
-        self._counting = threading.Lock()  # of the messages sent, in `_traffic`
+        self._counting = threading.Lock()  # of the messages sent, in `_traffic` and `sent_to`
+        self.sent_to, self.received_from = [0] * self.size, [0] * self.size  # how many messages, by rank
         self._handlers: dict[int, SignalHandler] = {}
         self._registering = threading.Lock()  # of a listener, while a message for it may come
         self._listeners: dict[tuple[type, int], Callable[[int, Any], None]] = {}
@@ -45,7 +46,7 @@ class Router:
 
     def send(self, dest: int, frames: list[Buffer]) -> None:
         """Send one message to the world rank `dest`. Never waits; the frames may be reused when it returns."""
-        self._count_sent(frames)
+        self._count_sent(dest, frames)
         self._transport.send(dest, frames)
 
     def send_directly(self, dest: int, frames: list[Buffer]) -> bool:
@@ -55,13 +56,14 @@ class Router:
         """
         if not self._transport.send_directly(dest, frames):
             return False
-        self._count_sent(frames)
+        self._count_sent(dest, frames)
         return True
 
-    def _count_sent(self, frames: list[Buffer]) -> None:
+    def _count_sent(self, dest: int, frames: list[Buffer]) -> None:
         nbytes = len(frames[1]) if len(frames) > 1 else 0
         with self._counting:
             self._traffic.messages_sent += 1
+            self.sent_to[dest] += 1
             self._traffic.bytes_sent += nbytes
 
     def signal(self, dest: int, context: int, number: int, step: int, fingerprint: int, payload: Buffer = b"") -> None:

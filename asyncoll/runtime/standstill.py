@@ -24,7 +24,6 @@ from asyncoll.errors import ProtocolError
 from asyncoll.runtime.failures import WORLD, Failures
 from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.router import Router
-from asyncoll.statistics import Traffic
 from asyncoll.transport.wire import Deadlock, Still, Stillness
 
 logger = logging.getLogger("asyncoll")
@@ -58,6 +57,9 @@ class Calls(Protocol):
 
     def doing(self) -> str:
         """What this rank does: the calls that it is in, or its last call."""
+
+    def among(self) -> str:
+        """The ranks of the communicator, for errors; empty if all of the world are."""
 
     def may_arrive(self) -> bool:
         """Whether a call waits for a device or a deadline: then it ends without another rank."""
@@ -104,16 +106,15 @@ def can_go_on(reports: Sequence[Report]) -> bool:
 class Standstill:
     """One rank's part in it. On the runtime's loop, but for `is_asleep` and the making of it."""
 
-    def __init__(self, router: Router, traffic: Traffic, failures: Failures, membership: Membership) -> None:
+    def __init__(self, router: Router, failures: Failures, membership: Membership) -> None:
         self._router = router
-        self._traffic = traffic
         self._failures = failures
         self._membership = membership
         self._calls: dict[Calls, None] = {}  # an ordered set
         self.program: Program | None = None
         self.is_asleep = True  # the next change of calls has to `wake` this
         self._timer: asyncio.TimerHandle | None = None
-        self._own_sent = self._own_received = 0  # messages of this object
+        self._own_sent, self._own_received = Counter[int](), Counter[int]()  # messages of this object, by rank
         self._mark: tuple[int, ...] = ()  # changes with all that happens at this rank
         self._since_s = 0.0
         self._computed_s: tuple[float, float] | None = None  # at a moment since then: that moment, and `computed_s`
@@ -142,6 +143,10 @@ class Standstill:
         if self.is_asleep and self._waits():
             self.is_asleep = False
             self._watch()
+
+    def left(self) -> None:
+        """Another rank has left the world: what this one has told counts no more, and perhaps the one that it told."""
+        self.wake()
 
     def _watch(self) -> None:
         """From now on this rank may stand still."""
@@ -175,8 +180,12 @@ class Standstill:
         return (*self._messages(), sum(calls.changes for calls in self._calls), len(numbers), sum(numbers))
 
     def _messages(self) -> tuple[int, int]:
-        """How many others have been sent and received."""
-        return self._traffic.messages_sent - self._own_sent, self._traffic.messages_received - self._own_received
+        """How many others have been sent and received. Without those of ranks that have left, which tell no numbers."""
+        sent, received, ranks = self._router.sent_to, self._router.received_from, self._ranks()
+        return (
+            sum(sent[rank] - self._own_sent[rank] for rank in ranks),
+            sum(received[rank] - self._own_received[rank] for rank in ranks),
+        )
 
     def _is_idle(self) -> bool:
         """Whether no thread of this process has computed for most of the time."""
@@ -190,17 +199,21 @@ class Standstill:
     def _still(self, question: int) -> Still:
         waits = "\n".join(f"{w.communicator} {w.number} {w.needs} {w.size} {w.key}" for w in self._waits())
         begun = "\n".join(f"{communicator} {number}" for communicator, number in (c.begun() for c in self._calls))
-        doing = " and ".join(calls.doing() for calls in self._calls if calls.waits())
+        doing = " and ".join(calls.doing() + calls.among() for calls in self._calls if calls.waits())
         is_sure = self.program is not None and self.program.is_stuck()
         return Still(self._stamp, question, int(is_sure), *self._messages(), waits, begun, doing)
 
     def _lowest(self) -> int:
         """The rank that is told: the lowest one that is in the world."""
-        return min(set(range(self._router.size)) - self._membership.ended)
+        return min(self._ranks())
+
+    def _ranks(self) -> set[int]:
+        """Those that are in the world."""
+        return set(range(self._router.size)) - self._membership.ended
 
     def _tell(self, rank: int, message: Still | Stillness) -> None:
         if rank != self._router.rank:
-            self._own_sent += 1
+            self._own_sent[rank] += 1
             self._router.tell(rank, message)
         elif isinstance(message, Still):
             self._hear(rank, message)
@@ -210,7 +223,7 @@ class Standstill:
     # -- messages ---------------------------------------------------------------------------------
 
     def received(self, source: int, message: Still | Stillness) -> None:
-        self._own_received += 1
+        self._own_received[source] += 1
         if isinstance(message, Still):
             self._hear(source, message)
         else:
@@ -226,7 +239,7 @@ class Standstill:
 
     def _hear(self, source: int, still: Still) -> None:
         """A report, or an answer."""
-        ranks = set(range(self._router.size)) - self._membership.ended
+        ranks = self._ranks()
         if still.question and still.question != self._question:
             return  # to an earlier question
         if not still.question:

@@ -155,7 +155,10 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
         if plain is not None:
             return plain
         return _torch_operand(x, writable) if x.is_cpu else _mirrored(x, writable, may_stage, is_read)
-    raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: wrap it in numpy.array(...)")
+    remedy = "wrap it in numpy.array(...)"
+    if isinstance(x, Metrics):
+        remedy = "give it beside tensors, as in [x, metrics], to a wait-avoiding call"
+    raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: {remedy}")
 
 
 def is_in_mode() -> bool:

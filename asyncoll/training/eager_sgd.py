@@ -9,7 +9,8 @@ collective keeps it, and it enters a later round.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar, Literal, Unpack
 
 import torch
@@ -103,7 +104,8 @@ class EagerSGD(Trainer):
         # G_local = mean gradient of b local samples at w
         metrics = self._metrics.taken()
         contribution = beside(self._flat.gradients, metrics)
-        reduction = await self._without_loss(self._allreduce(contribution, weight=weight))  # line 7: U_sum / P
+        with self._open():
+            reduction = await self._without_loss(self._allreduce(contribution, weight=weight))  # line 7: U_sum / P
         reduction = without(reduction, metrics)
         self._due.hear(reduction, self._base + reduction.round)
         recovered = await self._recover()
@@ -119,15 +121,28 @@ class EagerSGD(Trainer):
         if self._history and reduction.synchronous:  # all ranks are here, after the same round
             await self._settle_buffers()
             await self._resynchronise()
-        if self._recovery is not None:
-            self._recovery.open(self.round)
-        return self._at_own_round(reduction, recovered=recovered, metrics=means(metrics))
+        with self._open():  # for ranks that wait for the end of this round
+            return self._at_own_round(reduction, recovered=recovered, metrics=means(metrics))
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """For a wait, in which this rank's state stays that of the end of a round: it is given to late ranks.
+
+        Not between steps: a program may await something while other weights are in the model, as in a validation.
+        """
+        if self._recovery is None:
+            yield
+            return
+        self._recovery.open(self.round)
+        try:
+            yield
+        finally:
+            self._recovery.close()
 
     async def _recover(self) -> bool:
         """If results are lost, take the state of another rank that has applied them. Returns whether this was due."""
         if self._recovery is None or self.round >= self._due.needed:
             return False
-        self._recovery.close()
         self._due.copy(self._flat.gradients)  # cleared if the step is cancelled; the next one goes on here
         state = await self._without_loss(self._recovery.take(self._due.needed))
         self._skip_to(state["round"])  # with the scheduler
@@ -166,7 +181,8 @@ class EagerSGD(Trainer):
             if self._average_every:  # but the averages of the others do
                 while not await self._average_unless_all_leave(leaves=True):
                     pass
-            reduction = await joining
+            with self._open():
+                reduction = await joining
             if self._recovery is not None:
                 self._recovery.end()
             # The last round takes what is staged, after the end of the schedule.
@@ -191,8 +207,6 @@ class EagerSGD(Trainer):
 
     async def _resume(self) -> None:
         self._base = self._due.newest = self.round
-        if self._recovery is not None:
-            self._recovery.open(self.round)
         self._allreduce = functools.partial(self._allreduce, sync_offset=self._base)
 
 

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from asyncoll.errors import UsageError
+
+WITHOUT_PROC = "a rank needs /proc, which shows processes: mount it (mount -t proc proc /proc)"
+
 
 def is_gone(number: int) -> bool:
     """Whether the process or thread `number` has ended. A zombie has."""
@@ -78,10 +82,13 @@ def is_frozen(before: Mapping[int, Thread], after: Mapping[int, Thread], *, woke
 def allow_files(count: int) -> int | None:
     """Raise the limit of open files so that this process may open `count` more.
 
-    Returns None on success, and otherwise the limit that this process cannot exceed.
+    Returns None on success, and otherwise the limit that this process cannot exceed. Raises UsageError without /proc.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = len(os.listdir("/proc/self/fd")) + count
+    try:
+        needed = len(os.listdir("/proc/self/fd")) + count
+    except FileNotFoundError:
+        raise UsageError(WITHOUT_PROC) from None
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return None
     if hard == resource.RLIM_INFINITY or hard >= needed:

@@ -140,10 +140,33 @@ def hooks():
         dist.all_reduce(loss.detach())
 
 
+def departed():
+    """Rank 0, which the others tell that they stand still, leaves then. It has sent messages, and received none."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("asyncoll")
+    x = torch.ones(3)
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        for rank in (1, 1, 2):
+            dist.send(x, rank)
+        while len(standstill_of(dist.group.WORLD._comm)._told) < 2:
+            time.sleep(0.01)
+        dist.destroy_process_group()
+        return
+    for _ in range(3 - dist.get_rank()):
+        dist.recv(x, 0)
+    if dist.get_rank() == 1:
+        dist.barrier(group=group)
+    else:
+        dist.recv(x, 1)
+
+
 mode = sys.argv[1]
 try:
-    if mode == "hooks":
-        hooks()
+    if mode in ("hooks", "departed"):
+        globals()[mode]()
     elif mode == "a_loop":
         asyncoll.run(a_loop)
     else:

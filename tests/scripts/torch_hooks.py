@@ -655,13 +655,17 @@ def copies():
     for hook in MAKERS:
         state, ddp, optimizer = new(hook)
         for batch in batches(1, 3):
+            state.log(loss=2.0)
             step(ddp, optimizer, batch)
         copied = copy.deepcopy(ddp)
         assert torch.equal(bits(copied), bits(ddp)), hook
         torch.save(ddp, io.BytesIO())
         ((_, other),) = copied._comm_hooks
-        for act in (other.state_dict, other.finish, lambda other=other: other.load_state_dict({})):
+        for act in (other.state_dict, other.finish, other.log, lambda other=other: other.load_state_dict({})):
             refused("make a state for the copy", act)
+        assert other.metrics == state.metrics == {"loss": 2.0}, hook
+        if hook is hooks.eager_sgd:
+            refused("make a state for the copy", lambda other=other: other.reduction)
         step(copied, optimizer_of(copied), batch)
         copied.register_comm_hook(other, hook)
         refused("make a state for the copy", backward, copied, batch)

@@ -6,6 +6,7 @@ import gc
 import inspect
 import logging
 import os
+import random
 import re
 import signal
 import sys
@@ -121,6 +122,58 @@ def dropped(comm):
     before = drop(500)
     assert drop(10_000) - before < 1000
     assert not [each for each in gc.get_objects() if isinstance(each, asyncoll.Handle)]
+
+
+def given_up(comm):
+    """A wait-avoiding call whose handle is dropped has no receiver: the next call, or `join`, tells of its round."""
+
+    def call():
+        return comm.quorum_allreduce(np.ones(3), quorum=comm.size, history=2)
+
+    if comm.rank == 0:
+        call()  # nobody comes to its round before the next call is made
+        second = call()
+        comm.barrier().wait(SECONDS)
+        told = second.wait(SECONDS)  # at once, as nobody comes to another round
+        assert (told.round, told.missed, told.skipped, told.included) == (1, (), 0, False)
+        call()
+    else:
+        comm.barrier().wait(SECONDS)
+        assert call().wait(SECONDS).round == 1
+    x = np.zeros(3)
+    last = comm.join("quorum", x).wait(SECONDS)
+    assert (last.round, last.skipped, set(x)) == (2, 0, {2.0})
+
+
+def drawn(comm):
+    """Whatever programs do with their handles: each round is told to each rank once, or counts as skipped there."""
+    for seed in range(24):
+        shared, draw = random.Random(seed), random.Random(f"{seed}, {comm.rank}")
+        kind, history = shared.choice(("solo", "majority", "quorum")), shared.choice((0, 2, 64))
+        count, last = shared.choice((3, 5000)), []
+        told, skipped = [], 0
+        for _ in range(draw.randrange(1, 12)):
+            call = getattr(comm, f"{kind}_allreduce")(np.ones(count), history=history, name=str(seed))
+            patience_s = draw.choice((SECONDS, SECONDS, None, 0, 0.0002))  # None: the handle is dropped at once
+            if patience_s is not None:
+                with contextlib.suppress(TimeoutError):
+                    last = [call.wait(patience_s)]
+            del call
+            for answer in last:
+                told += rounds_of(answer)
+                skipped += answer.skipped
+            last = []
+        end = comm.join(str(seed), np.zeros(count)).wait(SECONDS)
+        if end is not None:
+            told += () if end.round in told else rounds_of(end)
+            skipped += end.skipped
+        newest = max(told, default=0) if end is None else end.round
+        assert told == sorted(set(told)), (seed, kind, history, told)
+        assert len(told) + skipped == newest, (seed, kind, history, told, skipped, newest)
+
+
+def rounds_of(answer):
+    return [*(answer.round - len(answer.missed) + each for each in range(len(answer.missed))), answer.round]
 
 
 def unfetched(comm):
@@ -559,6 +612,8 @@ CASES = {
         collectives,
         threads,
         dropped,
+        given_up,
+        drawn,
         unfetched,
         awaited,
         shared,

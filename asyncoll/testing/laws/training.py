@@ -37,6 +37,7 @@ class TrainingProgram:
         # Naps of one rank, of some, or of all but one: by rank, the step before which it sleeps.
         lazy = draw.permutation(case.size)[: draw.integers(case.size + 1) if case.sleeper is not None else 0].tolist()
         self.naps = {rank: int(draw.integers(1, 9)) for rank in lazy}
+        self.validates = bool(draw.integers(2))  # between steps other weights are in the models for some time
 
     def metrics(self, rank: int, step: int) -> dict[str, float]:
         """Those of a step: keys differ by rank and step."""
@@ -120,9 +121,21 @@ class Learner:
             done = await self._step(part.made[-1])
             if done is not None:
                 part.done.append(done)
+            if program.validates and self._draw.random() < 0.3:
+                await self._validate(step_s)
         await self._sgd.finish()
         part.done.append(self._record(len(part.made), None, 0.0))
         return part
+
+    async def _validate(self, lasts_s: float) -> None:
+        """Await something while other weights are in the model, as a validation with averaged ones does."""
+        parameters = self._held.data, self._moving.data
+        own = [each.clone() for each in parameters]
+        for each in parameters:
+            each.fill_(1e6)
+        await asyncio.sleep(self._draw.exponential(lasts_s))
+        for each, before in zip(parameters, own, strict=True):
+            each.copy_(before)
 
     async def _step(self, index: int) -> Done | None:
         """Make a step. None: the impatient rank has cancelled it."""

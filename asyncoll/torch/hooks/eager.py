@@ -132,6 +132,7 @@ class EagerSGDState(HookState):
     @property
     def reduction(self) -> Step | None:
         """The round that the last `backward()` was given; None before the first one. Its results are in the model."""
+        self._check_original()
         return self._reduction
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:

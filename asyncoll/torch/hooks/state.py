@@ -74,11 +74,12 @@ class HookState(ABC):
 
         Raises UsageError for more than 64 keys, for a value that is no number, and if the training has begun without.
         """
+        self._check_original()
         self._metrics.note(values)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the model, which torch makes without its hook. So the copy of a state belongs to no model."""
-        return {"_is_copy": True, "_has_ended": False, "round": self.round}
+        return {"_is_copy": True, "_has_ended": False, "round": self.round, "metrics": dict(self.metrics)}
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the hook at this rank, for `torch.save`. It holds neither the model nor the optimizer.
