@@ -130,7 +130,9 @@ class CompiledCalls:
         if call.operation == "barrier":
             self._teach((None,), call, None, 0, 0)
             return
-        op, dtype = ReduceOp[call.detail], call.dtype
+        op, dtype = ReduceOp.__members__.get(call.detail), call.dtype
+        if op is None:
+            return  # of several arrays, or followed by something
         nbytes, kernel = call.elements * storage(dtype).itemsize, kernel_number(op, dtype, self._core)
         if kernel and 0 < nbytes <= self._staging.sizes.long:
             tensor, array = sys.intern(dtype), np.dtype(dtype) if dtype != BFLOAT16 else None
