@@ -17,7 +17,6 @@ from typing import Any, Self, SupportsIndex, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Body, Collectives
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.gossip import graphs, neighbors
@@ -26,6 +25,7 @@ from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.rounds.tally import OperationStatistics
+from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.sparse.oktopk import Rules
 from asyncoll.algorithms.sparse.operations import SparseReduction, Specification
 from asyncoll.algorithms.sparse.selection import Feedback

@@ -18,7 +18,7 @@ from cancelling import cancelled_in_turn, interrupt, nothing_is_pending
 from conftest import LIGHT, PATIENCE_S
 
 from asyncoll import AbortedError, Communicator
-from asyncoll.algorithms.arrival import to_its_end
+from asyncoll.algorithms.seam.arrival import to_its_end
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing import Network, run_ranks, simulate

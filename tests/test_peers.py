@@ -15,11 +15,11 @@ from test_meetings import NOT_FREE, withdraw
 from test_pieces import interleave, staging_areas
 
 from asyncoll import AbortedError, Communicator, _core
-from asyncoll.algorithms.backend import Plan
 from asyncoll.algorithms.dense.compiled import meetings_of
 from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.peers import _CAN_READ, _TOKEN, PEER_CELLS
 from asyncoll.algorithms.dense.staging import StagingArea, signed
+from asyncoll.algorithms.seam.short_calls import Plan
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import ReduceOp, kernel_number, reducer, reducer_in_python, storage
 from asyncoll.testing import run_ranks

@@ -161,7 +161,7 @@ class Meetings:
         """
 
 class ShortCall:
-    """Implements `algorithms.backend.BegunShortCall`; what the caller of a call awaits."""
+    """Implements `algorithms.seam.BegunShortCall`; what the caller of a call awaits."""
 
     array: np.ndarray[Any, Any] | None
     result: Any
@@ -177,7 +177,7 @@ class ShortCall:
     def finish(self) -> Coroutine[Any, Any, Any]: ...
 
 class ShortCalls:
-    """Implements `algorithms.backend.ShortCalls`."""
+    """Implements `algorithms.seam.ShortCalls`."""
 
     last: int
     libraries: tuple[str, ...]

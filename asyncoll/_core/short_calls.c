@@ -1,6 +1,6 @@
 /* Whole short calls, an allreduce or a barrier, from the arguments of the caller to the end of its `await`.
  *
- * Implements `ShortCalls` and `BegunShortCall` of asyncoll/algorithms/backend.py, which say what they do. A call
+ * Implements `ShortCalls` and `BegunShortCall` of asyncoll/algorithms/seam/short_calls.py, which say what they do. A call
  * that is unusual in any way is left to Python before it has a number: nothing has changed then. A call that has begun,
  * and has to sleep or has failed, goes on in Python, too: `go_on` makes the coroutine of the rest.
  *
@@ -26,7 +26,7 @@ typedef struct {
     PyObject *key; /* names the dtype; compared by identity, as `op`. NULL for barriers */
     PyObject *op;
     Py_ssize_t nbytes;
-    PyObject *plan; /* asyncoll.algorithms.backend.Plan; NULL in an empty entry */
+    PyObject *plan; /* asyncoll.algorithms.seam.short_calls.Plan; NULL in an empty entry */
     Meeting meeting;
     bool is_shown;    /* the others see a registered array where it is */
     int64_t reduced;  /* since `counts`: calls that ended here, and that this rank has reduced */
@@ -40,7 +40,7 @@ static const char *const names[NAMES] = {"any",          "closed",    "drive", "
 
 /* The objects that the calls need. The first ones are arguments of `ShortCalls`. */
 enum {
-    HOST,          /* asyncoll.algorithms.backend.Host */
+    HOST,          /* asyncoll.algorithms.seam.short_calls.Host */
     REST,          /* goes on with calls that have to wait: asyncoll.algorithms.dense.compiled.CompiledCalls */
     RUNNER,        /* asyncoll.runtime.progress.Runner */
     HOME,          /* the only loop that may make calls; None: any loop may */

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Entry, Host, Plan
 from asyncoll.algorithms.dense.alone import Alone
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.rounds.alone import LoneRounds
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.seam.short_calls import Entry, Host, Plan
 from asyncoll.errors import DeviceError, ProtocolError, UsageError
 from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class AloneCalls:
-    """Implements `backend.ShortCalls`: the reduction of one array is the array."""
+    """Implements `seam.ShortCalls`: the reduction of one array is the array."""
 
     def __init__(self, member: Member, host: Host) -> None:
         self.last = 0

@@ -9,13 +9,13 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.by_message import MessageBackend
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.two_level import EXCHANGES, LocalCollectives, TwoLevelCall
-from asyncoll.algorithms.host_operations import HostMemory, HostOperations
 from asyncoll.algorithms.in_memory import MemoryBackend, MemoryCall
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
+from asyncoll.algorithms.host_operations import HostMemory, HostOperations
+from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.between_hosts import HostsCarrier

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.backend import Collectives, Host
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.seam.collectives import Collectives
+from asyncoll.algorithms.seam.short_calls import Host
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier

@@ -7,14 +7,10 @@ from collections.abc import Callable, Coroutine, Sequence, Sized
 from functools import partial
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.arrival import Arrival
-from asyncoll.algorithms.backend import (
-    Backend,
-    Body,
-    Collectives,
-    ShortCalls,
-    signature_of,
-)
+from asyncoll.algorithms.seam.arrival import Arrival
+from asyncoll.algorithms.seam.backend import Backend
+from asyncoll.algorithms.seam.collectives import Body, Collectives
+from asyncoll.algorithms.seam.short_calls import ShortCalls, signature_of
 from asyncoll.errors import describe
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
@@ -37,7 +33,7 @@ class _Numbers:
 
 
 class Calls:
-    """Starts the collective and pair calls of one rank. Implements `backend.Host`."""
+    """Starts the collective and pair calls of one rank. Implements `seam.Host`."""
 
     def __init__(self, member: Member, backend: Backend, pending: PendingCalls, unused: Sized) -> None:
         self._member = member
@@ -283,7 +279,7 @@ class Calls:
         self.ledger.enter(call.operation, lane.traffic)
         return result(receive.source)
 
-    # -- `backend.Host` -------------------------------------------------------------------------------
+    # -- `seam.Host` -------------------------------------------------------------------------------
 
     def resume(
         self, call: Signature, collectives: Collectives, body: Body[T], since_s: float, expires_s: float | None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from asyncoll.algorithms.alone import AloneBackend
-from asyncoll.algorithms.backend import Backend
 from asyncoll.algorithms.between_hosts import HostsBackend
 from asyncoll.algorithms.by_message import MessageBackend
 from asyncoll.algorithms.in_memory import MemoryBackend
+from asyncoll.algorithms.rounds.directory import RoundsBackend
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 
 
-def choose_backend(member: Member) -> Backend:
+def choose_backend(member: Member) -> RoundsBackend:
     """Nothing if there is one rank, memory if all ranks share an arena, otherwise messages.
 
     All ranks make the same choice, because it depends only on the ranks of the communicator and of the host.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from asyncoll.algorithms.backend import Backend
 from asyncoll.algorithms.calls import Calls
 from asyncoll.algorithms.choice import choose_backend
+from asyncoll.algorithms.rounds.directory import RoundsBackend
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operations import Operations
 from asyncoll.algorithms.sparse.operations import SparseOperations
@@ -22,7 +22,7 @@ from asyncoll.tensors.registered import RegisteredMemory, SharedMemory
 from asyncoll.transport.staging.opening import open_stager
 
 _PLANS_MAX = 1024
-ChooseBackend = Callable[[Member], Backend]
+ChooseBackend = Callable[[Member], RoundsBackend]
 
 
 class Family:

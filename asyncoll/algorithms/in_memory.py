@@ -13,7 +13,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Entry, Host, ShortCalls, signature_of
 from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.compiled import CompiledCalls
@@ -31,6 +30,7 @@ from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory
+from asyncoll.algorithms.seam.short_calls import Entry, Host, ShortCalls, signature_of
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, NonFiniteError, ProtocolError
 from asyncoll.rpc.carrier import Carrier

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Body, Collectives
+from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.arguments import digest
 from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import MismatchError, describe

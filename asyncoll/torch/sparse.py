@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp, check_reduction, dtype_name

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from asyncoll import forks
-from asyncoll.algorithms.arrival import to_its_end
+from asyncoll.algorithms.seam.arrival import to_its_end
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import remaining_s

@@ -10,10 +10,10 @@ import sys
 from types import TracebackType
 
 from asyncoll import forks
-from asyncoll.algorithms.arrival import to_its_end
 from asyncoll.algorithms.choice import choose_backend
 from asyncoll.algorithms.core import ChooseBackend, Core
 from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.seam.arrival import to_its_end
 from asyncoll.arguments import digest
 from asyncoll.communicator import Communicator
 from asyncoll.errors import (

@@ -10,7 +10,7 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 
 
 class Alone:
-    """Implements `algorithms.backend.Collectives`. No call moves a byte to another rank, so all calls share one."""
+    """Implements `seam.Collectives`. No call moves a byte to another rank, so all calls share one."""
 
     rank = 0
     size = 1

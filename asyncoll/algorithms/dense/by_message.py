@@ -1,4 +1,4 @@
-"""The dense collectives of one call by message: `algorithms.backend.Collectives` over the functions of `on_lane`."""
+"""The dense collectives of one call by message: `seam.Collectives` over the functions of `on_lane`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from asyncoll.tensors.reductions import Array, Combine, ReduceOp
 class MessageCall:
     """The `Collectives` of one call at one rank, by message.
 
-    The methods, their arguments and their results are those of `algorithms.backend.Collectives`. Its lane is open for
+    The methods, their arguments and their results are those of `seam.Collectives`. Its lane is open for
     the whole call. If a call has several collectives, they follow each other in that lane, at all ranks alike.
 
     The methods raise the failure of the communicator, and ProtocolError if a peer sends an array of another size.

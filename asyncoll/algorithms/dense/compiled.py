@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from asyncoll._core import Core
-from asyncoll.algorithms.backend import BegunCall, BegunShortCall, Collectives, Entry, Host, Plan, signature_of
 from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea, signed
+from asyncoll.algorithms.seam.collectives import Collectives
+from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, Host, Plan, signature_of
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
@@ -61,7 +62,7 @@ def meetings_of(staging: StagingArea, core: Core) -> Meetings:
 class CompiledCalls:
     """The whole calls of one communicator at one rank: the kinds that they learn, and how one goes on that has to wait.
 
-    `calls` is what carries them out: `backend.ShortCalls`.
+    `calls` is what carries them out: `seam.ShortCalls`.
     """
 
     def __init__(

@@ -21,9 +21,9 @@ from collections import deque
 
 import numpy as np
 
-from asyncoll.algorithms.arrival import unless_failed
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.pair_memory import PairMemory
+from asyncoll.algorithms.seam.arrival import unless_failed
 from asyncoll.errors import AsyncollError, DeviceError, ProtocolError
 from asyncoll.runtime.matching import Receive
 from asyncoll.runtime.member import Member

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Plan
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.pieces import Operand
 from asyncoll.algorithms.dense.staging import PATIENCE, Copy, Rendezvous, StagingArea, signed
+from asyncoll.algorithms.seam.short_calls import Plan
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer
 from asyncoll.tensors.staged import Staged
@@ -33,7 +33,7 @@ Take = Callable[[int, int, Array], None]  # source, first byte of the piece in t
 class SharedCall:
     """The `Collectives` of one call at one rank, in memory.
 
-    The methods, their arguments and their results are those of `algorithms.backend.Collectives`. All ranks of the
+    The methods, their arguments and their results are those of `seam.Collectives`. All ranks of the
     communicator call the same methods in the same order. Arrays are flat and contiguous. An array that gets a result
     must not overlap another one.
 

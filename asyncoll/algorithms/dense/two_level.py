@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.on_lane import bounds
+from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.statistics import Traffic
 from asyncoll.tensors import reductions

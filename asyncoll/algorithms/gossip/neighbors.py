@@ -10,8 +10,8 @@ from functools import partial
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.gossip.graphs import Graph
+from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.errors import UsageError
 from asyncoll.tensors import device_operations, reductions
 from asyncoll.tensors.operands import Operand, Resident, staged_parts

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.arrival import Arrival, to_its_end
-from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.gossip.graphs import is_active, partners
+from asyncoll.algorithms.seam.arrival import Arrival, to_its_end
+from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.arguments import digest
 from asyncoll.errors import DeviceError, ProtocolError, UsageError, describe
 from asyncoll.runtime.pending import PendingCall

@@ -9,6 +9,7 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery
+from asyncoll.algorithms.seam.backend import Backend
 from asyncoll.errors import MismatchError
 from asyncoll.runtime.member import Member
 from asyncoll.tensors.reductions import Array
@@ -106,3 +107,19 @@ class Directory:
     def __iter__(self) -> Iterator[Rounds]:
         """Iterate over a copy: another thread may add an operation meanwhile."""
         return iter(list(self.known.values()))
+
+
+class RoundsBackend(Backend, Protocol):
+    """A `Backend` that carries out wait-avoiding operations, too."""
+
+    @property
+    def operations(self) -> Directory:
+        """The wait-avoiding operations that this rank knows."""
+
+    async def open(self, operation: Operation, site: str) -> Rounds:
+        """Make `operation`, which `operations` does not have, and add it there; `site` is that of its first call.
+
+        Raises MismatchError if another rank knows a different operation of that name. Raises UsageError if this host
+        has no room for it: then nothing has been made or sent, and the communicator can be used. If another host has no
+        room, a rank of that host aborts the communicator.
+        """

@@ -17,14 +17,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.arrival import Arrival, to_its_end
-from asyncoll.algorithms.backend import Backend
-from asyncoll.algorithms.rounds.directory import Rounds
+from asyncoll.algorithms.rounds.directory import Rounds, RoundsBackend
 from asyncoll.algorithms.rounds.operation import JoinCall, Operation, RoundCall
 from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
 from asyncoll.algorithms.rounds.repeats import Repeat
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
+from asyncoll.algorithms.seam.arrival import Arrival, to_its_end
 from asyncoll.errors import UsageError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
@@ -70,7 +69,7 @@ class Receipt:
 class Operations:
     """The wait-avoiding operations of one communicator at one rank."""
 
-    def __init__(self, member: Member, backend: Backend, pending: PendingCalls) -> None:
+    def __init__(self, member: Member, backend: RoundsBackend, pending: PendingCalls) -> None:
         self.member = member
         self._backend = backend
         self.pending = pending

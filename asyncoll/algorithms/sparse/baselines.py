@@ -11,8 +11,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.dense.on_lane import bounds
+from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse import selection
 from asyncoll.algorithms.sparse.exchange import (
     branches,

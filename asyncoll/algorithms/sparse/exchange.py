@@ -12,9 +12,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Collectives
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.dense.two_level import LocalCollectives, TwoLevelCall
+from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse.parts import Packing, join, nothing, sum_parts
 from asyncoll.algorithms.sparse.selection import Part
 from asyncoll.errors import NonFiniteError

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse import selection
 from asyncoll.algorithms.sparse.exchange import deal_parts, gather_parts, owners, refusal, tell_sizes
 from asyncoll.algorithms.sparse.parts import Chosen, Outcome, Packing, Wanted, common, join, nothing

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse.accumulators import Accumulator, accumulator
 from asyncoll.algorithms.sparse.baselines import Dense, Gaussiank, GTopk, TopkA, TopkDSA
 from asyncoll.algorithms.sparse.oktopk import OkTopk, Rules, is_count, is_state

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncoll import _core
-from asyncoll.algorithms.backend import Collectives
+from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse.selection import Part, select, top_k
 from asyncoll.tensors.reductions import Array
 

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.backend import Body, Collectives
+from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.runtime.copies_back import CopiesBack
 from asyncoll.runtime.member import Member
 from asyncoll.tensors.staged import Arriving, begin_all

@@ -1,0 +1,74 @@
+"""How the ranks of a communicator carry out its calls.
+
+A `Backend` is chosen once for each communicator (`algorithms.choice`). It supplies the dense collectives, the carrier
+of RPC and the memory of registered tensors. Point to point goes by message under every backend, but for long tensors on
+devices whose memory both ranks read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
+
+from asyncoll.algorithms.seam.collectives import Collectives
+from asyncoll.algorithms.seam.short_calls import Host, ShortCalls
+from asyncoll.errors import ProtocolError
+from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.device_route import DeviceRoute
+from asyncoll.runtime.lifetime import Part
+from asyncoll.runtime.signature import Signature
+from asyncoll.tensors.registered import SharedMemory
+from asyncoll.tensors.staged import Staged
+
+T = TypeVar("T")
+
+
+class Backend(Part, Protocol):
+    """How the ranks of one communicator carry out their calls, at one of them."""
+
+    @property
+    def memory(self) -> SharedMemory | None:
+        """Where registered tensors lie. None: in ordinary memory."""
+
+    @property
+    def device_route(self) -> DeviceRoute | None:
+        """How results of RPC go from device to device. None: through the host."""
+
+    def short_calls(self, host: Host) -> ShortCalls | None:
+        """Make what starts usual calls for `host`. None: all calls go the general way."""
+
+    def collectives(self, call: Signature) -> Collectives:
+        """The collectives of `call`. Called once for each call, in the order of their numbers."""
+
+    def overlapped(self, call: Signature, staged: Staged) -> Collectives | None:
+        """The collectives of `call`: an allreduce, reduce, broadcast, allgather or reduce_scatter of `staged`.
+
+        They use the mirror while it arrives, and copy it back while they use the rest; `Staged.put` follows. None: the
+        call waits until the mirror has arrived, and uses `collectives`; else `staged` is deferred. The ranks may differ
+        in it.
+        """
+
+    def pair(self, call: Signature, context: int) -> Collectives:
+        """The collectives of call `call.number` of `context`, a call of two ranks. It uses `pass_on` only."""
+
+    def direct_pair(self, call: Signature, context: int, peer: int, staged: Staged) -> Collectives | None:
+        """The same, of the tensor `staged`, which the rank sends to group rank `peer` or receives from there.
+
+        They need no mirror if the two ranks read each other's device memory, and otherwise fetch it. None: the call
+        waits until the mirror has arrived, and uses `pair`. The two ranks may differ in it.
+        """
+
+    def start(
+        self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
+    ) -> Coroutine[Any, Any, T]:
+        """Start `work`, which uses collectives or rounds of this backend. Returns a coroutine that waits for it.
+
+        `nbytes` is the size of this rank's contribution. `discarded` is called, as by `Runner.start`, if no caller gets
+        the result. `describe` describes the work, for the report of a deadlock.
+        """
+
+    def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
+        """A coroutine for a task of the runtime's loop, which runs `work`, as of `start`, from its beginning on."""
+
+    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
+        """Make the carrier of RPC between the ranks. It calls `broken` for a rank that breaks its protocol."""
