@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -124,6 +125,19 @@ def test_environment_is_the_one_of_torchrun() -> None:
     found = {line.partition(": ")[2] for line in ours.stdout.splitlines()}
     assert (ours.returncode, ours.stderr, len(found)) == (0, "", 2)
     assert found == set(theirs.stdout.splitlines())
+
+
+def test_a_reserved_port_is_given_to_no_program_at_another_address() -> None:
+    """Rank 0 may bind it nevertheless, at one address or at all, as the store of torch does."""
+    with reserve_port() as holder:
+        port = holder.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.2", port))
+        for address in ("127.0.0.1", ""):
+            with socket.socket() as store:
+                store.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                store.bind((address, port))
+                store.listen()
 
 
 def test_thread_settings_of_the_user_are_kept() -> None:

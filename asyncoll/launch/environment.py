@@ -104,13 +104,16 @@ def job_folder(key: bytes | None = None) -> Iterator[Path]:
 def reserve_port(address: str = "127.0.0.1") -> socket.socket:
     """A bound socket that does not listen: no other program is given its port, but rank 0 may bind it.
 
-    Raises UsageError if `address` is none of this host.
+    The port is held at all addresses, because a program at another address could be given it otherwise, and a store of
+    torch listens at all. Raises UsageError if `address` is none of this host.
     """
-    holder = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    family, everywhere = (socket.AF_INET6, "::") if ":" in address else (socket.AF_INET, "0.0.0.0")
     try:
-        holder.bind((address, 0))
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+        holder = socket.socket(family)
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((everywhere, 0))
     except OSError as error:
-        holder.close()
         raise UsageError(f"cannot listen at {address}: {error.strerror}") from error
     return holder
