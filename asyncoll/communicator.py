@@ -25,6 +25,7 @@ from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.rounds.tally import OperationStatistics
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.sparse.oktopk import Rules
 from asyncoll.algorithms.sparse.operations import SparseReduction, Specification
@@ -621,7 +622,7 @@ class Communicator(Uncopied):
             return result
 
         call, nbytes = self._call("scatter", None, f"root {root}"), sum(x.flat.nbytes for x in operands)
-        return self._calls.start(call, body, nbytes, staged=staged_parts(operands))
+        return self._calls.start(Call(call, body, nbytes, staged_parts(operands)))
 
     def alltoall(self, x: T) -> Coroutine[Any, Any, T]:
         """Send the i-th of `size` equal blocks of the rows of `x` to rank i, and receive one block from each rank.
@@ -726,7 +727,7 @@ class Communicator(Uncopied):
             return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
         call, nbytes = self._call("alltoallv", operands[0], any_count=True), sum(x.flat.nbytes for x in operands)
-        return self._calls.start(call, body, nbytes, staged=staged_parts(operands))
+        return self._calls.start(Call(call, body, nbytes, staged_parts(operands)))
 
     def barrier(self) -> Coroutine[Any, Any, None]:
         """Wait until every rank has called it.
@@ -760,7 +761,7 @@ class Communicator(Uncopied):
         if self._short is not None and (started := self._short.barrier()) is not None:
             return started
         call = self._call("barrier", None)
-        return self._calls.start(call, lambda collectives: collectives.barrier())
+        return self._calls.start(Call(call, lambda collectives: collectives.barrier()))
 
     # -- point to point ---------------------------------------------------------------------------
 
@@ -1495,7 +1496,7 @@ class Communicator(Uncopied):
             # The other ranks go on with a result, and thresholds, that this rank's caller does not know.
             self._core.member.abort(f"{call} was cancelled, or never awaited")
 
-        return self._calls.start(call, body, begun.nbytes, discarded, begun.staged)
+        return self._calls.start(Call(call, body, begun.nbytes, begun.staged, discarded=discarded))
 
     def sparse_state(self, name: str = "sparse") -> dict[str, Any] | None:
         """The state of this rank's sparse allreduces of `name`, for a checkpoint: round, thresholds and regions.
@@ -1686,7 +1687,7 @@ class Communicator(Uncopied):
         def discarded() -> None:
             self._core.member.abort(f"{call} was cancelled, or never awaited: the mass that it received is lost")
 
-        return self._calls.start(call, body, push.nbytes, discarded, push.staged)
+        return self._calls.start(Call(call, body, push.nbytes, push.staged, discarded=discarded))
 
     def gossip(self, x: object, *, graph: str = "ring", seed: int = 0) -> Coroutine[Any, Any, Gossip]:
         """Make a `Gossip`: a copy of `x` at each rank, which other ranks average with theirs while programs compute.
@@ -1750,7 +1751,7 @@ class Communicator(Uncopied):
             await collectives.barrier()
             return gossip
 
-        return self._calls.start(call, body, staged=staged_parts([operand]))
+        return self._calls.start(Call(call, body, staged=staged_parts([operand])))
 
     def neighbors(self, *, graph: str = "ring", iteration: int = 0, peers: int = 1) -> tuple[int, ...]:
         """The ranks that this rank receives from in a graph of `neighbor_average` or `push_sum`, ascending.
@@ -1857,7 +1858,7 @@ class Communicator(Uncopied):
             hosts = tuple(self.hosts[rank] for rank in members)
             return type(self)(self._core.split(group), hosts)
 
-        return self._calls.start(call, body)
+        return self._calls.start(Call(call, body))
 
     def close(self) -> None:
         """Make no more calls on this communicator, which `split` has made. Its memory is freed when no rank needs it.
@@ -1972,10 +1973,9 @@ class Communicator(Uncopied):
     def _start(
         self, call: Signature, body: Body[T], operand: Operand, *, overlaps: bool = False
     ) -> Coroutine[Any, Any, T]:
-        """With `overlaps`, it is a collective of `Backend.overlapped`."""
+        """With `overlaps`, it is one collective, which may use the tensor while it arrives."""
         staged = () if operand.staged is None else (operand.staged,)
-        overlapping = operand.staged if overlaps else None
-        return self._calls.start(call, body, operand.flat.nbytes, staged=staged, overlapping=overlapping)
+        return self._calls.start(Call(call, body, operand.flat.nbytes, staged, operand.staged if overlaps else None))
 
     def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
         """Make and start a call of two ranks by `start`. `detail` describes it."""

@@ -12,6 +12,7 @@ from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.rounds.alone import LoneRounds
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.short_calls import Entry, Host, Plan
 from asyncoll.errors import DeviceError, ProtocolError, UsageError
 from asyncoll.rpc.by_message import MessageCarrier
@@ -92,11 +93,8 @@ class AloneBackend:
     def short_calls(self, host: Host) -> AloneCalls:
         return AloneCalls(self._member, host)
 
-    def collectives(self, call: Signature) -> Alone:
+    def collectives(self, call: Call[Any]) -> Alone:
         return Alone()
-
-    def overlapped(self, call: Signature, staged: Staged) -> None:
-        """None: there is nothing to do with the mirror."""
 
     def pair(self, call: Signature, context: int) -> MessageCall:
         return MessageCall(self._member, call, context)

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from asyncoll.algorithms.by_message import MessageBackend
 from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.two_level import EXCHANGES, LocalCollectives, TwoLevelCall
+from asyncoll.algorithms.host_operations import HostMemory, HostOperations
 from asyncoll.algorithms.in_memory import MemoryBackend, MemoryCall
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
-from asyncoll.algorithms.host_operations import HostMemory, HostOperations
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
@@ -51,13 +52,13 @@ class HostsBackend(MessageBackend):
             return super()._operations()
         return HostOperations(self._member, self.operations, self._hosts, self._rounds)
 
-    def collectives(self, call: Signature) -> Collectives:
+    def collectives(self, call: Call[Any]) -> Collectives:
         within: LocalCollectives
         if self._memory is None:
-            within = MessageCall(self._host, call, self._within)
+            within = MessageCall(self._host, call.signature, self._within)
         else:
-            within = _CallOnLoop(self._memory, call)
-        return TwoLevelCall(self._hosts, super().collectives(call), within, self._between_hosts(call))
+            within = _CallOnLoop(self._memory, call.signature)
+        return TwoLevelCall(self._hosts, super().collectives(call), within, self._between_hosts(call.signature))
 
     def _between_hosts(self, call: Signature) -> list[MessageCall]:
         """The lanes of the leaders of this rank's place; none if this rank is no leader."""
@@ -103,7 +104,7 @@ class _CallOnLoop:
     def __init__(self, memory: MemoryBackend, call: Signature) -> None:
         self._memory = memory
         self._call = call
-        self._collectives: MemoryCall = memory.collectives(call)
+        self._collectives: MemoryCall = memory.collectives_of(call)
 
     @property
     def traffic(self) -> Traffic:

@@ -9,6 +9,7 @@ from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.seam.short_calls import Host
 from asyncoll.errors import ProtocolError
@@ -38,11 +39,8 @@ class MessageBackend:
     def short_calls(self, host: Host) -> None:
         """None: a call by message needs the runtime's loop."""
 
-    def collectives(self, call: Signature) -> Collectives:
-        return MessageCall(self._member, call, self._member.communicator)
-
-    def overlapped(self, call: Signature, staged: Staged) -> None:
-        """None: messages take some ten times as long as the copies, which would gain little."""
+    def collectives(self, call: Call[Any]) -> Collectives:
+        return MessageCall(self._member, call.signature, self._member.communicator)
 
     def pair(self, call: Signature, context: int) -> MessageCall:
         return MessageCall(self._member, call, context)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from asyncoll.algorithms.seam.arrival import Arrival
 from asyncoll.algorithms.seam.backend import Backend
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.seam.short_calls import ShortCalls, signature_of
 from asyncoll.errors import describe
@@ -16,7 +17,6 @@ from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
-from asyncoll.runtime.progress import ignore
 from asyncoll.runtime.receives import FromAny, Receives, pair_context
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.statistics import Ledger, Traffic
@@ -78,62 +78,44 @@ class Calls:
         if self.unstarted is not None:
             self._member.abort(f"{self.unstarted} was interrupted before it had begun")
 
-    def start(
-        self,
-        call: Signature,
-        body: Body[T],
-        nbytes: int = 0,
-        discarded: Callable[[], None] = ignore,
-        staged: Sequence[Arriving] = (),
-        *,
-        overlapping: Staged | None = None,
-    ) -> Coroutine[Any, Any, T]:
-        """Start a call of all ranks, which runs `body` with the collectives of this call once `staged` have arrived.
+    def start(self, call: Call[T]) -> Coroutine[Any, Any, T]:
+        """Start a call of all ranks. Returns a coroutine that waits for it.
 
-        With `overlapping`, the one of `staged`, it may run before: it is a collective of `Backend.overlapped`. Returns
-        a coroutine that waits for it. `nbytes` and `discarded` are those of `Backend.start`. An exception here aborts
-        the communicator.
+        An exception here aborts the communicator.
         """
 
         def begin() -> Coroutine[Any, Any, T]:
-            pending = self._pending.enter(call, call.number)
+            pending = self._pending.enter(call.signature, call.signature.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
-            overlapped = self._backend.overlapped(call, overlapping) if overlapping else None
-            collectives = overlapped or self._backend.collectives(call)
-            if staged:
-                here, overlaps = self._backend.here, overlapped is not None
-                return self._start_staged(call, collectives, body, pending, staged, here, discarded, overlaps=overlaps)
-            work = self._carry_out(call, collectives, body, pending)
-            return self._backend.start(work, call.__str__, nbytes, discarded)
+            collectives = self._backend.collectives(call)
+            if call.staged:
+                return self._start_staged(call, collectives, pending, self._backend.here)
+            work = self._carry_out(call.signature, collectives, call.body, pending)
+            return self._backend.start(work, call.signature.__str__, call.nbytes, call.discarded)
 
         try:
-            return self._begin(call, begin)
+            return self._begin(call.signature, begin)
         except BaseException as error:
-            self._member.abort(f"{call} was interrupted: {describe(error)}")
+            self._member.abort(f"{call.signature} was interrupted: {describe(error)}")
             raise
 
     def _start_staged(
         self,
-        call: Signature,
+        call: Call[T],
         collectives: Collectives,
-        body: Body[T],
         pending: PendingCall,
-        staged: Sequence[Arriving],
         here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
-        discarded: Callable[[], None] = ignore,
-        *,
-        overlaps: bool,
     ) -> Coroutine[Any, Any, T]:
         """As `start`, on the runtime's loop: the caller's thread waits for no device.
 
-        `body` runs once `staged` have arrived, unless it `overlaps`: then `collectives` fetch what they use, and wait
-        for it.
+        The body runs once the tensors have arrived, unless `collectives` fetch what they use, and wait for it.
         """
-        arrival, runner = Arrival(self._member, staged), self._member.runner
-        self._pending.arrives(pending, staged)
+        signature, body, overlaps = call.signature, call.body, collectives.overlaps
+        arrival, runner = Arrival(self._member, call.staged), self._member.runner
+        self._pending.arrives(pending, call.staged)
         checked = body if overlaps else arrival.before(body)
-        work = here(self._carry_out(call, collectives, checked, pending), call.__str__)
-        return runner.resuming(runner.start(work if overlaps else arrival.then(work), discarded), arrival.join)
+        work = here(self._carry_out(signature, collectives, checked, pending), signature.__str__)
+        return runner.resuming(runner.start(work if overlaps else arrival.then(work), call.discarded), arrival.join)
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -180,8 +162,7 @@ class Calls:
                 staged[0].defer(may_share=True)
             pair = direct or self._backend.pair(call, context)
             if staged:
-                overlaps = direct is not None
-                return self._start_staged(call, pair, body, pending, staged, lambda work, _: work, overlaps=overlaps)
+                return self._start_staged(Call(call, body, staged=staged), pair, pending, lambda work, _: work)
             return self._member.runner.start(self._carry_out(call, pair, body, pending))
 
         return self._begin(call, begin)

@@ -10,6 +10,7 @@ from asyncoll.algorithms.choice import choose_backend
 from asyncoll.algorithms.rounds.directory import RoundsBackend
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operations import Operations
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.sparse.operations import SparseOperations
 from asyncoll.errors import Reason, UsageError
 from asyncoll.rpc.ranks import Rpc
@@ -113,7 +114,7 @@ class Core:
     def leave(self, site: Site) -> Coroutine[Any, Any, None]:
         """Start a barrier as the last call of this rank. `site` is shown in errors."""
         call = self.calls.number("the end of its program", "", -1, "", site)
-        return self.calls.start(call, lambda collectives: collectives.barrier())
+        return self.calls.start(Call(call, lambda collectives: collectives.barrier()))
 
     def split(self, group: Group, *, keeps_messages: bool = True) -> Core:
         """The parts of a new communicator of the ranks in `group`, with the same choice of backend.

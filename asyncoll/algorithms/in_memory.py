@@ -30,6 +30,7 @@ from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.short_calls import Entry, Host, ShortCalls, signature_of
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, NonFiniteError, ProtocolError
@@ -98,11 +99,13 @@ class MemoryCall(SharedCall):
 
 
 class OverlappedCall(MemoryCall):
-    """The same for one tensor of a device. It has the methods of `Backend.overlapped`.
+    """The same for one tensor of a device: an allreduce, reduce, broadcast, allgather or reduce_scatter.
 
     If all ranks can read each other's device memory, the tensors pass through that. Otherwise the tensor goes through
     its mirror, which is used while it arrives, and returns while it is used.
     """
+
+    overlaps = True
 
     def __init__(
         self, member: Member, staging: StagingArea, call: Signature, staged: Staged, memory: GroupMemory
@@ -224,31 +227,30 @@ class MemoryBackend:
         if core is None:
             return None
         closing, failures = member.endpoint, member.endpoint.failures
-        self._compiled = CompiledCalls(core, self._staging, host, member, closing, failures, note, self._collectives)
+        self._compiled = CompiledCalls(core, self._staging, host, member, closing, failures, note, self.collectives_of)
         return self._compiled.calls
 
-    def collectives(self, call: Signature) -> MemoryCall:
-        if self._compiled is not None and call.operation in ("allreduce", "barrier"):
-            self._compiled.learn(call)
-        return self._collectives(call)
+    def collectives(self, call: Call[Any]) -> MemoryCall:
+        if call.overlapping is not None and self._overlaps(call.overlapping.mirror.nbytes):
+            call.overlapping.defer(may_share=not self._devices.is_refused)
+            self._recent.append(call.signature)
+            return OverlappedCall(self._member, self._staging, call.signature, call.overlapping, self._devices)
+        if self._compiled is not None:
+            self._compiled.learn(call.signature)
+        return self.collectives_of(call.signature)
 
-    def _collectives(self, call: Signature) -> MemoryCall:
+    def _overlaps(self, nbytes: int) -> bool:
+        """Whether a tensor of a device is long enough to be used while it arrives."""
+        sizes = self._staging.sizes
+        least = sizes.staged if self._devices.is_refused else min(sizes.staged, sizes.device)
+        return nbytes > max(least, sizes.short)
+
+    def collectives_of(self, call: Signature) -> MemoryCall:
         self._recent.append(call)
         return MemoryCall(self._member, self._staging, call)
 
     def _work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Work[T]:
         return Work(self._staging.arena, work, self._check, describe)
-
-    def overlapped(self, call: Signature, staged: Staged) -> OverlappedCall | None:
-        sizes = self._staging.sizes
-        total = staged.mirror.nbytes
-        is_refused = self._devices.is_refused
-        least = sizes.staged if is_refused else min(sizes.staged, sizes.device)
-        if total <= max(least, sizes.short):
-            return None
-        staged.defer(may_share=not is_refused)
-        self._recent.append(call)
-        return OverlappedCall(self._member, self._staging, call, staged, self._devices)
 
     def pair(self, call: Signature, context: int) -> MessageCall:
         # By message: a rendezvous in memory is one of all ranks. A long tensor of a device may take `direct_pair`.

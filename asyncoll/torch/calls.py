@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.arguments import digest
 from asyncoll.blocking import BlockingCommunicator
@@ -155,7 +156,7 @@ class Calls:
         staged = _staged([given, *outputs.blocks])
         with self._in_order():
             call = self._number("gather", given.dtype, -1, f"root {root}")
-            return self._handle(self._calls.start(call, body, given.flat.nbytes, staged=staged))
+            return self._handle(self._calls.start(Call(call, body, given.flat.nbytes, staged)))
 
     def scatter(self, inputs: Row, output: Block, root: int) -> Handle[Any]:
         """Copy the root's inputs into the outputs of all ranks; the inputs of other ranks are empty."""
@@ -171,7 +172,7 @@ class Calls:
         staged = _staged([output, *inputs.blocks])
         with self._in_order():
             call = self._number("scatter", output.dtype, -1, f"root {root}")
-            return self._handle(self._calls.start(call, body, output.flat.nbytes, staged=staged))
+            return self._handle(self._calls.start(Call(call, body, output.flat.nbytes, staged)))
 
     def alltoall(self, inputs: Row, outputs: Row) -> Handle[Any]:
         """Copy each input to the rank with its index, into the output with the index of this rank."""
@@ -189,7 +190,7 @@ class Calls:
         staged = _staged([*inputs.blocks, *outputs.blocks])
         with self._in_order():
             call = self._number("alltoall", inputs.dtype, -1, "")
-            return self._handle(self._calls.start(call, body, inputs.nbytes, staged=staged))
+            return self._handle(self._calls.start(Call(call, body, inputs.nbytes, staged)))
 
     def barrier(self) -> Handle[Any]:
         """End once all ranks have come."""
@@ -197,7 +198,7 @@ class Calls:
             if self._short is not None and (short := self._short.barrier()) is not None:
                 return self._handle(short)
             call = self._number("barrier", "", -1, "")
-            return self._handle(self._calls.start(call, lambda collectives: collectives.barrier()))
+            return self._handle(self._calls.start(Call(call, lambda collectives: collectives.barrier())))
 
     def refuse(self, operation: str, reason: str) -> None:
         """Take the place of a call of `operation` that this rank refuses, for this reason.
@@ -214,14 +215,14 @@ class Calls:
 
         site = site_of_user()._replace(remark=reason)
         with self._in_order():
-            self._handle(self._calls.start(self._calls.number(operation, "", -1, "refused", site), body))
+            self._handle(self._calls.start(Call(self._calls.number(operation, "", -1, "refused", site), body)))
 
     def run(
         self, name: str, dtype: str, detail: str, body: Body[Any], nbytes: int, staged: Sequence[Staged] = ()
     ) -> Handle[Any]:
         """A call of any `body`, which runs once `staged` have arrived."""
         with self._in_order():
-            return self._handle(self._calls.start(self._number(name, dtype, -1, detail), body, nbytes, staged=staged))
+            return self._handle(self._calls.start(Call(self._number(name, dtype, -1, detail), body, nbytes, staged)))
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -312,9 +313,8 @@ class Calls:
         return self.run(name, rows[0].dtype, detail + _described(rows), body, sum(row.nbytes for row in rows), staged)
 
     def _start_alone(self, call: Signature, body: Body[Any], block: Block) -> Handle[Any]:
-        """Start a call of one block: a collective of `Backend.overlapped`."""
-        staged, overlapping = _staged([block]), block.staged
-        return self._handle(self._calls.start(call, body, block.flat.nbytes, staged=staged, overlapping=overlapping))
+        """Start a call of one block, which is one collective: it may use the block while that arrives."""
+        return self._handle(self._calls.start(Call(call, body, block.flat.nbytes, _staged([block]), block.staged)))
 
     def _number(self, name: str, dtype: str, elements: int, detail: str) -> Signature:
         core = self._core

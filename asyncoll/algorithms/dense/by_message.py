@@ -23,6 +23,8 @@ class MessageCall:
     Cancelling one stops the wait only. The context then ends the communicator, because peers still expect messages.
     """
 
+    overlaps = False
+
     def __init__(self, member: Member, call: Signature, context: int) -> None:
         """`call` is execution `call.number` of `context`."""
         self._member = member

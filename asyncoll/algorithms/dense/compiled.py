@@ -119,11 +119,13 @@ class CompiledCalls:
         )
 
     def learn(self, call: Signature) -> None:
-        """From now on calls as `call`, an allreduce or a barrier, begin here with their arguments alone.
+        """From now on calls as `call` begin here with their arguments alone.
 
-        Without effect for a reduction that has no kernel, for long arrays, which would block their callers' loops, and
-        if many kinds are known.
+        Without effect unless it is an allreduce of one array, or a barrier; for a reduction that has no kernel; for
+        long arrays, which would block their callers' loops; and if many kinds are known.
         """
+        if call.operation not in ("allreduce", "barrier"):
+            return
         kind = call.operation, call.dtype, call.elements, call.detail
         if kind in self._learnt or len(self._learnt) == _KINDS_MAX:
             return

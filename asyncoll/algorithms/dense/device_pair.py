@@ -41,6 +41,8 @@ _READ, _REFUSED = 1, 0  # answers
 class DevicePair(MessageCall):
     """Its `pass_on` sends the tensor or receives it. It has no other method of `Collectives`."""
 
+    overlaps = True
+
     def __init__(self, member: Member, call: Signature, context: int, staged: Staged, memory: PairMemory) -> None:
         """To send it, `staged` is deferred (`Staged.defer`)."""
         super().__init__(member, call, context)

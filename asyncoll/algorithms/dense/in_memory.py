@@ -42,6 +42,8 @@ class SharedCall:
     of its arrays to the user, and end the communicator.
     """
 
+    overlaps = False
+
     def __init__(self, staging: StagingArea, number: int, fingerprint: int) -> None:
         self.rank = staging.rank
         self.size = staging.size

@@ -89,6 +89,8 @@ _Step = Callable[[W], Coroutine[Any, Any, None]]
 class TwoLevelCall:
     """The `Collectives` of one call."""
 
+    overlaps = False
+
     def __init__(
         self, hosts: Hosts, whole: Collectives, within: LocalCollectives, between: Sequence[MessageCall]
     ) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from asyncoll.algorithms.core import Core
 from asyncoll.algorithms.gossip.graphs import is_active, partners
 from asyncoll.algorithms.seam.arrival import Arrival, to_its_end
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.arguments import digest
 from asyncoll.errors import DeviceError, ProtocolError, UsageError, describe
@@ -292,7 +293,7 @@ class Gossip(Uncopied):
             await collectives.alltoall(asked, rows)
             return Counter({rank: int(row[0]) for rank, row in enumerate(rows)})
 
-        closing, staged = self._finish(self._calls.start(call, body)), self._operand.staged
+        closing, staged = self._finish(self._calls.start(Call(call, body))), self._operand.staged
         return closing if staged is None else self._member.runner.resuming(closing, staged.join)
 
     def _check(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.seam.short_calls import Host, ShortCalls
 from asyncoll.errors import ProtocolError
@@ -37,15 +38,10 @@ class Backend(Part, Protocol):
     def short_calls(self, host: Host) -> ShortCalls | None:
         """Make what starts usual calls for `host`. None: all calls go the general way."""
 
-    def collectives(self, call: Signature) -> Collectives:
-        """The collectives of `call`. Called once for each call, in the order of their numbers."""
+    def collectives(self, call: Call[Any]) -> Collectives:
+        """Those of `call`. Called once for each call, in the order of their numbers. The ranks may differ in them.
 
-    def overlapped(self, call: Signature, staged: Staged) -> Collectives | None:
-        """The collectives of `call`: an allreduce, reduce, broadcast, allgather or reduce_scatter of `staged`.
-
-        They use the mirror while it arrives, and copy it back while they use the rest; `Staged.put` follows. None: the
-        call waits until the mirror has arrived, and uses `collectives`; else `staged` is deferred. The ranks may differ
-        in it.
+        If `call.overlapping` is used while it arrives, it is deferred, copied back meanwhile, and `Staged.put` follows.
         """
 
     def pair(self, call: Signature, context: int) -> Collectives:

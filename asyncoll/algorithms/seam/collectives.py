@@ -35,6 +35,8 @@ class Collectives(Protocol):
     @property
     def size(self) -> int: ...
 
+    overlaps: bool  # whether they use a tensor of a device while it arrives, and wait for what they use
+
     @property
     def traffic(self) -> Traffic:
         """Of this call so far."""

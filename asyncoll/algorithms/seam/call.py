@@ -1,0 +1,25 @@
+"""A call of all ranks of a communicator, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from asyncoll.algorithms.seam.collectives import Body
+from asyncoll.runtime.progress import ignore
+from asyncoll.runtime.signature import Signature
+from asyncoll.tensors.staged import Arriving, Staged
+
+T = TypeVar("T")
+
+
+class Call(NamedTuple, Generic[T]):
+    """One rank's part of a call of all ranks: what it is, and what it does."""
+
+    signature: Signature  # what all ranks agree on, the number of the call, and its place in the program
+    body: Body[T]  # what it does with the collectives of this call; returns the result
+    nbytes: int = 0  # of this rank's contribution
+    staged: Sequence[Arriving] = ()  # its tensors on devices: the body runs once they have arrived
+    # The one of them that the collective, which is then the only one of the call, may use while it arrives.
+    overlapping: Staged | None = None
+    discarded: Callable[[], None] = ignore  # as of `Runner.start`: no caller gets the result
