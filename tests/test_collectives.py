@@ -12,6 +12,7 @@ from conftest import SIZES, case, looped
 import asyncoll
 from asyncoll import AVG, BAND, BOR, BXOR, MAX, MIN, PROD, SUM, UsageError
 from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.reductions import DTYPES, combiner, fill_neutral
 from asyncoll.testing import Network, simulate
@@ -203,7 +204,7 @@ def test_collectives_of_one_call_do_not_mix(size):
                         await asyncio.sleep(draw.exponential(1e-3))
                     await one(calls, which, turn)
 
-            await comm._calls.start(comm._call("barrier", None), body)
+            await comm._calls.start(Call(comm._call("barrier", None), body))
 
     simulate(size, main, Network(jitter_s=1e-3))
 

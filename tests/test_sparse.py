@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 from asyncoll import AbortedError, DeviceError, Feedback, MismatchError, NonFiniteError, UsageError
 from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.dense.on_lane import bounds
+from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.sparse import oktopk, selection
 from asyncoll.algorithms.sparse import parts as algorithms
 from asyncoll.algorithms.sparse.operations import ALGORITHMS
@@ -1220,7 +1221,7 @@ def test_the_papers_way_to_the_global_threshold_takes_words_by_the_thousand(simu
 
 async def in_its_form(comm, body):
     """Run `body(form)` as a call of its own."""
-    return await comm._calls.start(comm._call("a test", None), body)
+    return await comm._calls.start(Call(comm._call("a test", None), body))
 
 
 @sizes
