@@ -221,6 +221,25 @@ def test_a_rank_beyond_the_world_of_rank_0_names_both_sizes_if_the_store_is_that
         meet(2, 4, UntilTheStoreEnds(2, 4, store))
 
 
+@pytest.mark.parametrize("is_of_rank_0", [True, False])
+@pytest.mark.parametrize(
+    "noticed",
+    [PeerLostError(1, "it refuses connections"), DeadlineError("nothing", (0, 2), (1,)), UsageError("no path")],
+)
+def test_a_rank_that_has_given_up_since_rank_0_died_is_not_named_in_its_place(noticed, is_of_rank_0):
+    """Rank 0 serves the store. A failure of another rank, it would have told, or waited for it to be read."""
+    distributed = pytest.importorskip("torch.distributed")
+    store = EndingStore(distributed.HashStore())
+    entered = SealedStore(store, "job", 2, 3, Key(b""), Joining(2, 3), serves=is_of_rank_0)
+    store.is_over = True
+    if isinstance(noticed, UsageError) or not is_of_rank_0:
+        entered.warn(type(noticed), noticed, None)
+        return
+    with pytest.raises(PeerLostError, match="the store that it serves has ended") as raised:
+        entered.warn(type(noticed), noticed, None)
+    assert (raised.value.rank, raised.value.__cause__) == (0, noticed)
+
+
 # -- several worlds --------------------------------------------------------------------------------
 
 

@@ -83,7 +83,7 @@ class SealedEntries:
             self.is_gone = True
             if not self.serves:
                 raise ServiceLostError(f"the store of this job is gone: {error}") from error
-            raise PeerLostError(0, "the store that it serves has ended before all ranks had joined") from error
+            raise store_ended() from error
         finally:
             self.is_asking = is_asking
 
@@ -106,6 +106,11 @@ class SealedEntries:
     def close(self) -> None:
         """Let go of the store. If this rank serves it, the store ends."""
         del self._store
+
+
+def store_ended() -> PeerLostError:
+    """The error for a store that rank 0 serves, and that has ended: unless rank 0 has told a failure, it has died."""
+    return PeerLostError(0, "the store that it serves has ended before all ranks had joined")
 
 
 def seal(texts: Sequence[str], name: str, key: Key) -> bytes:

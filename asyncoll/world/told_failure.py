@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from asyncoll.errors import AsyncollError, ClosedError, DeadlineError, PeerLostError, UsageError, describe
 from asyncoll.transport.joining import TELLING_S
-from asyncoll.world.sealed_entries import SealedEntries, Store, seal, unseal
+from asyncoll.world.sealed_entries import SealedEntries, Store, seal, store_ended, unseal
 
 _FAREWELL_S = 10.0  # time for the other ranks to read why the store of rank 0 ends; they may wait for a processor
 _BESIDE_LOST_S = 1.0  # in place of that, for ranks whose host may be gone
@@ -60,6 +60,9 @@ class ToldFailure:
     def tell(self, error: BaseException) -> AsyncollError | None:
         """Tell the other ranks why joining has failed. Returns what another rank has told before.
 
+        If the store of rank 0 has ended without that, returns the loss of rank 0: it would have waited for this rank to
+        read a failure. What this rank has noticed of another one, which has given up, is a consequence.
+
         The first call does it, in any thread, and blocks for up to two seconds; but not if the host of rank 0 is lost,
         which serves the store. Afterwards the store may be gone.
         """
@@ -85,7 +88,7 @@ class ToldFailure:
         """Publish `error`, unless another rank has published a failure before; then add that one to `told`."""
         name, key, rank = self._name, self._entries.key, self._entries.rank
         words = words_of(error, rank)
-        with contextlib.suppress(RuntimeError):  # the store has ended, so no rank can be told
+        try:
             if not store.check([name]):
                 store.set(name, seal(words, name, key))
             first = unseal(store.get(name), name, key)
@@ -93,6 +96,9 @@ class ToldFailure:
                 told.append(error_of(first, self._entries.size))
             store.set(self._has_read(rank), b"")
             self._has_told = True
+        except RuntimeError:  # the store has ended, so no rank can be told
+            if self._entries.serves and 0 not in _missed(error):
+                told.append(store_ended())
 
     def _await_readers(self, lost: Sequence[int]) -> None:
         """Wait until all ranks that have come to the store, except the `lost` ones, have read the failure.
