@@ -96,11 +96,8 @@ class AloneBackend:
     def collectives(self, call: Call[Any]) -> Alone:
         return Alone()
 
-    def pair(self, call: Signature, context: int) -> MessageCall:
+    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
         return MessageCall(self._member, call, context)
-
-    def direct_pair(self, call: Signature, context: int, peer: int, staged: Staged) -> None:
-        """None: there is no other rank."""
 
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]

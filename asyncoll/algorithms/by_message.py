@@ -42,11 +42,8 @@ class MessageBackend:
     def collectives(self, call: Call[Any]) -> Collectives:
         return MessageCall(self._member, call.signature, self._member.communicator)
 
-    def pair(self, call: Signature, context: int) -> MessageCall:
+    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
         return MessageCall(self._member, call, context)
-
-    def direct_pair(self, call: Signature, context: int, peer: int, staged: Staged) -> None:
-        """None: not all ranks share memory in which they could agree."""
 
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]

@@ -157,10 +157,9 @@ class Calls:
 
         def begin() -> Coroutine[Any, Any, T]:
             pending = self._enter_pair(call, source, dest)
-            direct = self._backend.direct_pair(call, context, dest, staged[0]) if staged else None
-            if direct is not None:
+            pair = self._backend.pair(call, context, dest, staged[0] if staged else None)
+            if pair.overlaps:
                 staged[0].defer(may_share=True)
-            pair = direct or self._backend.pair(call, context)
             if staged:
                 return self._start_staged(Call(call, body, staged=staged), pair, pending, lambda work, _: work)
             return self._member.runner.start(self._carry_out(call, pair, body, pending))
@@ -177,7 +176,7 @@ class Calls:
 
         def begin() -> Coroutine[Any, Any, T]:
             pending, runner = self._enter_pair(call, source, self._member.group.rank), self._member.runner
-            if staged and self._backend.direct_pair(call, 0, source, staged[0]) is not None:
+            if staged and self._backend.pair(call, 0, source, staged[0]).overlaps:
                 staged[0].defer(may_share=True)
             arrival = Arrival(self._member, staged)  # before the message may be there
             self._pending.arrives(pending, staged)
@@ -238,8 +237,8 @@ class Calls:
         call = Signature(operation, number, dtype, elements, detail, site)
         self._pending.replace(pending, call)
         context = pair_context(self._member.communicator, source, self._member.group.rank, tag)
-        direct = self._backend.direct_pair(call, context, source, staged[0]) if staged else None
-        return await self._carry_out(call, direct or self._backend.pair(call, context), body, pending)
+        pair = self._backend.pair(call, context, source, staged[0] if staged else None)
+        return await self._carry_out(call, pair, body, pending)
 
     async def _wait_for_number(self, call: Signature, source: int, tag: int, pending: PendingCall) -> int:
         try:

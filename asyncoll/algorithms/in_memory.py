@@ -252,14 +252,11 @@ class MemoryBackend:
     def _work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Work[T]:
         return Work(self._staging.arena, work, self._check, describe)
 
-    def pair(self, call: Signature, context: int) -> MessageCall:
-        # By message: a rendezvous in memory is one of all ranks. A long tensor of a device may take `direct_pair`.
+    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
+        # By message: a rendezvous in memory is one of all ranks. A long tensor of a device may pass in device memory.
+        if staged is not None and self._pairs.takes(staged.mirror.nbytes, staged.opened_device, peer):
+            return DevicePair(self._member, call, context, staged, self._pairs)
         return MessageCall(self._member, call, context)
-
-    def direct_pair(self, call: Signature, context: int, peer: int, staged: Staged) -> DevicePair | None:
-        if not self._pairs.takes(staged.mirror.nbytes, staged.opened_device, peer):
-            return None
-        return DevicePair(self._member, call, context, staged, self._pairs)
 
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]

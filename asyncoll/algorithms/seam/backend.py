@@ -44,14 +44,11 @@ class Backend(Part, Protocol):
         If `call.overlapping` is used while it arrives, it is deferred, copied back meanwhile, and `Staged.put` follows.
         """
 
-    def pair(self, call: Signature, context: int) -> Collectives:
-        """The collectives of call `call.number` of `context`, a call of two ranks. It uses `pass_on` only."""
+    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> Collectives:
+        """The collectives of call `call.number` of `context`, a call with group rank `peer`. It uses `pass_on` only.
 
-    def direct_pair(self, call: Signature, context: int, peer: int, staged: Staged) -> Collectives | None:
-        """The same, of the tensor `staged`, which the rank sends to group rank `peer` or receives from there.
-
-        They need no mirror if the two ranks read each other's device memory, and otherwise fetch it. None: the call
-        waits until the mirror has arrived, and uses `pair`. The two ranks may differ in it.
+        `staged` is its tensor, if that is on a device. If the two ranks read each other's device memory, these
+        collectives overlap: they need no mirror, or fetch it. The two ranks may differ in it.
         """
 
     def start(
