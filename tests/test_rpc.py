@@ -360,6 +360,61 @@ def test_a_function_that_cancels_its_own_task_ends_no_other_call(run):
     run(2, main)
 
 
+@looped("world", ["simulated", "inproc", "zmq", "shm"])
+def test_a_call_that_the_program_of_its_callee_cancels_is_answered_by_an_error(world):
+    """The program cancels the tasks of functions, as asyncio.run does at its end, after any number of turns.
+
+    A function may be sending its result or its exception then, and a stream its last item: it is not over.
+    """
+
+    async def main(comm):
+        def cancel_after(turns: int) -> None:
+            task, loop = asyncio.current_task(), asyncio.get_running_loop()
+
+            def turn(left: int) -> None:
+                if left:
+                    loop.call_soon(turn, left - 1)
+                else:
+                    task.cancel()
+
+            turn(turns)
+
+        @comm.rpc.register
+        async def result(turns: int, elements: int) -> np.ndarray:
+            cancel_after(turns)
+            return np.full(elements, turns)
+
+        @comm.rpc.register
+        async def refusal(turns: int, elements: int) -> None:
+            cancel_after(turns)
+            raise ValueError("x" * elements)
+
+        @comm.rpc.register
+        async def items(turns: int, elements: int) -> AsyncIterator[np.ndarray]:
+            cancel_after(turns)
+            for _ in range(3):
+                yield np.full(elements, turns)
+
+        async def ask(name: str, turns: int, elements: int) -> None:
+            with contextlib.suppress(RemoteError):
+                if name == "items":
+                    found = [item async for item in comm.rpc.stream(1, name, turns, elements)]
+                    assert len(found) == 3
+                else:
+                    assert (await comm.rpc.call(1, name, turns, elements) == turns).all()
+
+        await comm.barrier()
+        if comm.rank == 0:
+            names, lengths = ("result", "refusal", "items"), (1, 1 << 16, 1 << 20)
+            await asyncio.gather(*[ask(name, n, x) for name in names for x in lengths for n in range(12)])
+        await comm.barrier()
+
+    if world == "simulated":
+        simulate(2, main, Network(latency_s=1e-3, bandwidth_bytes_per_s=1e9))
+    else:
+        run_ranks(2, main, world)
+
+
 def test_a_coroutine_function_behind_a_plain_decorator_is_awaited(run):
     def decorated(fn):
         @functools.wraps(fn)

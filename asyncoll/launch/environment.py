@@ -108,12 +108,13 @@ def reserve_port(address: str = "127.0.0.1") -> socket.socket:
     torch listens at all. Raises UsageError if `address` is none of this host.
     """
     family, everywhere = (socket.AF_INET6, "::") if ":" in address else (socket.AF_INET, "0.0.0.0")
+    holder = socket.socket(family)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         with socket.socket(family) as probe:
             probe.bind((address, 0))
-        holder = socket.socket(family)
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind((everywhere, 0))
     except OSError as error:
+        holder.close()
         raise UsageError(f"cannot listen at {address}: {error.strerror}") from error
     return holder

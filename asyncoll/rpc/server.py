@@ -223,11 +223,16 @@ class Server:
 
     def answer(self, peer: int, call: int, kind: int = RESULT, body: bytes = b"") -> None:
         """Send the answer to a call that does not run here, in the background; by default a RESULT without a body."""
-        key = peer, call
-        if key not in self._answers and not self._closed:  # otherwise this answer is on its way already
-            task = self._answers[key] = self._loop.create_task(self._send(peer, kind, call, body))
-            self._answering[peer] += 1
-            task.add_done_callback(lambda _: self._answered(key))
+        self._in_background((peer, call), self._send(peer, kind, call, body))
+
+    def _in_background(self, key: tuple[int, int], sending: Coroutine[Any, Any, None]) -> None:
+        """Answer that call by `sending`, unless its answer is on its way already or this server is closed."""
+        if key in self._answers or self._closed:
+            sending.close()
+            return
+        task = self._answers[key] = self._loop.create_task(sending)
+        self._answering[key[0]] += 1
+        task.add_done_callback(lambda _: self._answered(key))
 
     def _answered(self, key: tuple[int, int]) -> None:
         del self._answers[key]
@@ -308,7 +313,10 @@ class Server:
         self._streams.pop(call.key, None)
         self._over(call)
         if task.cancelled():  # before its first step, or while it sent its answer
-            self.answer(*call.key)
+            if call.is_cancelled or call.message.kind == NOTIFY:
+                self.answer(*call.key)
+            else:
+                self._in_background(call.key, self._tell_cancelled(call))
         elif (error := task.exception()) is not None:
             logger.error("a call of peer %d ended with a BaseException", call.peer, exc_info=error)
             self.answer(*call.key, protocol.ERROR, failure.encode(error))
@@ -468,8 +476,19 @@ class Server:
         """
         task = asyncio.current_task()
         if task is not None and task.cancelling() and not call.is_cancelled:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), _ENDING_S)
+            await self._closing_or_later()
+
+    async def _tell_cancelled(self, call: _Call) -> None:
+        """Answer a call whose task this rank's program has cancelled. The caller still waits for a result.
+
+        If its answer has been sent before, the caller drops this one.
+        """
+        await self._closing_or_later()
+        await self._send(call.peer, protocol.ERROR, call.message.call, failure.encode(asyncio.CancelledError()))
+
+    async def _closing_or_later(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), _ENDING_S)
 
     def _parse(self, call: _Call) -> tuple[Function, list[Any], dict[str, Any]]:
         """The function of a call and its arguments. Raises CallerError for a wrong call, and FetchError."""

@@ -150,19 +150,16 @@ def drawn(comm):
     for seed in range(24):
         shared, draw = random.Random(seed), random.Random(f"{seed}, {comm.rank}")
         kind, history = shared.choice(("solo", "majority", "quorum")), shared.choice((0, 2, 64))
-        count, last = shared.choice((3, 5000)), []
-        told, skipped = [], 0
+        count, told, skipped = shared.choice((3, 5000)), [], 0
         for _ in range(draw.randrange(1, 12)):
             call = getattr(comm, f"{kind}_allreduce")(np.ones(count), history=history, name=str(seed))
             patience_s = draw.choice((SECONDS, SECONDS, None, 0, 0.0002))  # None: the handle is dropped at once
             if patience_s is not None:
                 with contextlib.suppress(TimeoutError):
-                    last = [call.wait(patience_s)]
+                    answer = call.wait(patience_s)
+                    told += rounds_of(answer)
+                    skipped += answer.skipped
             del call
-            for answer in last:
-                told += rounds_of(answer)
-                skipped += answer.skipped
-            last = []
         end = comm.join(str(seed), np.zeros(count)).wait(SECONDS)
         if end is not None:
             told += () if end.round in told else rounds_of(end)
