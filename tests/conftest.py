@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import gc
 import os
 import signal
@@ -136,6 +137,12 @@ def forked(template, tmp_path):
             process.kill()
 
     return run
+
+
+def pytest_unconfigure(config):
+    """Limit the end of the interpreter, which waits for all threads, as pytest limits each test."""
+    limit_s = float(config.getini("faulthandler_timeout"))
+    faulthandler.dump_traceback_later(limit_s, exit=True, file=sys.__stderr__)
 
 
 def pytest_collection_modifyitems(items):

@@ -184,7 +184,7 @@ def test_collectives_are_cancelled_across_threads_and_processes(transport, loop,
     launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--transport", transport, "--timeout"]
     launch.append(str(PATIENCE_S))
     environment = os.environ | LIGHT | {"TMPDIR": str(tmp_path)}
-    done = subprocess.run([*launch, *program], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run([*launch, *program], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.stdout.count("all right") == 3, done.stdout + done.stderr
     assert done.returncode == 0
 

@@ -163,7 +163,7 @@ def test_blocks_are_of_a_known_language_and_parse(block):
     if block.language == "python":
         _compile(block, "block")
     elif block.language == "sh":
-        subprocess.run(["bash", "-n"], input=block.source, text=True, check=True)
+        subprocess.run(["bash", "-n"], input=block.source, text=True, check=True, timeout=PATIENCE_S)
 
 
 @pages_with("python")

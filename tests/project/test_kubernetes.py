@@ -16,6 +16,7 @@ from asyncoll.transport.keys import read_key, write_key
 from asyncoll.world.environment import Environment
 from asyncoll.world.store import _serve_store
 from tests.support.places import ROOT
+from tests.support.processes import PATIENCE_S
 
 MANIFEST = ROOT / "examples" / "kubernetes.yaml"
 VERSIONS = ("1.27", "1.37")
@@ -73,7 +74,7 @@ def test_the_ranks_have_a_key_that_belongs_to_their_user(pod, tmp_path):
     (tmp_path / "secret").touch(0o440)
     write_key(tmp_path / "made")
     (tmp_path / "secret").write_bytes((tmp_path / "made").read_bytes())
-    subprocess.run([install, option, mode, tmp_path / "secret", tmp_path / "key"], check=True)
+    subprocess.run([install, option, mode, tmp_path / "secret", tmp_path / "key"], check=True, timeout=PATIENCE_S)
     assert read_key(tmp_path / "key").derive() == read_key(tmp_path / "made").derive()
     with pytest.raises(UsageError, match=r"others than its owner have rights .* \(mode 0440\)"):
         read_key(tmp_path / "secret")

@@ -15,7 +15,10 @@ from tests.support.places import ROOT
 from tests.support.processes import PATIENCE_S
 
 HANGS = """
-import signal, subprocess, sys
+import signal, subprocess, sys, threading
+
+def test_that_leaves_a_thread():
+    threading.Thread(target=threading.Event().wait).start()
 
 def test_that_hangs():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -25,19 +28,32 @@ def test_that_hangs():
 """
 
 
-@pytest.mark.slow
-def test_a_test_that_hangs_fails_with_stacks_and_leaves_no_process(tmp_path):
-    """Also with SIGINT ignored, as by `nohup` and in background jobs of a shell."""
-    (tmp_path / "test_hangs.py").write_text(HANGS)
+def run_hanging(folder, test):
+    """Run this test of HANGS, with SIGINT ignored, as by `nohup` and in background jobs of a shell."""
+    (folder / "test_hangs.py").write_text(HANGS)
     command = [sys.executable, "-m", "pytest", "-c", ROOT / "pyproject.toml", "-p", "tests.conftest", "-s"]
     run = subprocess.run(
-        ["env", "--ignore-signal=INT", *command, "-o", "faulthandler_timeout=2", tmp_path],
+        ["env", "--ignore-signal=INT", *command, "-o", "faulthandler_timeout=2", folder, "-k", test],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
     )
-    assert (run.returncode, "Timeout" in run.stderr, "in test_that_hangs" in run.stderr) == (1, True, True), run
+    assert (run.returncode, "Timeout" in run.stderr) == (1, True), run
+    return run
+
+
+@pytest.mark.slow
+def test_a_thread_that_does_not_end_fails_its_test_and_ends_with_the_suite(tmp_path):
+    run = run_hanging(tmp_path, "test_that_leaves_a_thread")
+    assert "the test leaked" in run.stdout, run
+    assert "in _shutdown" in run.stderr, run
+
+
+@pytest.mark.slow
+def test_a_test_that_hangs_fails_with_stacks_and_leaves_no_process(tmp_path):
+    run = run_hanging(tmp_path, "test_that_hangs")
+    assert "in test_that_hangs" in run.stderr, run
     child = int(next(line for line in run.stderr.splitlines() if line.isdigit()))
     deadline = time.monotonic() + PATIENCE_S
     while Path(f"/proc/{child}").exists():

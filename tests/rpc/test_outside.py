@@ -1005,7 +1005,7 @@ def test_an_address_in_use_is_refused_and_a_stale_one_is_reused(ipc):
     path.write_text("a file of somebody's")
     run(refused())
     path.unlink()
-    subprocess.run([sys.executable, "-c", left, path], check=True)
+    subprocess.run([sys.executable, "-c", left, path], check=True, timeout=PATIENCE_S)
     assert path.is_socket()
     run(welcome())
 

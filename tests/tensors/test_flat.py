@@ -21,6 +21,7 @@ from asyncoll.errors import UsageError
 from asyncoll.tensors.flat import flatten
 from asyncoll.testing import run_ranks
 from tests.support.places import SCRIPTS
+from tests.support.processes import PATIENCE_S
 
 
 def perceptron() -> nn.Sequential:
@@ -653,9 +654,9 @@ def test_sharded_models_are_refused(forked: Callable[..., tuple[int, str, str]])
 def test_sharding_is_looked_for_without_importing_it() -> None:
     code = "import sys, torch, asyncoll; asyncoll.flatten(torch.nn.Linear(2, 2)); "
     code += "sys.exit(any(f'torch.distributed.{name}' in sys.modules for name in ('fsdp', 'tensor')))"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0
 
 
 def test_importing_flat_does_not_import_torch() -> None:
     code = "import sys, asyncoll.tensors.flat; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=PATIENCE_S).returncode == 0

@@ -12,6 +12,7 @@ import pytest
 from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
 from asyncoll.transport import wire
+from tests.support.processes import PATIENCE_S
 from tests.support.properties import given, st
 
 KINDS = [wire.DATA, wire.GRANT, wire.CREDIT, wire.SIGNAL, wire.CONTROL, wire.OFFER, wire.CHECK]
@@ -196,7 +197,7 @@ DIGEST = 3295537554666469659
 def test_digest_is_the_same_in_every_process():
     assert digest("world", 1, "é") == DIGEST
     code = "from asyncoll.arguments import digest; print(digest('world', 1, 'é'))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert int(run.stdout) == DIGEST
 
 

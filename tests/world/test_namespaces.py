@@ -54,7 +54,11 @@ def check_world(ranks: list[tuple[list[str], Path, bool]]) -> None:
     """
     if shutil.which("unshare") is None:
         pytest.skip("there is no unshare")
-    ranks = [each for each in ranks if not subprocess.run([*each[0], "true"], capture_output=True).returncode]
+    ranks = [
+        each
+        for each in ranks
+        if not subprocess.run([*each[0], "true"], capture_output=True, timeout=PATIENCE_S).returncode
+    ]
     if not any(command for command, _, _ in ranks):
         pytest.skip("this user may not make namespaces")
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -131,7 +135,7 @@ def test_ranks_that_see_the_processes_of_their_own_user_alone_share_memory(tmp_p
 def test_ranks_are_started_on_a_host_without_ipv4(program, printed):
     apart = ["unshare", "--net", "sh", "-ec", NO_IPV4, "sh"]
     try:
-        subprocess.run([*apart, "true"], capture_output=True, check=True)
+        subprocess.run([*apart, "true"], capture_output=True, check=True, timeout=PATIENCE_S)
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"this user may not make networks: {getattr(error, 'stderr', '') or error}")
     done = subprocess.run(

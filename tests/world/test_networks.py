@@ -18,7 +18,7 @@ import pytest
 from asyncoll.transport.keys import write_key
 from asyncoll.transport.processes import is_gone
 from tests.support.places import SCRIPTS
-from tests.support.processes import ForkedRank
+from tests.support.processes import PATIENCE_S, ForkedRank
 
 HOSTS = "abc"
 OURS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_", "ASYNCOLL_")
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 
 def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def address(host, network=0):

@@ -333,16 +333,8 @@ def test_every_point_of_the_compiled_core_has_a_cell_and_every_cell_a_point():
 def test_operations_pass_their_points_of_the_compiled_core():
     """The job runs into its timeout if an operation never passes one of them."""
     operations = {operation for operation, _ in PASSED} - WAIT_AVOIDING
-    command = [
-        "launch",
-        "-n",
-        "3",
-        "--timeout",
-        str(PATIENCE_S),
-        str(SCRIPTS / "testing/faults/passes_all_points.py"),
-        *operations,
-    ]
-    command = [sys.executable, "-m", "asyncoll.cli", *command]
+    program = [SCRIPTS / "testing/faults/passes_all_points.py", *operations]
+    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--timeout", str(PATIENCE_S), *program]
     done = subprocess.run(command, env=os.environ | LIGHT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
