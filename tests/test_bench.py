@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from conftest import LIGHT, PATIENCE_S
 
 from asyncoll.algorithms.dense import on_lane as algorithms
-from asyncoll.bench.dense import bus_bandwidth
+from asyncoll.bench.dense_calls import bus_bandwidth
 from asyncoll.bench.plan import Plan, parse_duration, parse_sizes
 from asyncoll.bench.skewed import MODES, bound, expected
 from asyncoll.bench.table import aligned

@@ -22,7 +22,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.staging import StagingArea
+from asyncoll.algorithms.dense.rendezvous import StagingArea
 from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.testing import fuzz_core

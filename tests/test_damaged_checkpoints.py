@@ -12,7 +12,7 @@ from training_loops import ALGORITHMS, AT_OWN_PACE, loss, momentum, network
 
 import asyncoll
 from asyncoll.testing import run_ranks
-from asyncoll.torch.hooks.schedule import Schedule
+from asyncoll.torch.hooks.option_schedule import Schedule
 from asyncoll.training import DCASGD, SGP, OkTopkSGD, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")

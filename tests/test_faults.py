@@ -35,13 +35,13 @@ from asyncoll.testing import (
     simulate,
 )
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.faults.calls import OPERATIONS, echo
+from asyncoll.testing.faults.cell_processes import Story
 from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, Plan, select
-from asyncoll.testing.faults.checks import judge
-from asyncoll.testing.faults.core import PASSED
+from asyncoll.testing.faults.checked_calls import OPERATIONS, echo
+from asyncoll.testing.faults.core_points import PASSED
 from asyncoll.testing.faults.host_faults import KillHost
 from asyncoll.testing.faults.injection_points import InjectionPoints
-from asyncoll.testing.faults.processes import Story
+from asyncoll.testing.faults.judging import judge
 from asyncoll.testing.faults.programs import PROGRAMS
 from asyncoll.testing.faults.staged_calls import STAGED
 

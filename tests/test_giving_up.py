@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_meetings import SIZES, Rank, cores, ranks
 
-from asyncoll.algorithms.dense.in_memory import SharedCall
+from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 SHORT, LONG = 100, 1 << 14  # elements of float32: copied as a whole, and passed in windows or pieces

@@ -23,9 +23,9 @@ from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key, write_key
 from asyncoll.transport.meeting_folder import meeting_folder
 from asyncoll.transport.memory import fd_passing
-from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
-from asyncoll.world.rendezvous import meet
+from asyncoll.world.host_attempt import Attempt
+from asyncoll.world.meeting import meet
 from asyncoll.world.sealed_store import SealedStore
 
 ROOT = Path(__file__).parent.parent

@@ -18,16 +18,16 @@ from click.testing import CliRunner
 
 from asyncoll import Communicator, Metrics, NonFiniteError, Reduction, UsageError
 from asyncoll.algorithms.gossip.pairwise import Gossip
-from asyncoll.algorithms.sparse.operations import ALGORITHMS
+from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
 from asyncoll.cli import main
 from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.failures import Failures
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import LawBroken, check_laws
-from asyncoll.testing.laws import dense, ending, gossip, runs, sparse, training
+from asyncoll.testing.laws import case_runs, dense, ending, gossip, sparse, training
+from asyncoll.testing.laws.case_runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
 from asyncoll.testing.laws.dense_program import OPERATIONS, Program
-from asyncoll.testing.laws.rules import conservation, laws_of, staleness, synchrony
-from asyncoll.testing.laws.runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
+from asyncoll.testing.laws.rounds import conservation, laws_of, staleness, synchrony
 from asyncoll.testing.laws.sparse import SparseProgram
 from asyncoll.testing.laws.story import (
     ALL_KINDS,
@@ -634,8 +634,8 @@ def test_a_forged_record_of_a_process_is_noticed(monkeypatch, temporary):
         calls[0]["reduction"]["included"] ^= True
         record.write_text(json.dumps([calls, *rest]))
 
-    run_job = runs._run_job
-    monkeypatch.setattr(runs, "_run_job", run_and_forge)
+    run_job = case_runs._run_job
+    monkeypatch.setattr(case_runs, "_run_job", run_and_forge)
     with pytest.raises(LawBroken) as broken:
         check_laws("solo", 2, 0, transport="shm-processes")
     assert (broken.value.law, broken.value.rank) == ("inclusion", 1)

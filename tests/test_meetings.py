@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.staging import _CLAIMED, _HEAD, DisagreementError, Rendezvous, StagingArea
+from asyncoll.algorithms.dense.rendezvous import _CLAIMED, _HEAD, DisagreementError, Rendezvous, StagingArea
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer_in_python
 from asyncoll.transport.memory.arena import local_world

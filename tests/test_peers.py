@@ -16,14 +16,14 @@ from test_pieces import interleave, staging_areas
 
 from asyncoll import AbortedError, Communicator, _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.peers import _CAN_READ, _TOKEN, PEER_CELLS
-from asyncoll.algorithms.dense.staging import StagingArea, signed
+from asyncoll.algorithms.dense.rendezvous import StagingArea, signed
+from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.algorithms.seam.short_calls import Plan
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import ReduceOp, kernel_number, reducer, reducer_in_python, storage
 from asyncoll.testing import run_ranks
-from asyncoll.testing.faults.core import CorePoint
+from asyncoll.testing.faults.core_points import CorePoint
 
 pytestmark = pytest.mark.skipif(_core.native is None, reason="needs the compiled core")
 LONG = 5 << 16  # elements of float32 that are too many to be copied

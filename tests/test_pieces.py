@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncoll import UsageError, _core
-from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.pieces import needed
-from asyncoll.algorithms.dense.staging import StagingArea
+from asyncoll.algorithms.dense.rendezvous import StagingArea
+from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import ReduceOp, reducer_in_python, storage
 from asyncoll.transport.memory.arena import local_world

@@ -22,7 +22,7 @@ from test_collectives import INTEGER, LAYOUTS, SENSIBLE, expected, plain
 from asyncoll import AVG, MAX, PROD, SUM, AbortedError, Communicator, MismatchError, UsageError
 from asyncoll.algorithms.dense.tuning import VARIABLE
 from asyncoll.algorithms.rounds.block_table import BlockTable
-from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
+from asyncoll.algorithms.rounds.one_sided import OneSidedRounds
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.transport.control_block import PythonControlBlock

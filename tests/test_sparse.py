@@ -29,7 +29,7 @@ from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.sparse import oktopk, selection
 from asyncoll.algorithms.sparse import parts as algorithms
-from asyncoll.algorithms.sparse.operations import ALGORITHMS
+from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
 from asyncoll.statistics import WORD_BYTES, Ledger, Traffic
 from asyncoll.testing import FakeDevice, Network, fake_device, run_ranks, simulate
 

@@ -20,8 +20,8 @@ from conftest import LIGHT
 
 from asyncoll import SUM, _core
 from asyncoll.algorithms.rounds import round_record
-from asyncoll.algorithms.rounds.compiled import rounds_in_memory
-from asyncoll.algorithms.rounds.in_memory import Setting
+from asyncoll.algorithms.rounds.compiled_rounds import rounds_in_memory
+from asyncoll.algorithms.rounds.one_sided import Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_cells import Head, Row

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from asyncoll.algorithms.in_memory import MemoryBackend
+from asyncoll.algorithms.memory_backend import MemoryBackend
 from asyncoll.runtime.handles import HandleRunner
 from asyncoll.runtime.progress import ignore
 

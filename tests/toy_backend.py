@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from asyncoll.algorithms.by_message import MessageBackend
+from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import ReduceOp, reducer
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from asyncoll.algorithms.alone import AloneBackend
-from asyncoll.algorithms.between_hosts import HostsBackend
-from asyncoll.algorithms.by_message import MessageBackend
-from asyncoll.algorithms.in_memory import MemoryBackend
+from asyncoll.algorithms.alone_backend import AloneBackend
+from asyncoll.algorithms.hosts_backend import HostsBackend
+from asyncoll.algorithms.memory_backend import MemoryBackend
+from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.algorithms.rounds.directory import RoundsBackend
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member

@@ -11,7 +11,7 @@ from asyncoll.algorithms.rounds.directory import RoundsBackend
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operations import Operations
 from asyncoll.algorithms.seam.call import Call
-from asyncoll.algorithms.sparse.operations import SparseOperations
+from asyncoll.algorithms.sparse.sparse_operations import SparseOperations
 from asyncoll.errors import Reason, UsageError
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import asyncoll
-from asyncoll.bench import dense, skewed
+from asyncoll.bench import dense_calls, skewed
 from asyncoll.bench.places import check
 from asyncoll.bench.plan import Plan, Row
 from asyncoll.communicator import Communicator
@@ -57,8 +57,8 @@ async def measure(comm: Communicator, plan: Plan) -> list[Row]:
     if plan.benchmark == "solo":
         return await skewed.solo(comm, plan, asyncio.sleep if plan.transport == "inproc" else _compute)
     if plan.benchmark == "pingpong":
-        return [await dense.pingpong(comm, size) for size in plan.sizes]
-    return [await dense.allreduce(comm, plan, size) for size in plan.sizes]
+        return [await dense_calls.pingpong(comm, size) for size in plan.sizes]
+    return [await dense_calls.allreduce(comm, plan, size) for size in plan.sizes]
 
 
 async def _compute(seconds: float) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from asyncoll.algorithms.rounds.operation import Opening, Operation
-from asyncoll.bench.dense import wrong_elements
+from asyncoll.bench.dense_calls import wrong_elements
 from asyncoll.bench.plan import ITEM_BYTES, Plan, Row
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array, ReduceOp

@@ -17,18 +17,18 @@ from typing import NamedTuple
 
 import asyncoll._core  # noqa: F401 (raises UsageError for a wrong ASYNCOLL_CORE: here once, and not in each rank)
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.launch.environment import (
+from asyncoll.launch.host import Host, News, Sources
+from asyncoll.launch.local import check, local_host, template_of
+from asyncoll.launch.output import Output, Stream, open_output
+from asyncoll.launch.placement import HERE, Placement
+from asyncoll.launch.program import Program
+from asyncoll.launch.rank_environment import (
     check_current_folder,
     check_encoding,
     job_folder,
     rank_environment,
     stopped_grace_s,
 )
-from asyncoll.launch.host import Host, News, Sources
-from asyncoll.launch.local import check, local_host, template_of
-from asyncoll.launch.output import Output, Stream, open_output
-from asyncoll.launch.placement import HERE, Placement
-from asyncoll.launch.program import Program
 from asyncoll.launch.remote import remote_host, travelling
 from asyncoll.launch.supervisor import GIVE_UP_S, INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were

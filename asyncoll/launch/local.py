@@ -14,9 +14,9 @@ from typing import Any
 
 from asyncoll.errors import UsageError
 from asyncoll.launch import control, template
-from asyncoll.launch.environment import reserve_port, threads
 from asyncoll.launch.host import READ_BYTES, Hear, Process, Sources, death_of
 from asyncoll.launch.program import Program
+from asyncoll.launch.rank_environment import reserve_port, threads
 from asyncoll.launch.verdict import signal_name
 from asyncoll.transport.processes import allow_files, state
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import ray
 
 from asyncoll.errors import DeadlineError, PeerLostError, UsageError
-from asyncoll.ray.placement import Placement, check_resources, placed
-from asyncoll.ray.rank import Place, Rank
-from asyncoll.ray.watch import Watch
+from asyncoll.ray.actor import Place, Rank
+from asyncoll.ray.bundles import Placement, check_resources, placed
+from asyncoll.ray.rank_watch import Watch
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.transport import START_TIMEOUT_S
 from asyncoll.transport.keys import KEY_BYTES

@@ -25,7 +25,7 @@ from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.tensors import registered
 from asyncoll.transport.keys import Key, read_key
-from asyncoll.transport.messages.peers import DroppedClients
+from asyncoll.transport.messages.peer_reports import DroppedClients
 from asyncoll.transport.messages.service_protocol import VERSION, ClientEnd, ServiceEnd
 from asyncoll.transport.staging.opening import open_stager
 

@@ -25,10 +25,10 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import Encoded, Encoder
 from asyncoll.rpc.device_place import NONE_LANDED, Arrivals, Placing
 from asyncoll.rpc.failure import CallerError, FetchError, LateError, Limit
+from asyncoll.rpc.function_threads import SETTLED, Done, Threads
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, SHOW_RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
 from asyncoll.rpc.shown import Sender
-from asyncoll.rpc.threads import SETTLED, Done, Threads
 from asyncoll.runtime.deadlines import clock, expiry, lift
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged

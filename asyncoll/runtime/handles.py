@@ -24,9 +24,9 @@ from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.interruption import handlers_may_run, may_interrupt
 from asyncoll.runtime.progress import ProgressThread, ignore, task_of
+from asyncoll.runtime.shared_work import Begun, Driven
 from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
-from asyncoll.runtime.work import Begun, Driven
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -25,9 +25,9 @@ import uvloop
 
 from asyncoll import forks
 from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
+from asyncoll.runtime.shared_work import Begun, Driven
 from asyncoll.runtime.threads import check_threads
 from asyncoll.runtime.timer import Timer
-from asyncoll.runtime.work import Begun, Driven
 from asyncoll.transport.processes import runnable_s
 from asyncoll.transport.system_calls import needed
 from asyncoll.transport.virtual_time import VirtualTimeLoop

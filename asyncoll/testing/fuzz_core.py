@@ -30,10 +30,10 @@ import numpy as np
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.staging import StagingArea, signed
+from asyncoll.algorithms.dense.rendezvous import StagingArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
-from asyncoll.algorithms.rounds.compiled import rounds_of
-from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
+from asyncoll.algorithms.rounds.compiled_rounds import rounds_of
+from asyncoll.algorithms.rounds.one_sided import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_cells import BlockLayout

@@ -25,7 +25,7 @@ from asyncoll.transport.messages import inproc
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
 from asyncoll.world import error_file
 from asyncoll.world.environment import Environment
-from asyncoll.world.rendezvous import PeerLinks, meet
+from asyncoll.world.meeting import PeerLinks, meet
 from asyncoll.world.world import World
 
 _member = threading.Lock()  # held while this process is in a world

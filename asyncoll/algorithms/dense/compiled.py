@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from asyncoll._core import Core
-from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea, signed
+from asyncoll.algorithms.dense.rendezvous import DisagreementError, StagingArea, signed
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, Host, Plan, signature_of
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.shared_work import Driven, Work
 from asyncoll.runtime.signature import Signature, place_outside
-from asyncoll.runtime.work import Driven, Work
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import BFLOAT16, ReduceOp, kernel_number, reducer, storage
 

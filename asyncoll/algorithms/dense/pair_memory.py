@@ -14,8 +14,8 @@ import asyncio
 from collections import deque
 from typing import Any
 
+from asyncoll.algorithms.dense.rendezvous import StagingArea
 from asyncoll.algorithms.dense.shared_block import SharedBlock
-from asyncoll.algorithms.dense.staging import StagingArea
 from asyncoll.runtime.member import Member
 from asyncoll.transport.staging import Exchange, RefusedError
 from asyncoll.transport.wire import SEGMENT_BYTES

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from asyncoll.algorithms.dense.arriving import arrived
-from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
+from asyncoll.algorithms.dense.rendezvous import Rendezvous, StagingArea
 from asyncoll.tensors.reductions import Array, Reduce
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import checkpoint

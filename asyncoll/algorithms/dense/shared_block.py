@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from asyncoll.algorithms.dense.staging import RANKS_IN_CELL, StagingArea
+from asyncoll.algorithms.dense.rendezvous import RANKS_IN_CELL, StagingArea
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.member import Member
 from asyncoll.transport.staging import HANDLE_BYTES, Exchange, RefusedError, arrived

@@ -19,7 +19,7 @@ import numpy as np
 from asyncoll.algorithms.dense.on_lane import children
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, LATE, CoordinatedRound, NextRound
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.packing import packed, unpack
+from asyncoll.algorithms.rounds.signal_packing import packed, unpack
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.port import Port

@@ -28,8 +28,8 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
+from asyncoll.runtime.shared_work import Work
 from asyncoll.runtime.signature import Site
-from asyncoll.runtime.work import Work
 from asyncoll.tensors.operands import Bundle, Single, bundle
 from asyncoll.tensors.reductions import ReduceOp, storage
 

@@ -14,16 +14,6 @@ import numpy as np
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse import selection
-from asyncoll.algorithms.sparse.exchange import (
-    branches,
-    check_refusals,
-    deal_parts,
-    gather_parts,
-    owners,
-    refusal,
-    sum_on_host,
-    tell_sizes,
-)
 from asyncoll.algorithms.sparse.parts import (
     Chosen,
     Outcome,
@@ -36,6 +26,16 @@ from asyncoll.algorithms.sparse.parts import (
     sum_parts,
 )
 from asyncoll.algorithms.sparse.selection import Part
+from asyncoll.algorithms.sparse.steps import (
+    branches,
+    check_refusals,
+    deal_parts,
+    gather_parts,
+    owners,
+    refusal,
+    sum_on_host,
+    tell_sizes,
+)
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse import selection
-from asyncoll.algorithms.sparse.exchange import deal_parts, gather_parts, owners, refusal, tell_sizes
 from asyncoll.algorithms.sparse.parts import Chosen, Outcome, Packing, Wanted, common, join, nothing
 from asyncoll.algorithms.sparse.selection import Part
+from asyncoll.algorithms.sparse.steps import deal_parts, gather_parts, owners, refusal, tell_sizes
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 # Words of the histogram search for float32 sums: 4 rounds of 256 counts, each sent twice by an allreduce. For float64

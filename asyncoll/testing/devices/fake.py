@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncoll.forks import address_of
 from asyncoll.tensors.reductions import Array, build, dtype_name, storage, torch_view
-from asyncoll.testing.devices.exchange import POISON, FakeExchange
+from asyncoll.testing.devices.fake_exchange import POISON, FakeExchange
 from asyncoll.testing.devices.order import Accesses, Order, Ticket
 from asyncoll.testing.devices.streams import Operation, Streams, TurnedBy
 from asyncoll.transport.staging import RefusedError

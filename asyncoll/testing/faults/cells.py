@@ -13,8 +13,8 @@ import numpy as np
 
 from asyncoll.errors import UsageError
 from asyncoll.launch.placement import HERE, Placement
-from asyncoll.testing.faults.calls import OPERATIONS
-from asyncoll.testing.faults.core import core_points, operations_passing
+from asyncoll.testing.faults.checked_calls import OPERATIONS
+from asyncoll.testing.faults.core_points import core_points, operations_passing
 from asyncoll.testing.faults.host_faults import CutHost, DownHost, KillHost, StopHost
 from asyncoll.testing.faults.injectors import (
     MOMENTS,

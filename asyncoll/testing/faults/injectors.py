@@ -23,7 +23,7 @@ from asyncoll import forks
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.runtime.progress import SharedLoop
-from asyncoll.testing.faults.core import CorePoint, core_points
+from asyncoll.testing.faults.core_points import CorePoint, core_points
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.staging_points import STAGING_POINTS, StagingPoint
 from asyncoll.transport.messages.simulated import SimulatedTransport

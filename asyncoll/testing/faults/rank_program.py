@@ -23,8 +23,8 @@ import uvloop
 
 from asyncoll.communicator import Communicator
 from asyncoll.launch import control
-from asyncoll.testing.faults.calls import OPERATIONS, echo
 from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, Plan
+from asyncoll.testing.faults.checked_calls import OPERATIONS, echo
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.injectors import Fault, Place, fault
 from asyncoll.testing.faults.left_record import left_records

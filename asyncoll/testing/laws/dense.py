@@ -20,7 +20,7 @@ from asyncoll.errors import AbortedError
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.laws.dense_program import AT_ALL, DenseCall, Program, decoded, members
 from asyncoll.testing.laws.layouts import laid_out, stored
-from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import STEP_S, Case
 
 _ROUNDS = 3  # beside the calls

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, ClosedError, describe
-from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import STEP_S, Case
 
 _CALLS = 8  # a barrier follows them

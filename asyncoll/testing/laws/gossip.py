@@ -17,7 +17,7 @@ from asyncoll.algorithms.gossip.graphs import GRAPHS, is_active, partners
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices import FakeDevice
-from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import NAP_S, STEP_S, Case
 from asyncoll.testing.laws.tensors import Tensors
 

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from asyncoll.algorithms.sparse.operations import ALGORITHMS
 from asyncoll.algorithms.sparse.selection import Feedback, select
+from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
 from asyncoll.communicator import Communicator
 from asyncoll.errors import NonFiniteError
 from asyncoll.tensors.reductions import BFLOAT16, Array
 from asyncoll.testing.laws.dense_program import decoded, encoded
 from asyncoll.testing.laws.layouts import laid_out, stored
-from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import STEP_S, Case
 
 _ROUNDS = 5

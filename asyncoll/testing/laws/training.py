@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
-from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import NAP_S, STEP_S, Case
 
 _STEPS = 40  # the most steps of a rank

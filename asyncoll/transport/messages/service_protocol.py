@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from asyncoll.transport.messages import peers
+from asyncoll.transport.messages import peer_reports
 from asyncoll.transport.wire import Buffer
 
 VERSION: Final = 1
@@ -19,7 +19,7 @@ REASON_BYTES: Final = 1024
 CLIENTS_MAX = 4096
 BACKLOG: Final = 512  # connections that wait to be accepted
 HANDSHAKE_S = 5.0  # from the connection to the end of the handshake
-FREEZE_S: float = peers.FREEZE_S  # a service without a sign of life for this time is lost
+FREEZE_S: float = peer_reports.FREEZE_S  # a service without a sign of life for this time is lost
 REFUSED: Final = "it refused the connection: is the key the same at both ends?"
 SILENT: Final = "it does not answer as it should: is it stopped, or has only one end a key?"
 UNREAD: Final = "it does not read what it is sent"

@@ -28,7 +28,7 @@ from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication, service_protocol
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
 from asyncoll.transport.messages.patience import Patience
-from asyncoll.transport.messages.peers import DroppedClients, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peer_reports import DroppedClients, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
     BYE,

@@ -26,7 +26,7 @@ from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport.addresses import prepare, process_of, removal, user_of
 from asyncoll.transport.messages import service_protocol
-from asyncoll.transport.messages.peers import DroppedClients, FailedAccepts, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peer_reports import DroppedClients, FailedAccepts, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, UnreadError
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,

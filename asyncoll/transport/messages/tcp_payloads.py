@@ -27,7 +27,7 @@ from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import reach
 from asyncoll.transport.messages.payload_handshake import introduce, welcome
 from asyncoll.transport.messages.payload_stream import Long, PayloadMemory, PayloadReader, PayloadWriter
-from asyncoll.transport.messages.peers import FailedAccepts, UnauthenticatedPeers
+from asyncoll.transport.messages.peer_reports import FailedAccepts, UnauthenticatedPeers
 from asyncoll.transport.messages.reach import another_answers, reach_rank, resolved, why_unconnected
 
 _HANDSHAKE_S = 5.0  # from the connection of a peer to the end of its handshake

@@ -41,7 +41,7 @@ from asyncoll.transport.meeting_folder import meeting_folder
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
 from asyncoll.transport.messages.patience import Patience
-from asyncoll.transport.messages.peers import FREEZE_S, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peer_reports import FREEZE_S, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.reach import LONG, check_answer, check_long_packets, refused, why_unconnected
 
 # A message up to this many bytes is copied into one ZeroMQ frame. Each further frame costs some microseconds of Python

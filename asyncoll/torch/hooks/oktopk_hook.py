@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.algorithms.sparse.oktopk import Rules
-from asyncoll.algorithms.sparse.operations import Specification
 from asyncoll.algorithms.sparse.selection import Feedback
+from asyncoll.algorithms.sparse.sparse_operations import Specification
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import dtype_name
 from asyncoll.torch.hooks import agreement, refusals

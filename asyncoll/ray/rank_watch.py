@@ -13,7 +13,7 @@ import ray
 from asyncoll.errors import AsyncollError, PeerLostError, RemoteError, describe, text_of
 from asyncoll.launch.supervisor import Failure, Supervisor
 from asyncoll.launch.verdict import followers
-from asyncoll.ray.rank import Place, Raised
+from asyncoll.ray.actor import Place, Raised
 
 _CAUSE_CHARACTERS = 1000  # of Ray's account of a death
 _TURN_S = 1.0

@@ -16,7 +16,7 @@ from typing import Any
 
 from asyncoll import _core
 from asyncoll.launch import control, process_tree
-from asyncoll.launch.environment import job_folder, rank_environment, threads
+from asyncoll.launch.rank_environment import job_folder, rank_environment, threads
 from asyncoll.testing.faults.cells import JOINING, JOINING_DEADLINE_S, KINDS, MIXED, Cell
 from asyncoll.testing.faults.host_networks import HostNetworks, host_networks
 from asyncoll.testing.faults.programs import PROGRAMS

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.dense.by_message import MessageCall
+from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
@@ -13,8 +13,8 @@ from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.seam.short_calls import Host
 from asyncoll.errors import ProtocolError
-from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.message_carrier import MessageCarrier
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.staged import Staged

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.torch import sparse
+from asyncoll.torch import coo
 from asyncoll.torch.arguments import by_tensor, in_place, only, pairs, row
 from asyncoll.torch.calling import CallingGroup, collective
 from asyncoll.torch.memory import copyable, outputs_of, reducible, row_of, writable
-from asyncoll.torch.reductions import contribution, reduction
+from asyncoll.torch.reduce_ops import contribution, reduction
 
 
 class Collectives(CallingGroup):
@@ -33,7 +33,7 @@ class Collectives(CallingGroup):
         x = only(tensors)
         op, factor = reduction(opts.reduceOp)
         if x.layout is not torch.strided:
-            return sparse.allreduce(self._calls, x, op, factor)
+            return coo.allreduce(self._calls, x, op, factor)
         if op is ReduceOp.AVG and not (x.is_floating_point() or x.is_complex() or x.dtype is torch.bool):
             return self._calls.average_integers(in_place(reducible(x)))
         return self._calls.allreduce(in_place(contribution(x, op, factor)), op)

@@ -1,4 +1,4 @@
-"""`ProcessGroup`: torch.distributed on a communicator. Its collectives are in `collectives`."""
+"""`ProcessGroup`: torch.distributed on a communicator. Its collectives are in `group_collectives`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import AsyncollError, DeadlineError, PeerLostError, UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.runtime.uncopied import Uncopied
-from asyncoll.torch import membership
+from asyncoll.torch import entry
 from asyncoll.torch.arguments import check_timeout, integer
 from asyncoll.torch.call_hooks import PostHookArgs, PreHookArgs
 from asyncoll.torch.calling import message
-from asyncoll.torch.collectives import Collectives
 from asyncoll.torch.errors import of_torch
+from asyncoll.torch.group_collectives import Collectives
 from asyncoll.torch.memory import copyable, writable
 from asyncoll.torch.monitored import MonitoredBarriers
 from asyncoll.torch.name import NAME
@@ -39,7 +39,7 @@ def make_group(options: Any) -> ProcessGroup:
     check_timeout(timeout)
     keep_works()
     try:
-        comm = membership.subgroup(options.group_id, ranks) if ranks else membership.enter(store, rank, size, timeout)
+        comm = entry.subgroup(options.group_id, ranks) if ranks else entry.enter(store, rank, size, timeout)
     except Exception as error:
         raise of_torch(error) from None
     return ProcessGroup(store, comm, timeout)
@@ -65,7 +65,7 @@ class ProcessGroup(Uncopied, Unsupported, Collectives):
         self._memory = RegisteredPool(comm)
         self._name = self._description = ""
         member = comm._core.member
-        name = f"{membership.number_of_world()}/{member.communicator}"  # worlds one after the other may share the store
+        name = f"{entry.number_of_world()}/{member.communicator}"  # worlds one after the other may share the store
 
         def check() -> None:
             member.check_open()  # in a forked child, too
@@ -128,11 +128,11 @@ class ProcessGroup(Uncopied, Unsupported, Collectives):
 
     def shutdown(self) -> None:
         """Leave the group, and with the group of all ranks the world. Not collective."""
-        membership.leave(self._comm)
+        entry.leave(self._comm)
 
     def abort(self) -> None:
         """End the group at all ranks: pending and later calls raise AbortedError. May be called in any thread."""
-        membership.abort(self._comm)
+        entry.abort(self._comm)
 
     def split_group(
         self, new_ranks: Sequence[int], timeout: timedelta | None = None, opts: Any = None, *names: Any, **named: Any
@@ -148,7 +148,7 @@ class ProcessGroup(Uncopied, Unsupported, Collectives):
         if ranks[self._calls.rank] not in chosen:
             return None
         store = c10d.PrefixStore(f"{name}/", self._store)
-        group = ProcessGroup(store, membership.subgroup(name, chosen), timeout or self._timeout)
+        group = ProcessGroup(store, entry.subgroup(name, chosen), timeout or self._timeout)
         group.setGroupName(name)
         group._own_devices = self._own()
         return group

@@ -14,19 +14,19 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from asyncoll.algorithms.dense.arriving import arrived
-from asyncoll.algorithms.dense.by_message import MessageCall
 from asyncoll.algorithms.dense.compiled import CompiledCalls
 from asyncoll.algorithms.dense.device_collectives import DeviceCollectives
 from asyncoll.algorithms.dense.device_pair import DevicePair
 from asyncoll.algorithms.dense.device_rpc import DeviceRpc
 from asyncoll.algorithms.dense.group_memory import GroupMemory
-from asyncoll.algorithms.dense.in_memory import SharedCall, keep_nothing
+from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.pair_memory import PairMemory
-from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea
+from asyncoll.algorithms.dense.rendezvous import DisagreementError, StagingArea
+from asyncoll.algorithms.dense.shared_call import SharedCall, keep_nothing
 from asyncoll.algorithms.dense.tuning import choose
-from asyncoll.algorithms.rounds.compiled import rounds_in_memory
+from asyncoll.algorithms.rounds.compiled_rounds import rounds_in_memory
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
-from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
+from asyncoll.algorithms.rounds.one_sided import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory
@@ -35,10 +35,10 @@ from asyncoll.algorithms.seam.short_calls import Entry, Host, ShortCalls, signat
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, NonFiniteError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.in_memory import MemoryCarrier
+from asyncoll.rpc.memory_carrier import MemoryCarrier
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.shared_work import Work
 from asyncoll.runtime.signature import Signature
-from asyncoll.runtime.work import Work
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport import Arena

@@ -9,18 +9,18 @@ from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.by_message import MessageBackend
-from asyncoll.algorithms.dense.by_message import MessageCall
+from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.two_level import EXCHANGES, LocalCollectives, TwoLevelCall
 from asyncoll.algorithms.host_operations import HostMemory, HostOperations
-from asyncoll.algorithms.in_memory import MemoryBackend, MemoryCall
+from asyncoll.algorithms.memory_backend import MemoryBackend, MemoryCall
+from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
-from asyncoll.rpc.between_hosts import HostsCarrier
 from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.hosts_carrier import HostsCarrier
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature

@@ -32,8 +32,8 @@ from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.transport.processes import allow_files
-from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
+from asyncoll.world.host_attempt import Attempt
 from asyncoll.world.network import Place, check_address, is_loopback, on_own_link, place, url_host
 from asyncoll.world.sealed_store import SealedStore, enter_store
 

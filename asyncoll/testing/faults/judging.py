@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from asyncoll.testing.faults.cell_processes import Story, Told
 from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, Plan
-from asyncoll.testing.faults.processes import Story, Told
 
 _IN_JOINING = ("PeerLostError", "DeadlineError")  # errors of ranks that miss others before they are connected to them
 _SHOWN = 1500  # trailing characters of a rank's output that a complaint shows

@@ -8,19 +8,19 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncoll.algorithms.dense.alone import Alone
-from asyncoll.algorithms.dense.by_message import MessageCall
-from asyncoll.algorithms.rounds.alone import LoneRounds
+from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
+from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.short_calls import Entry, Host, Plan
 from asyncoll.errors import DeviceError, ProtocolError, UsageError
-from asyncoll.rpc.by_message import MessageCarrier
 from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.message_carrier import MessageCarrier
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import ignore
+from asyncoll.runtime.shared_work import Immediate
 from asyncoll.runtime.signature import Signature
-from asyncoll.runtime.work import Immediate
 from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, check_reduction
 from asyncoll.tensors.staged import Staged
 

@@ -15,7 +15,7 @@ import ray
 from asyncoll.errors import UsageError, reported_failure, text_of
 from asyncoll.launch import process_tree
 from asyncoll.launch.rank import TRACEBACK_CHARACTERS_MAX, summary
-from asyncoll.ray.store import ActorStore, Table
+from asyncoll.ray.actor_store import ActorStore, Table
 from asyncoll.transport.keys import KEY_FILE
 from asyncoll.transport.system_calls import anonymous_file
 from asyncoll.world.environment import Environment

@@ -1,4 +1,4 @@
-"""The dense collectives of one call in shared memory, as coroutines that await only the rendezvous of `staging`.
+"""The dense collectives of one call in shared memory, as coroutines that await only its rendezvous.
 
 A rank copies a short array into a slot of the staging area, from which the other ranks read it. A long array passes in
 windows through two slots in turn, so that a window is still in the cache when the others read it. A registered array is
@@ -20,7 +20,7 @@ import numpy as np
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.pieces import Operand
-from asyncoll.algorithms.dense.staging import PATIENCE, Copy, Rendezvous, StagingArea, signed
+from asyncoll.algorithms.dense.rendezvous import PATIENCE, Copy, Rendezvous, StagingArea, signed
 from asyncoll.algorithms.seam.short_calls import Plan
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer

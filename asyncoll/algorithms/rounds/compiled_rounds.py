@@ -18,7 +18,7 @@ import numpy as np
 from asyncoll._core import Core
 from asyncoll.algorithms.rounds.block_table import NONE
 from asyncoll.algorithms.rounds.directory import AtOnce
-from asyncoll.algorithms.rounds.in_memory import Call, OneSidedRounds, Setting
+from asyncoll.algorithms.rounds.one_sided import Call, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
 from asyncoll.algorithms.rounds.round_cells import BlockLayout, Kept

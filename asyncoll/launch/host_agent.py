@@ -14,10 +14,10 @@ from typing import Any
 import asyncoll
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.launch import frames
-from asyncoll.launch.environment import job_folder
 from asyncoll.launch.host import READ_BYTES, News, Sources
 from asyncoll.launch.local import LocalHost, check, local_host, template_of
 from asyncoll.launch.program import Program
+from asyncoll.launch.rank_environment import job_folder
 from asyncoll.transport.keys import KEY_FILE
 
 GREETING = f"asyncoll agent {asyncoll.__version__}\n".encode()

@@ -14,7 +14,7 @@ from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp, check_reduction, dtype_name
 from asyncoll.torch.calls import Calls
 from asyncoll.torch.memory import copyable, reducible
-from asyncoll.torch.reductions import scale
+from asyncoll.torch.reduce_ops import scale
 
 
 def allreduce(calls: Calls, x: Tensor, op: ReduceOp, factor: Any) -> Handle[None]:
