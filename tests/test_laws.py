@@ -138,7 +138,7 @@ def test_the_drawn_worlds_contain_late_cancelled_and_overlapping_calls(kind, tra
     assert {case.buckets for case in cases} == {1, 2}
     assert {case.quitter is None for case in cases} == {case.sleeper is None for case in cases} == {True, False}
     assert any(case.network.faults for case in cases)
-    assert len({len(case.staging) for case in cases}) > 2
+    assert len({len(case.on_devices) for case in cases}) > 2
 
 
 def what_happens(story):
@@ -610,7 +610,7 @@ async def touches_the_memory_of_a_device(call, comm, x):
 
 def test_a_hazard_of_a_device_breaks_a_law(spread):
     spread("solo", touches_the_memory_of_a_device)
-    seed = next(seed for seed in range(9) if draw("solo", 3, seed).staging and draw("solo", 3, seed).buckets == 1)
+    seed = next(seed for seed in range(9) if draw("solo", 3, seed).on_devices and draw("solo", 3, seed).buckets == 1)
     check_laws("solo", 3, seed)
     with pytest.raises(LawBroken, match=f"(?s)Hazard: fake:.* memory of a tensor.*--seed {seed} --devices") as broken:
         check_laws("solo", 3, seed, devices=True)

@@ -32,7 +32,7 @@ static PrivateCall *call_of(Meetings *self, Record record)
     return &self->private_calls[record.turn];
 }
 
-/* As `StagingArea.private_chunk`. */
+/* As `RendezvousArea.private_chunk`. */
 static int64_t chunk_of(int64_t total)
 {
     int64_t unit = BITS * PAGE, chunk = (total + unit - 1) / unit * PAGE;

@@ -21,7 +21,7 @@ from asyncoll.algorithms.dense.device_rpc import DeviceRpc
 from asyncoll.algorithms.dense.group_memory import GroupMemory
 from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.pair_memory import PairMemory
-from asyncoll.algorithms.dense.rendezvous import DisagreementError, StagingArea
+from asyncoll.algorithms.dense.rendezvous import DisagreementError, RendezvousArea
 from asyncoll.algorithms.dense.shared_call import SharedCall, keep_nothing
 from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.algorithms.rounds.compiled_rounds import rounds_in_memory
@@ -54,11 +54,11 @@ _RECENT = 256  # calls whose description is kept, for reports of a mismatch and 
 class MemoryCall(SharedCall):
     """The `Collectives` of one call in memory, and what a failure of the call does."""
 
-    def __init__(self, member: Member, staging: StagingArea, call: Signature) -> None:
-        super().__init__(staging, call.number, call.fingerprint())
+    def __init__(self, member: Member, area: RendezvousArea, call: Signature) -> None:
+        super().__init__(area, call.number, call.fingerprint())
         self._member = member
         self._call = call
-        staging.begin(call.number)
+        area.begin(call.number)
 
     async def __aenter__(self) -> MemoryCall:
         return self
@@ -71,7 +71,7 @@ class MemoryCall(SharedCall):
                 await self._fail(error)
         finally:
             self._member.endpoint.in_memory.enter(self._call.operation, self.traffic)
-            self._staging.end(self._call.number)
+            self._area.end(self._call.number)
 
     async def _fail(self, error: BaseException) -> None:
         """End the communicator, and return the caller's arrays to it."""
@@ -79,7 +79,7 @@ class MemoryCall(SharedCall):
         if isinstance(error, DisagreementError):
             _dispute(member, member.communicator, self._call.number, str(self._call), error.rank)
             # The answer of that rank ends the communicator, with an error that names both calls.
-            await failure(self._staging.control_block)
+            await failure(self._area.control_block)
         elif not isinstance(error, NonFiniteError):  # with that one the call is over at all ranks
             member.failed(self._call, error)
             await self._withdraw()
@@ -108,9 +108,9 @@ class OverlappedCall(MemoryCall):
     overlaps = True
 
     def __init__(
-        self, member: Member, staging: StagingArea, call: Signature, staged: Staged, memory: GroupMemory
+        self, member: Member, area: RendezvousArea, call: Signature, staged: Staged, memory: GroupMemory
     ) -> None:
-        super().__init__(member, staging, call)
+        super().__init__(member, area, call)
         self._staged = staged
         self._memory = memory
 
@@ -123,7 +123,7 @@ class OverlappedCall(MemoryCall):
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> None:
         self._staged.fetch()
         what = self._reduction(x, op, dtype, is_wanted=self.rank == root)._replace(staged=self._staged)
-        await arrived(self._staged, min(self._staging.sizes.piece, x.nbytes))
+        await arrived(self._staged, min(self._area.sizes.piece, x.nbytes))
         await self._reduce_shown(await self._come_with_slot(what), what)
 
     async def broadcast(self, x: Array, root: int) -> None:
@@ -153,7 +153,7 @@ class OverlappedCall(MemoryCall):
     def _offers(self) -> bool:
         """Whether this rank can show its tensor in memory of its device."""
         staged = self._staged
-        return staged.mark.nbytes > self._staging.sizes.device and self._memory.offers(staged.opened_device)
+        return staged.mark.nbytes > self._area.sizes.device and self._memory.offers(staged.opened_device)
 
     def _offers_to_reduce(self, op: ReduceOp, dtype: str) -> bool:
         return self._offers() and self._memory.exchange.reduces(op, dtype)
@@ -205,10 +205,10 @@ class MemoryBackend:
         lease = cast(Arena, self._lease)  # it has all that a communicator uses
         self._give_back: Callable[[], None] | None = None  # the memory of the lease, once it has ended
         self._rounds: list[OneSidedRounds] = []
-        self._staging = StagingArea(lease, group.size, group.rank, digest(group.communicator, "staging area"), sizes)
+        self._area = RendezvousArea(lease, group.size, group.rank, digest(group.communicator, "rendezvous area"), sizes)
         self._registry = OperationRegistry(lease, group.size, group.rank, group.communicator)
-        self._devices = GroupMemory(self._staging, member)
-        self._pairs = PairMemory(self._staging, member)
+        self._devices = GroupMemory(self._area, member)
+        self._pairs = PairMemory(self._area, member)
         self.device_route = DeviceRpc(member, self._pairs)
         self._blocks = (self._devices.block, self._pairs.block)
         endpoint.at_part += [block.shut for block in self._blocks]
@@ -227,30 +227,30 @@ class MemoryBackend:
         if core is None:
             return None
         closing, failures = member.endpoint, member.endpoint.failures
-        self._compiled = CompiledCalls(core, self._staging, host, member, closing, failures, note, self.collectives_of)
+        self._compiled = CompiledCalls(core, self._area, host, member, closing, failures, note, self.collectives_of)
         return self._compiled.calls
 
     def collectives(self, call: Call[Any]) -> MemoryCall:
         if call.overlapping is not None and self._overlaps(call.overlapping.mirror.nbytes):
             call.overlapping.defer(may_share=not self._devices.is_refused)
             self._recent.append(call.signature)
-            return OverlappedCall(self._member, self._staging, call.signature, call.overlapping, self._devices)
+            return OverlappedCall(self._member, self._area, call.signature, call.overlapping, self._devices)
         if self._compiled is not None:
             self._compiled.learn(call.signature)
         return self.collectives_of(call.signature)
 
     def _overlaps(self, nbytes: int) -> bool:
         """Whether a tensor of a device is long enough to be used while it arrives."""
-        sizes = self._staging.sizes
+        sizes = self._area.sizes
         least = sizes.staged if self._devices.is_refused else min(sizes.staged, sizes.device)
         return nbytes > max(least, sizes.short)
 
     def collectives_of(self, call: Signature) -> MemoryCall:
         self._recent.append(call)
-        return MemoryCall(self._member, self._staging, call)
+        return MemoryCall(self._member, self._area, call)
 
     def _work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Work[T]:
-        return Work(self._staging.arena, work, self._check, describe)
+        return Work(self._area.arena, work, self._check, describe)
 
     def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
         # By message: a rendezvous in memory is one of all ranks. A long tensor of a device may pass in device memory.
@@ -266,7 +266,7 @@ class MemoryBackend:
         A long copy or reduction in the caller's thread would block the program's event loop.
         """
         driven = self._work(work, describe)
-        if nbytes > self._staging.sizes.long and not self._member.runner.may_block():
+        if nbytes > self._area.sizes.long and not self._member.runner.may_block():
             return self._member.runner.start(driven.finish(), discarded)
         return self._member.runner.drive(driven, discarded)
 
@@ -288,7 +288,7 @@ class MemoryBackend:
         try:
             memory = Memory(cast(Arena, self._lease), self._registry, group)
             setting = Setting(memory, lambda: text, lambda: bool(endpoint.membership.lost))
-            rounds = rounds_in_memory(setting, operation, self._staging.sizes.long)
+            rounds = rounds_in_memory(setting, operation, self._area.sizes.long)
         except DisagreementError as disagreement:
             _dispute(member, context, 1, text, disagreement.rank)
             await self._registry.failure()
@@ -303,7 +303,7 @@ class MemoryBackend:
         if not all(rounds.is_idle() for rounds in self._rounds):
             asyncio.get_running_loop().call_later(_AGAIN_S, wake)  # seldom: no call tells of its end
             return False
-        return all([self._staging.is_idle(wake), *(block.is_idle(wake) for block in self._blocks)])
+        return all([self._area.is_idle(wake), *(block.is_idle(wake) for block in self._blocks)])
 
     def retire(self) -> None:
         with contextlib.suppress(AsyncollError):  # a rank has died in a critical section: the world has failed
@@ -346,7 +346,7 @@ class MemoryBackend:
     def _trace(self, rank: int) -> str:
         """The last call that world rank `rank` has begun, as this rank describes it; empty if unknown."""
         ranks = self._member.group.ranks
-        number = self._staging.begun(ranks.index(rank)) if rank in ranks else 0
+        number = self._area.begun(ranks.index(rank)) if rank in ranks else 0
         begun = [call for call in self._newest() if call.number <= number]
         return str(begun[-1]) if begun else ""
 

@@ -30,7 +30,7 @@ import numpy as np
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.rendezvous import StagingArea, signed
+from asyncoll.algorithms.dense.rendezvous import RendezvousArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.rounds.compiled_rounds import rounds_of
 from asyncoll.algorithms.rounds.one_sided import OneSidedRounds, Setting
@@ -228,7 +228,7 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
     size = draw.choice((1, 2, 3, 5))
     states, sum_of, numbers = [], kernel_number(ReduceOp.SUM, "float64", _core.native), [1]
     with local_world(size, (_core.native,)) as arenas:
-        areas = [StagingArea(arena, size, rank, 7, _SIZES) for rank, arena in enumerate(arenas)]
+        areas = [RendezvousArea(arena, size, rank, 7, _SIZES) for rank, arena in enumerate(arenas)]
         ranks = [meetings_of(area, _core.native) for area in areas]
         for area in areas:
             area.short_address(area.rank, 0)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from asyncoll._core import Core
-from asyncoll.algorithms.dense.rendezvous import DisagreementError, StagingArea, signed
+from asyncoll.algorithms.dense.rendezvous import DisagreementError, RendezvousArea, signed
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, Host, Plan, signature_of
 from asyncoll.errors import AsyncollError
@@ -42,18 +42,18 @@ class Failures(Protocol):
     any: bool
 
 
-def meetings_of(staging: StagingArea, core: Core) -> Meetings:
+def meetings_of(area: RendezvousArea, core: Core) -> Meetings:
     """The rendezvous of whole calls at this rank: one for each call."""
-    sizes, arena = staging.sizes, staging.arena
+    sizes, arena = area.sizes, area.arena
     return core.Meetings(
-        staging.control_block,
+        area.control_block,
         arena.view,
         DisagreementError,
-        staging.size,
-        staging.rank,
+        area.size,
+        area.rank,
         sizes.calls,
         sizes.short,
-        staging.shown,
+        area.shown,
         sizes.chunk,
         arena.cores,
     )
@@ -68,7 +68,7 @@ class CompiledCalls:
     def __init__(
         self,
         core: Core,
-        staging: StagingArea,
+        area: RendezvousArea,
         host: Host,
         member: Member,
         closing: Closing,
@@ -81,24 +81,24 @@ class CompiledCalls:
         `note` is told of each call, for reports of a mismatch. `collectives` makes those of a call.
         """
         self._core = core
-        self._staging = staging
+        self._area = area
         self._host = host
         self._member = member
         self._collectives = collectives
         self._learnt: set[tuple[str, str, int, str]] = set()  # the kinds that the core knows, or declines
-        arena, sizes, runner = staging.arena, staging.sizes, member.runner
+        arena, sizes, runner = area.arena, area.sizes, member.runner
         own = arena.segments[arena.local_rank]
-        unfinished, turns = staging.under_way
+        unfinished, turns = area.under_way
         self.calls = core.ShortCalls(
-            meetings_of(staging, core),
+            meetings_of(area, core),
             (own.ctypes.data, own.size, arena.locate(own) or 0),
             (
                 max(sizes.private, sizes.whole + 1, sizes.short + 1),
-                sizes.private_max if staging.peers is not None else 0,
+                sizes.private_max if area.peers is not None else 0,
             ),
             arena.polls,
             # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
-            _SLEEP_NS * -(-staging.size // arena.cores),
+            _SLEEP_NS * -(-area.size // arena.cores),
             host=host,
             rest=self,
             runner=runner,
@@ -109,7 +109,7 @@ class CompiledCalls:
             unused=host.unused,
             unfinished=unfinished,
             turns=turns,
-            end=staging.end,
+            end=area.end,
             note=note,
             place_outside=place_outside,
             running_loop=runner.caller,
@@ -137,13 +137,13 @@ class CompiledCalls:
         if op is None:
             return  # of several arrays, or followed by something
         nbytes, kernel = call.elements * storage(dtype).itemsize, kernel_number(op, dtype, self._core)
-        if kernel and 0 < nbytes <= self._staging.sizes.long:
+        if kernel and 0 < nbytes <= self._area.sizes.long:
             tensor, array = sys.intern(dtype), np.dtype(dtype) if dtype != BFLOAT16 else None
             self._teach((tensor,) if array is None else (tensor, array), call, op, nbytes, kernel)
 
     def _teach(self, keys: tuple[object, ...], call: Signature, op: ReduceOp | None, nbytes: int, kernel: int) -> None:
         """Teach the core calls whose array has one of `keys`: its dtype, as numpy or as the package names it."""
-        size, fingerprint, reducing, receiving = self._staging.size, signed(call.fingerprint()), Traffic(), Traffic()
+        size, fingerprint, reducing, receiving = self._area.size, signed(call.fingerprint()), Traffic(), Traffic()
         if nbytes:
             for traffic, received in ((reducing, nbytes * (size - 1)), (receiving, nbytes)):
                 traffic.sent(nbytes)
@@ -175,7 +175,7 @@ class CompiledCalls:
             return result
 
         work = self._host.resume(call, collectives, body, begun.since_s, begun.expires_s)
-        return Work(self._staging.arena, work, self._member.check, call.__str__)
+        return Work(self._area.arena, work, self._member.check, call.__str__)
 
     def interrupted(self, begun: BegunShortCall) -> None:
         """End the communicator: an exception has come between the beginning of the call and its rest."""

@@ -1,4 +1,4 @@
-"""The staging area of a communicator: where its ranks show memory to each other.
+"""Where the ranks of a communicator meet and show memory to each other: the rendezvous area, and the rendezvous in it.
 
 A *rendezvous* is one point of a call at which all ranks show memory, read it and leave. "Show" means: put the address
 and the length of the memory into the control block. "Leave" means: read the memory of the other ranks no longer. A call
@@ -94,7 +94,7 @@ class Copy(NamedTuple):
     raw: Array
 
 
-class StagingArea:
+class RendezvousArea:
     """The records of one communicator and the memory that is shown there, as seen by one of its ranks.
 
     All ranks of the communicator construct it, with equal `size`, `context` and `sizes`. `rank` is the group rank.
@@ -331,22 +331,22 @@ class StagingArea:
 class Rendezvous:
     """One rendezvous (see the module), as seen by one rank.
 
-    Each rank awaits `free` (unless `StagingArea.known_free` is `tag`), writes the memory that it shows, calls `arrive`,
-    awaits `all_arrived`, reads, and calls `leave`. With short arrays `arrive_shortly` replaces `arrive`, and `reduced`
-    replaces `all_arrived`. Between `all_arrived` and `leave` the ranks may reduce together: each calls `claim` and
-    `done` for one chunk after another.
+    Each rank awaits `free` (unless `RendezvousArea.known_free` is `tag`), writes the memory that it shows, calls
+    `arrive`, awaits `all_arrived`, reads, and calls `leave`. With short arrays `arrive_shortly` replaces `arrive`, and
+    `reduced` replaces `all_arrived`. Between `all_arrived` and `leave` the ranks may reduce together: each calls
+    `claim` and `done` for one chunk after another.
 
     The waits raise the failure of the communicator. Cancelling a wait changes nothing in the control block; the caller
     must then end the communicator, because the other ranks wait for this one, and call `withdraw`, and `given_back` if
     it has shown its caller's own memory.
     """
 
-    __slots__ = ("_base", "_cells", "_fingerprint", "_number", "_staging", "tag", "turn")
+    __slots__ = ("_area", "_base", "_cells", "_fingerprint", "_number", "tag", "turn")
 
-    def __init__(self, staging: StagingArea, turn: int, number: int, count: int, fingerprint: int) -> None:
-        self._staging = staging
-        self._cells = staging.control_block.cells
-        self._base = staging.base(turn)
+    def __init__(self, area: RendezvousArea, turn: int, number: int, count: int, fingerprint: int) -> None:
+        self._area = area
+        self._cells = area.control_block.cells
+        self._base = area.base(turn)
         self._fingerprint = fingerprint
         self._number = number
         self.turn = turn
@@ -354,7 +354,7 @@ class Rendezvous:
 
     @property
     def control_block(self) -> ControlBlock:
-        return self._staging.control_block
+        return self._area.control_block
 
     async def free(self) -> None:
         """Wait until all ranks have left the previous rendezvous of this record. Then the slot of this rank is free."""
@@ -363,13 +363,13 @@ class Rendezvous:
     def is_free(self) -> bool:
         """Whether all ranks have left the previous rendezvous of this record. Under the lock."""
         cells, base = self._cells, self._base
-        return cells[base + _TAG] in (0, self.tag) or cells[base + _LEFT] == self._staging.size
+        return cells[base + _TAG] in (0, self.tag) or cells[base + _LEFT] == self._area.size
 
     def is_free_now(self) -> bool:
         """`is_free`, without the lock."""
-        if self._staging.known_free == self.tag:
+        if self._area.known_free == self.tag:
             return True
-        with self._staging.control_block:
+        with self._area.control_block:
             return self.is_free()
 
     def arrive(
@@ -391,18 +391,18 @@ class Rendezvous:
 
         Raises DisagreementError if another rank has made another call with the same number.
         """
-        staging, cells, base = self._staging, self._cells, self._base
+        area, cells, base = self._area, self._cells, self._base
         with self.control_block as control_block:
             self._enter()
-            part = base + _HEAD + _PART * staging.rank
+            part = base + _HEAD + _PART * area.rank
             cells[part] = -address if direct else address
             cells[part + 1] = nbytes
             cells[part + 2] = 0
             cells[part + 3] = 0
-            cells[base + _DIRECT] += staging.size + 1 if windows else direct
+            cells[base + _DIRECT] += area.size + 1 if windows else direct
             cells[base + _PRIVATE] += private
             cells[base + _ARRIVED] += 1
-            is_last = cells[base + _ARRIVED] == staging.size
+            is_last = cells[base + _ARRIVED] == area.size
             if is_last:
                 control_block.wake(helpers if self.is_direct() else sys.maxsize)
         if is_last:
@@ -422,18 +422,18 @@ class Rendezvous:
             return
         for cell in range(base, base + _HEAD):
             cells[cell] = 0
-        for rank in range(self._staging.size):  # no rank is busy: an earlier rendezvous may have counted something here
+        for rank in range(self._area.size):  # no rank is busy: an earlier rendezvous may have counted something here
             cells[self._part(rank) + 2] = 0
         cells[base + _TAG] = self.tag
         cells[base + _FINGERPRINT] = self._fingerprint
-        cells[base + _FIRST] = self._staging.rank
+        cells[base + _FIRST] = self._area.rank
 
     async def all_arrived(self, patience: int = 1) -> None:
         """Wait until all ranks have arrived. If one of them has withdrawn, the wait ends with the failure alone.
 
         `patience` is that of `until`.
         """
-        cells, arrived, size = self._cells, self._base + _ARRIVED, self._staging.size
+        cells, arrived, size = self._cells, self._base + _ARRIVED, self._area.size
         withdrawn = self._base + _WITHDRAWN
         await until(self.control_block, lambda: cells[arrived] == size and not cells[withdrawn], patience)
 
@@ -447,63 +447,63 @@ class Rendezvous:
 
         Raises DisagreementError if another rank has made another call with the same number.
         """
-        staging, cells = self._staging, self._cells
+        area, cells = self._area, self._cells
         if x is not None and not address:
-            staging.short_array(staging.rank, self.turn, x.dtype, x.size)[...] = x
+            area.short_array(area.rank, self.turn, x.dtype, x.size)[...] = x
         shown = 0
         if x is not None and self.is_shown(x.nbytes):
-            shown = -address or staging.short_address(staging.rank, self.turn)
-        with staging.control_block:
+            shown = -address or area.short_address(area.rank, self.turn)
+        with area.control_block:
             self._enter()
-            part = self._part(staging.rank)
+            part = self._part(area.rank)
             if x is not None and shown:
                 cells[part], cells[part + 1], cells[part + 2] = shown, x.nbytes, 0
                 cells[self._base + _DIRECT] += address != 0
             cells[self._base + _ARRIVED] += 1
-            is_last = cells[self._base + _ARRIVED] == staging.size and not cells[self._base + _WITHDRAWN]
+            is_last = cells[self._base + _ARRIVED] == area.size and not cells[self._base + _WITHDRAWN]
         if is_last and shown:
             self._wake_in_futex()
         return is_last
 
     def is_shown(self, nbytes: int) -> bool:
         """Whether the ranks say where their arrays are. Shorter ones are always in the memory for short arrays."""
-        return nbytes >= self._staging.shown
+        return nbytes >= self._area.shown
 
     def is_lent(self, x: Array) -> bool:
         """Whether this rank shows the memory of `x` itself: it is registered, or private and too long to be copied."""
-        is_registered = self.is_shown(x.nbytes) and self._cells[self._part(self._staging.rank)] < 0
-        return is_registered or x.nbytes > self._staging.sizes.short
+        is_registered = self.is_shown(x.nbytes) and self._cells[self._part(self._area.rank)] < 0
+        return is_registered or x.nbytes > self._area.sizes.short
 
     def reduce_copies(self, x: Array, reduce: Reduce, divisor: int) -> None:
         """Reduce the copies that all ranks have shown, into `x` and where the others look for the result."""
-        staging = self._staging
-        copies = [staging.short_array(rank, self.turn, x.dtype, x.size) for rank in range(staging.size)]
+        area = self._area
+        copies = [area.short_array(rank, self.turn, x.dtype, x.size) for rank in range(area.size)]
         reduce(copies[0], copies, divisor)
         x[...] = copies[0]
 
     def receive_shortly(self, x: Array) -> None:
         """Copy the result, which there is, into `x`, unless it is there already."""
         if not self.is_lent(x):
-            source = self._staging.rank if self.is_shown(x.nbytes) else 0
-            x[...] = self._staging.short_array(source, self.turn, x.dtype, x.size)
+            source = self._area.rank if self.is_shown(x.nbytes) else 0
+            x[...] = self._area.short_array(source, self.turn, x.dtype, x.size)
 
     def complete_shortly(self, done: int, x: Array | None) -> bool:
         """`receive_shortly` and `leave`, if there is a result, of `done` bytes. Returns whether there is."""
-        staging, cells, left = self._staging, self._cells, self._base + _LEFT
+        area, cells, left = self._area, self._cells, self._base + _LEFT
         array = None
         if x is not None and not self.is_lent(x):  # before the lock, which this may take
-            array = staging.short_array(staging.rank if self.is_shown(x.nbytes) else 0, self.turn, x.dtype, x.size)
+            array = area.short_array(area.rank if self.is_shown(x.nbytes) else 0, self.turn, x.dtype, x.size)
         is_copied_under_lock = x is None or x.nbytes <= _COPIED_UNDER_LOCK
-        with staging.control_block as control_block:
+        with area.control_block as control_block:
             if cells[self._base + _DONE] != done:
                 return False
             if is_copied_under_lock:
                 if x is not None and array is not None:
                     x[...] = array
                 cells[left] += 1
-                if cells[left] == staging.size:
+                if cells[left] == area.size:
                     control_block.wake()
-                staging.look_ahead(self._number + 1)
+                area.look_ahead(self._number + 1)
                 return True
         if x is not None and array is not None:
             x[...] = array
@@ -517,7 +517,7 @@ class Rendezvous:
 
         Raises DisagreementError if another rank has made another call with the same number.
         """
-        cells, part = self._cells, self._part(self._staging.rank)
+        cells, part = self._cells, self._part(self._area.rank)
         with self.control_block as control_block:
             self._enter()
             cells[part] = address
@@ -544,7 +544,7 @@ class Rendezvous:
 
     async def read_by(self, count: int) -> None:
         """Wait until `count` ranks have read the memory of this rank, which has left."""
-        cells, tag, base, mine = self._cells, self.tag, self._base, self._part(self._staging.rank) + 2
+        cells, tag, base, mine = self._cells, self.tag, self._base, self._part(self._area.rank) + 2
         # Another tag: all ranks have left, and a later rendezvous uses the record.
         await until(self.control_block, lambda: cells[base + _TAG] != tag or cells[mine] == count)
 
@@ -558,16 +558,16 @@ class Rendezvous:
         """For each rank: the address and the bytes of the memory that it shows, and whether it is its caller's own."""
         # No lock: `all_arrived` has acquired it after the last of these cells was written.
         first = self._base + _HEAD
-        cells = self._cells[first : first + _PART * self._staging.size].tolist()
+        cells = self._cells[first : first + _PART * self._area.size].tolist()
         return [(abs(cells[i]), cells[i + 1], cells[i] < 0) for i in range(0, len(cells), _PART)]
 
     def is_direct(self) -> bool:
         """Whether all ranks show their callers' own memory, which is registered."""
-        return self._cells[self._base + _DIRECT] == self._staging.size
+        return self._cells[self._base + _DIRECT] == self._area.size
 
     def is_private(self) -> bool:
         """Whether all ranks show private memory."""
-        return self._cells[self._base + _PRIVATE] == self._staging.size
+        return self._cells[self._base + _PRIVATE] == self._area.size
 
     def is_partly_own(self) -> bool:
         """Whether at least one rank shows its caller's own memory, or asks for windows."""
@@ -575,11 +575,11 @@ class Rendezvous:
 
     def is_in_windows(self) -> bool:
         """Whether at least one rank asks for windows, or offers memory of its device."""
-        return self._cells[self._base + _DIRECT] > self._staging.size
+        return self._cells[self._base + _DIRECT] > self._area.size
 
     def is_on_devices(self) -> bool:
         """Whether all ranks offer memory of their devices."""
-        size = self._staging.size
+        size = self._area.size
         is_in_windows = self._cells[self._base + _DIRECT] == size * (size + 1)
         return is_in_windows and all(nbytes for _, nbytes, _ in self.shown())
 
@@ -596,13 +596,13 @@ class Rendezvous:
     def advance(self, steps: int) -> None:
         """Note that this rank has done `steps` steps, one more than before."""
         with self.control_block as control_block:
-            self._cells[self._part(self._staging.rank) + 2] = steps
+            self._cells[self._part(self._area.rank) + 2] = steps
             if self._least_steps() == steps:  # otherwise those who wait for this rank wait for another one, too
                 control_block.wake()
 
     def _least_steps(self) -> int:
         first = self._part(0) + 2
-        return min(self._cells[first : first + _PART * (self._staging.size - 1) + 1 : _PART].tolist())
+        return min(self._cells[first : first + _PART * (self._area.size - 1) + 1 : _PART].tolist())
 
     # -- reducing together ------------------------------------------------------------------------
 
@@ -612,13 +612,13 @@ class Rendezvous:
         It has `chunk` bytes, by default `Sizes.chunk`, or more of a very long array.
         """
         cells, claimed = self._cells, self._base + _CLAIMED
-        chunk = chunk or max(self._staging.sizes.chunk, total // _CLAIMS // _PAGE * _PAGE)
-        with self._staging.control_block:
+        chunk = chunk or max(self._area.sizes.chunk, total // _CLAIMS // _PAGE * _PAGE)
+        with self._area.control_block:
             first = cells[claimed]
             if first >= total:
                 return None
             cells[claimed] = first + chunk
-            cells[self._base + _HEAD + _PART * self._staging.rank + 2] = 1
+            cells[self._base + _HEAD + _PART * self._area.rank + 2] = 1
         return slice(first, min(first + chunk, total))
 
     def done(self, nbytes: int, total: int, bit: int = 0) -> None:
@@ -627,11 +627,11 @@ class Rendezvous:
         `bit` is that of the chunk, if the result is in the private memory of this rank.
         """
         cells, done = self._cells, self._base + _DONE
-        with self._staging.control_block as control_block:
+        with self._area.control_block as control_block:
             cells[done] += nbytes
             if bit:
-                cells[self._part(self._staging.rank) + 3] |= bit
-            cells[self._base + _HEAD + _PART * self._staging.rank + 2] = 0
+                cells[self._part(self._area.rank) + 3] |= bit
+            cells[self._base + _HEAD + _PART * self._area.rank + 2] = 0
             # A withdrawal waits for this rank. DONE may never become `total` then.
             is_over = cells[done] == total or cells[self._base + _WITHDRAWN]
             if is_over:
@@ -650,10 +650,10 @@ class Rendezvous:
 
     def reduce_private_chunk(self, chunk: slice, each: int, own: Array, reduction: Reduction) -> None:
         """Reduce a chunk that this rank has claimed into `own`, its private array. Chunks have `each` bytes."""
-        assert self._staging.peers is not None
+        assert self._area.peers is not None
         reduced = 0
         try:
-            self._staging.peers.reduce(reduction, own, chunk)
+            self._area.peers.reduce(reduction, own, chunk)
             reduced = chunk.stop - chunk.start
         finally:
             self.done(reduced, own.size, 1 << chunk.start // each if reduced else 0)
@@ -670,11 +670,11 @@ class Rendezvous:
         """Whether this rank has left a rendezvous with private memory, in the compiled core."""
         with self.control_block:
             is_reused = self._cells[self._base + _TAG] != self.tag
-            return is_reused or self._cells[self._part(self._staging.rank) + 2] == _HAS_LEFT
+            return is_reused or self._cells[self._part(self._area.rank) + 2] == _HAS_LEFT
 
     def could_not_read(self) -> bool:
         """Whether this rank could not read private memory, in the compiled core."""
-        return self._cells[self._part(self._staging.rank) + 2] == _CANNOT_READ
+        return self._cells[self._part(self._area.rank) + 2] == _CANNOT_READ
 
     def is_withdrawn(self) -> bool:
         """Whether a rank has withdrawn."""
@@ -683,7 +683,7 @@ class Rendezvous:
 
     def arrays(self, nbytes: int, dtype: np.dtype[Any]) -> list[Array]:
         """What all ranks show, as arrays of `nbytes` bytes."""
-        view = self._staging.arena.view
+        view = self._area.arena.view
         return [view(address, nbytes).view(dtype) for address, _, _ in self.shown()]
 
     async def reduced(self, total: int, patience: int = 1) -> None:
@@ -714,12 +714,12 @@ class Rendezvous:
         cells, first = self._cells, self._base + _HEAD + 2
         with self.control_block:
             if cells[self._base + _TAG] == self.tag:
-                cells[first + _PART * self._staging.rank] = 0
+                cells[first + _PART * self._area.rank] = 0
 
         def is_busy(rank: int) -> bool:
             return cells[self._base + _TAG] == self.tag and cells[first + _PART * rank] > 0 and not is_lost(rank)
 
-        await until(self.control_block, lambda: not any(map(is_busy, range(self._staging.size))))
+        await until(self.control_block, lambda: not any(map(is_busy, range(self._area.size))))
 
     # -- leaving ----------------------------------------------------------------------------------
 
@@ -730,15 +730,15 @@ class Rendezvous:
         to leave then take the lock once. Returns False if a rank has withdrawn. The data that was read may then be
         wrong, because its owner may have overwritten it meanwhile.
         """
-        staging, cells, left = self._staging, self._cells, self._base + _LEFT
-        with staging.control_block as control_block:
+        area, cells, left = self._area, self._cells, self._base + _LEFT
+        with area.control_block as control_block:
             cells[left] += 1
-            have_all_left = cells[left] == staging.size
+            have_all_left = cells[left] == area.size
             if reduced:
                 cells[self._base + _DONE] = reduced
             if reduced or have_all_left:
                 control_block.wake()
-            staging.look_ahead(self._number + 1)
+            area.look_ahead(self._number + 1)
             is_valid = not cells[self._base + _WITHDRAWN]
         if reduced:
             self._wake_in_futex()
@@ -751,6 +751,6 @@ class Rendezvous:
         cells, base = self._cells, self._base
         await until(
             self.control_block,
-            lambda: cells[base + _TAG] != self.tag or cells[base + _LEFT] == self._staging.size,
+            lambda: cells[base + _TAG] != self.tag or cells[base + _LEFT] == self._area.size,
             PATIENCE,
         )

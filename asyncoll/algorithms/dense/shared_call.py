@@ -1,8 +1,8 @@
 """The dense collectives of one call in shared memory, as coroutines that await only its rendezvous.
 
-A rank copies a short array into a slot of the staging area, from which the other ranks read it. A long array passes in
-windows through two slots in turn, so that a window is still in the cache when the others read it. A registered array is
-read and written where it is, without a copy.
+A rank copies a short array into a slot of the rendezvous area, from which the other ranks read it. A long array passes
+in windows through two slots in turn, so that a window is still in the cache when the others read it. A registered array
+is read and written where it is, without a copy.
 
 In an allreduce of registered arrays each rank claims chunks and reduces them. Each chunk is reduced once, in the order
 of ranks, and written to all arrays. So all ranks get the same bits. A rank that has shown its array and then has no
@@ -20,7 +20,7 @@ import numpy as np
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.pieces import Operand
-from asyncoll.algorithms.dense.rendezvous import PATIENCE, Copy, Rendezvous, StagingArea, signed
+from asyncoll.algorithms.dense.rendezvous import PATIENCE, Copy, Rendezvous, RendezvousArea, signed
 from asyncoll.algorithms.seam.short_calls import Plan
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer
@@ -44,11 +44,11 @@ class SharedCall:
 
     overlaps = False
 
-    def __init__(self, staging: StagingArea, number: int, fingerprint: int) -> None:
-        self.rank = staging.rank
-        self.size = staging.size
+    def __init__(self, area: RendezvousArea, number: int, fingerprint: int) -> None:
+        self.rank = area.rank
+        self.size = area.size
         self.traffic = Traffic()
-        self._staging = staging
+        self._area = area
         self.number = number
         self._fingerprint = signed(fingerprint)
         self._count = 0  # the number of rendezvous so far
@@ -86,15 +86,15 @@ class SharedCall:
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
         """Reduce `x` over all ranks, in place. A long `x` that is registered at all ranks is not copied."""
-        if 0 < x.nbytes <= self._staging.sizes.short:
+        if 0 < x.nbytes <= self._area.sizes.short:
             await self._allreduce_shortly(x, op, dtype)
             return
         what, total = self._reduction(x, op, dtype), x.nbytes
-        address = self._staging.arena.locate(x)
-        if address is None and (copy := self._staging.copy(what.raw)):
+        address = self._area.arena.locate(x)
+        if address is None and (copy := self._area.copy(what.raw)):
             await self._reduce_copy(what, copy)
             return
-        if address is None and self._staging.sizes.is_private(total) and self._can_read_all(what):
+        if address is None and self._area.sizes.is_private(total) and self._can_read_all(what):
             rendezvous = await self.come()
             self.traffic.sent(total)
             rendezvous.arrive(x.ctypes.data, total, private=True)
@@ -118,7 +118,7 @@ class SharedCall:
         rendezvous = await self._come_directly(copy.address, copy.raw.size)
         await self._reduce_shown(rendezvous, what._replace(raw=copy.raw))
         what.raw[...] = copy.raw
-        self._staging.give_back(copy.address, copy.room)
+        self._area.give_back(copy.address, copy.room)
 
     async def _reduce_shown(self, rendezvous: Rendezvous, what: Operand) -> None:
         """The rest of an allreduce of a long array: this rank has arrived with it, or with a slot."""
@@ -142,15 +142,15 @@ class SharedCall:
 
     async def _reduce_in_windows(self, what: Operand) -> None:
         """Allreduce window by window, as of registered arrays: those of some ranks are arriving from devices."""
-        staging, window, staged = self._staging, self._staging.sizes.staged, what.staged
-        own = staging.arena.locate(what.raw)
-        block, room = staging.block(window) if own is None else (0, 0)
+        area, window, staged = self._area, self._area.sizes.staged, what.staged
+        own = area.arena.locate(what.raw)
+        block, room = area.block(window) if own is None else (0, 0)
         for start in range(0, what.raw.size, window):
             part = what.raw[start : start + window]
             if staged is not None:
                 await arrived(staged, start + part.size)
             if own is None:
-                shown = staging.arena.view(block, part.size)
+                shown = area.arena.view(block, part.size)
                 shown[...] = part
                 await self._reduce_window(what._replace(raw=shown), block)
                 part[...] = shown
@@ -159,7 +159,7 @@ class SharedCall:
             if staged is not None:
                 staged.put(start + part.size)
         if own is None:
-            staging.give_back(block, room)
+            area.give_back(block, room)
 
     async def _reduce_window(self, what: Operand, address: int) -> None:
         rendezvous = await self._come_directly(address, what.raw.size)
@@ -168,14 +168,14 @@ class SharedCall:
 
     def _can_read_all(self, what: Operand) -> bool:
         """Whether the ranks can read each other's private memory, and reduce it."""
-        peers = self._staging.peers
+        peers = self._area.peers
         return peers is not None and what.kernel > 0 and peers.can_read()
 
     async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
         """Allreduce of a short array (`meetings`)."""
         rendezvous = await self.come()
         what = self._reduction(x, op, dtype)
-        is_last = rendezvous.arrive_shortly(x, self._staging.address_of_short(x))
+        is_last = rendezvous.arrive_shortly(x, self._area.address_of_short(x))
         self._lend_shortly(rendezvous, x)
         if is_last and not rendezvous.is_shown(x.nbytes):
             rendezvous.reduce_copies(x, what.reduce, what.divisor)
@@ -189,7 +189,7 @@ class SharedCall:
 
     def rejoin(self, x: Array | None) -> None:
         """This rank has arrived at the rendezvous of a short allreduce of `x`, or of a barrier."""
-        rendezvous = self._staging.rendezvous(self.number, 0, self._fingerprint)
+        rendezvous = self._area.rendezvous(self.number, 0, self._fingerprint)
         self._rendezvous.append(rendezvous)
         self._count = 1
         if x is not None:
@@ -198,7 +198,7 @@ class SharedCall:
     async def finish_shortly(self, x: Array | None, plan: Plan) -> None:
         """The rest of that call, at a rank that was not the last."""
         rendezvous = self._rendezvous[-1]
-        if x is None or plan.reduce is None or x.nbytes <= self._staging.sizes.short:
+        if x is None or plan.reduce is None or x.nbytes <= self._area.sizes.short:
             await self._receive_shortly(rendezvous, x, plan.done)
         else:
             self.traffic.sent(x.nbytes)
@@ -229,23 +229,23 @@ class SharedCall:
 
     def _reduction(self, x: Array, op: ReduceOp, dtype: str, *, is_wanted: bool = True) -> Operand:
         divisor = self.size if op is ReduceOp.AVG else 1
-        native = self._staging.arena.native
+        native = self._area.arena.native
         reduce, kernel = reducer(op, dtype, native), kernel_number(op, dtype, native)
         return Operand(x.view(np.uint8), x.dtype, reduce, divisor, kernel, is_wanted)
 
     async def _come_with_slot(self, what: Operand) -> Rendezvous:
         """Arrive at the next rendezvous with the first piece of the array in a slot."""
-        staging, rendezvous = self._staging, await self.come()
-        piece = staging.sizes.piece
-        address, slot = staging.slot(rendezvous.turn, pieces.slot_bytes(what.raw.size, piece))
+        area, rendezvous = self._area, await self.come()
+        piece = area.sizes.piece
+        address, slot = area.slot(rendezvous.turn, pieces.slot_bytes(what.raw.size, piece))
         pieces.put_first(what, slot, self.rank, self.size, piece)
         rendezvous.arrive(address, slot.size)
         return rendezvous
 
     async def _reduce_in_pieces(self, rendezvous: Rendezvous, what: Operand) -> None:
-        staging = self._staging
-        await pieces.reduce_in_pieces(staging, rendezvous, what)
-        total, piece = what.raw.size, staging.sizes.piece
+        area = self._area
+        await pieces.reduce_in_pieces(area, rendezvous, what)
+        total, piece = what.raw.size, area.sizes.piece
         sent, received = pieces.traffic(total, piece, self.rank, self.size, is_wanted=what.is_wanted)
         self.traffic.sent(sent)
         self.traffic.received(received)
@@ -257,8 +257,8 @@ class SharedCall:
         At most as many as there are chunks and cores, less itself. Further ranks would find nothing to reduce or no
         core, and would go back to sleep; they wake when the result is there. If there is nothing to reduce, all wake.
         """
-        chunks = max(1, -(-total // self._staging.sizes.chunk))
-        return min(chunks, self._staging.arena.cores) - 1 if total else self.size
+        chunks = max(1, -(-total // self._area.sizes.chunk))
+        return min(chunks, self._area.arena.cores) - 1 if total else self.size
 
     async def _reduce_together(self, rendezvous: Rendezvous, what: Operand) -> None:
         """Reduce arrays that all ranks show where they are: the rank that reduces a chunk writes it to all of them."""
@@ -271,7 +271,7 @@ class SharedCall:
         """Claim and reduce chunks of what all ranks show, until all are claimed. Returns how many bytes."""
         mine = 0
         arrays = rendezvous.arrays(what.raw.size, what.dtype)
-        reduce = into_all(what.reduce, what.kernel, self._staging.arena.native)
+        reduce = into_all(what.reduce, what.kernel, self._area.arena.native)
         interrupted: BaseException | None = None
         while chunk := rendezvous.claim(what.raw.size):
             try:
@@ -291,11 +291,11 @@ class SharedCall:
         Once all are reduced, it copies the other chunks from the ranks that have reduced them. A rank that has reduced
         chunks waits until all ranks have copied them.
         """
-        staging, total, own = self._staging, what.raw.size, what.raw
-        assert staging.peers is not None
-        each = staging.private_chunk(total)
+        area, total, own = self._area, what.raw.size, what.raw
+        assert area.peers is not None
+        each = area.private_chunk(total)
         addresses = [address for address, _, _ in rendezvous.shown()]
-        reduction = staging.peers.reduction(addresses, what.kernel, what.divisor)
+        reduction = area.peers.reduction(addresses, what.kernel, what.divisor)
         try:
             if rendezvous.could_not_read():
                 raise OSError(errno.EFAULT, "the memory of another rank cannot be read")
@@ -307,12 +307,12 @@ class SharedCall:
             for step in range(1, self.size):
                 rank = (self.rank + step) % self.size  # each rank begins with another one's
                 for chunk in rendezvous.reduced_by(rank, each, total):
-                    staging.peers.read(reduction, rank, own, chunk)
+                    area.peers.read(reduction, rank, own, chunk)
                     self.traffic.received(chunk.stop - chunk.start)
         except OSError as error:
             # The rank whose memory could not be read has ended, or runs another program, or has failed and returned its
             # array to its caller.
-            is_lost = isinstance(error, ProcessLookupError) or not staging.peers.has_read_all()
+            is_lost = isinstance(error, ProcessLookupError) or not area.peers.has_read_all()
             if not is_lost and not rendezvous.is_withdrawn():
                 raise
             await failure(rendezvous.control_block)
@@ -396,13 +396,13 @@ class SharedCall:
         """
         rendezvous = await self.come()
         self._rendezvous.pop()  # not to withdraw from: the others wait only for those whose arrays they read
-        staging, total, size = self._staging, mine.nbytes, 0
-        is_long = total > staging.sizes.window
+        area, total, size = self._area, mine.nbytes, 0
+        is_long = total > area.sizes.window
         if is_long:
-            address, size = staging.block(total)
-            room = staging.arena.view(address, total)
+            address, size = area.block(total)
+            room = area.arena.view(address, total)
         else:
-            address, room = staging.slot(rendezvous.turn, total)
+            address, room = area.slot(rendezvous.turn, total)
         room[...] = mine.view(np.uint8)
         self.traffic.sent(total)
         rendezvous.arrive_for_neighbors(address, total)
@@ -411,25 +411,25 @@ class SharedCall:
         while awaited:
             for source in await rendezvous.shown_by(awaited):
                 theirs, take = rendezvous.address_of(source), _into([awaited.pop(source)] * self.size)
-                for start in range(0, total, staging.sizes.window):
-                    end = min(start + staging.sizes.window, total)
+                for start in range(0, total, area.sizes.window):
+                    end = min(start + area.sizes.window, total)
                     await self._take(rendezvous, take, source, theirs + start, start, end)
                 if is_long:
                     rendezvous.read(source)
         rendezvous.leave()
         if is_long:
             await rendezvous.read_by(len(dests))
-            staging.give_back(address, size)
+            area.give_back(address, size)
 
     async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int], staged: Staged | None = None) -> None:
         """Show `mine` to all ranks in windows, and pass the bytes that the ranks in `wanted` show to `take`.
 
         `wanted` maps a group rank to the number of bytes that it shows. `mine` may be arriving from a device.
         """
-        window, shown = self._staging.sizes.window, mine.size if mine is not None else 0
+        window, shown = self._area.sizes.window, mine.size if mine is not None else 0
         # An array of one window is copied into a slot, even if it is registered. So the call ends without waiting until
         # all ranks have read it.
-        address = self._staging.arena.locate(mine) if mine is not None and shown > window else None
+        address = self._area.arena.locate(mine) if mine is not None and shown > window else None
         # All ranks make the same number of rendezvous: at least one, and as many as the longest array that any rank
         # shows has windows. A rank learns that length at the first.
         start, longest = 0, 1
@@ -459,7 +459,7 @@ class SharedCall:
     def _show_piece(self, rendezvous: Rendezvous, mine: Array | None, start: int) -> None:
         """Copy the window of `mine` from byte `start` into a slot, and arrive with the slot."""
         shown = mine.size if mine is not None else 0
-        address, slot = self._staging.slot(rendezvous.turn, max(0, min(self._staging.sizes.window, shown - start)))
+        address, slot = self._area.slot(rendezvous.turn, max(0, min(self._area.sizes.window, shown - start)))
         if mine is not None:
             slot[...] = mine[start : start + slot.size]
             self.traffic.sent(slot.size)
@@ -471,13 +471,13 @@ class SharedCall:
         `wanted` maps a group rank to the number of bytes of that block, in the order in which `take` gets the pieces.
         """
         # The slot holds a piece for each rank. Pieces are multiples of 64 bytes, so that no element is cut in two.
-        window = max(64, self._staging.sizes.window // self.size // 64 * 64)
+        window = max(64, self._area.sizes.window // self.size // 64 * 64)
         shown = max((block.size for block in blocks), default=0)
         start, longest = 0, 1
         while start < longest:
             rendezvous = await self.come()
             apart = max(0, min(window, shown - start))
-            address, slot = self._staging.slot(rendezvous.turn, apart * self.size)
+            address, slot = self._area.slot(rendezvous.turn, apart * self.size)
             for rank, block in enumerate(blocks):
                 if rank != self.rank:
                     piece = block[start : start + apart]
@@ -513,7 +513,7 @@ class SharedCall:
         if start < end:
             await checkpoint(rendezvous.control_block)
             if own is None:
-                take(source, start, self._staging.arena.view(address, end - start))
+                take(source, start, self._area.arena.view(address, end - start))
                 self.traffic.received(end - start)
             else:
                 take(source, start, own[start:end])
@@ -525,12 +525,12 @@ class SharedCall:
 
     async def come(self) -> Rendezvous:
         """The next rendezvous of the call. Waits until its record is free."""
-        staging = self._staging
-        rendezvous = staging.rendezvous(self.number, self._count, self._fingerprint)
+        area = self._area
+        rendezvous = area.rendezvous(self.number, self._count, self._fingerprint)
         self._count += 1
-        if staging.known_free != rendezvous.tag:
+        if area.known_free != rendezvous.tag:
             if self._count == 1:
-                await staging.wait_for(self.number - staging.sizes.calls)  # that call uses the same records
+                await area.wait_for(self.number - area.sizes.calls)  # that call uses the same records
             await rendezvous.free()
         self._rendezvous.append(rendezvous)
         return rendezvous

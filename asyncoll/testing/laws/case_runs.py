@@ -62,7 +62,7 @@ def tell(case: Case, transport: str, *, devices: bool = False) -> Any:
 
     Without `devices` no rank has one.
     """
-    case = case if devices else replace(case, staging=())
+    case = case if devices else replace(case, on_devices=())
     is_simulated = transport in (SIMULATED, MEMORY, HOSTS)
     case = case if is_simulated else _in_real_time(case)
     if transport in PROCESSES:
@@ -99,8 +99,8 @@ def _in_processes(case: Case) -> Case:
 
     A call that is dropped here may end in another thread, after the next one has begun: its rounds come one call later.
     """
-    staging = tuple(rank for rank in case.staging if rank not in (case.alarmed, case.forking))
-    return replace(case, staging=staging, careless=None, gathers=False)
+    on_devices = tuple(rank for rank in case.on_devices if rank not in (case.alarmed, case.forking))
+    return replace(case, on_devices=on_devices, careless=None, gathers=False)
 
 
 async def take_part(comm: Communicator, case: Case, parts: dict[int, Any]) -> None:
@@ -117,7 +117,7 @@ async def _part(comm: Communicator, case: Case) -> Any:
     if case.kind == TRAINING:
         return await Learner(comm, case).run()
     trainer = Gossiper if case.kind == GOSSIP else Trainer
-    if comm.rank not in case.staging:
+    if comm.rank not in case.on_devices:
         return await trainer(comm, case).run()
     with device_of(comm, case.seed) as device:
         return await trainer(comm, case, device).run()  # in the end of the block the answers get their values
@@ -149,7 +149,7 @@ def _launch(case: Case, transport: str) -> list[Any]:
     Each case needs a launch of its own, because a rank of a case may leave the world early.
     """
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
-        cores, devices = "mixed" if transport == MIXED else "same", "devices" if case.staging else "none"
+        cores, devices = "mixed" if transport == MIXED else "same", "devices" if case.on_devices else "none"
         program = ["-m", "asyncoll.testing.laws", case.kind, str(case.seed), folder, cores, devices]
         _run_job(["-n", str(case.size), "--transport", PROCESSES[transport], "--timeout", str(_TIMEOUT_S), *program])
         return [read_record(_record(folder, rank), case.kind) for rank in range(case.size)]
@@ -185,7 +185,7 @@ def rank_main() -> None:
 
     async def main(comm: Communicator) -> None:
         case = _in_processes(_in_real_time(draw(kind, comm.size, int(seed))))
-        await take_part(comm, case if devices == "devices" else replace(case, staging=()), parts)
+        await take_part(comm, case if devices == "devices" else replace(case, on_devices=()), parts)
 
     with contextlib.suppress(ProgramError):
         run(main)

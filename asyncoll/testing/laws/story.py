@@ -74,7 +74,7 @@ class Case:
     alarmed: int | None  # the rank whose signal handler raises in some of its calls; only where ranks are processes
     forking: int | None  # the rank that forks a child; only where ranks are processes
     forks_at: int  # the call in which it forks
-    staging: tuple[int, ...]  # the ranks that have devices; only where that is asked for
+    on_devices: tuple[int, ...]  # the ranks that have devices; only where that is asked for
     hosts: tuple[int, ...]  # the host of each rank; only where ranks are on several
     bare: int | None  # the host whose ranks share no memory; only there
     rounds: int = _ROUNDS
@@ -165,7 +165,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
         forking=one_of(None, rank()) if size > 1 else None,
         forks_at=one_of(*_FORK_AT),
         alarmed=one_of(None, rank()) if kind != "group" and size > 1 else None,
-        staging=tuple(rank for rank in range(size) if one_of(True, False)),
+        on_devices=tuple(rank for rank in range(size) if one_of(True, False)),
         **_draw_hosts(size, seed),
         **_draw_ends(kind, size, seed),
     )
