@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -208,6 +209,7 @@ PACKAGES: dict[str, set[str]] = {
 }
 SUBPACKAGES = {name for name in PACKAGES if "." in name}
 MODULES_MAX, PACKAGES_MAX = 10, 13  # at the top of asyncoll/
+FILE_NAMES_MAX, CLASS_NAMES_MAX = 6, 6  # names that are used more than once; `_Name` counts as `Name`
 SANS_IO = (
     "transport.wire",
     "runtime.matching",
@@ -451,6 +453,15 @@ def test_the_top_of_the_package_is_small():
     packages = {name for name in names if (PACKAGE / name).is_dir() and name}
     assert len(names - packages) <= MODULES_MAX
     assert len(packages) <= PACKAGES_MAX
+
+
+def test_one_name_is_one_thing():
+    """Names of files, but those of packages, and of classes, whatever class or function they are in."""
+    files = Counter(path.name for path in modules.values() if path.stem != "__init__")
+    nodes = (node for path in modules.values() for node in ast.walk(parse(path)))
+    classes = Counter(node.name.lstrip("_") for node in nodes if isinstance(node, ast.ClassDef))
+    assert len({name for name, count in files.items() if count > 1}) <= FILE_NAMES_MAX
+    assert len({name for name, count in classes.items() if count > 1}) <= CLASS_NAMES_MAX
 
 
 def test_the_protocol_uses_no_loop_no_clock_and_no_socket():

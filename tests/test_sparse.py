@@ -493,7 +493,7 @@ def test_large_parts_are_sent_in_pieces(simulated):
 @looped("count", [0, 1, 2, 7])
 def test_packed_parts_are_aligned_and_whole(index, value, count):
     part = algorithms.Part(np.arange(count, dtype=index) * 3, np.arange(count, dtype=value) / 7)
-    packing = algorithms.Packing(part)
+    packing = algorithms.SparsePacking(part)
     back = packing.unpack(packing.pack(part))
     assert packing.pack(part).size == count * packing.element_bytes
     for one, other in zip(back, part, strict=True):

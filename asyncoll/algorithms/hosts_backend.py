@@ -72,7 +72,7 @@ class HostsBackend(MessageBackend):
             return far
         return HostsCarrier(self._memory.carrier(broken), self._host.group.ranks, far)
 
-    # -- the end, as of `runtime.lifetime.Part` ---------------------------------------------------
+    # -- the end, as of `runtime.lifetime.CommunicatorPart` ---------------------------------------------------
 
     def retire(self) -> None:
         for part in self._in_memory():  # first: the ports tell other ranks to look there

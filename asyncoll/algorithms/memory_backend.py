@@ -37,7 +37,7 @@ from asyncoll.errors import AsyncollError, NonFiniteError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.memory_carrier import MemoryCarrier
 from asyncoll.runtime.member import Member
-from asyncoll.runtime.shared_work import Work
+from asyncoll.runtime.shared_work import SharedWork
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.tensors.staged import Staged
@@ -249,8 +249,8 @@ class MemoryBackend:
         self._recent.append(call)
         return MemoryCall(self._member, self._area, call)
 
-    def _work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Work[T]:
-        return Work(self._area.arena, work, self._check, describe)
+    def _work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> SharedWork[T]:
+        return SharedWork(self._area.arena, work, self._check, describe)
 
     def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
         # By message: a rendezvous in memory is one of all ranks. A long tensor of a device may pass in device memory.
@@ -297,7 +297,7 @@ class MemoryBackend:
         self._rounds.append(rounds)
         return rounds
 
-    # -- the end, as of `runtime.lifetime.Part` ---------------------------------------------------
+    # -- the end, as of `runtime.lifetime.CommunicatorPart` ---------------------------------------------------
 
     def is_idle(self, wake: Callable[[], None]) -> bool:
         if not all(rounds.is_idle() for rounds in self._rounds):

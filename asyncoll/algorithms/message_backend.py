@@ -57,7 +57,7 @@ class MessageBackend:
     async def open(self, operation: Operation, site: str) -> Rounds:
         return self._announced.open(operation, self._member.group.rank, site)
 
-    # -- the end, as of `runtime.lifetime.Part` ---------------------------------------------------
+    # -- the end, as of `runtime.lifetime.CommunicatorPart` ---------------------------------------------------
 
     def retire(self) -> None:
         for port in self._announced.ports:

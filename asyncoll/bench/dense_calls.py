@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 
 from asyncoll.bench.places import OnGpu, OnHost
-from asyncoll.bench.plan import ITEM_BYTES, Plan, Row, repeats
+from asyncoll.bench.plan import ITEM_BYTES, BenchPlan, Row, repeats
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 
@@ -26,7 +26,7 @@ def pattern(count: int) -> Array:
     return (np.arange(count) % PERIOD + 1).astype(np.float32)
 
 
-async def allreduce(comm: Communicator, plan: Plan, size: int) -> Row:
+async def allreduce(comm: Communicator, plan: BenchPlan, size: int) -> Row:
     """Measure `comm.allreduce` of float32, in place; on a GPU with the copies. All ranks call it."""
     base = pattern(size // ITEM_BYTES)
     mine, total = base * (comm.rank + 1), base * (comm.size * (comm.size + 1) // 2)

@@ -37,7 +37,7 @@ News = dict[str, Any]
 Hear = Callable[[News], None]
 
 
-class Host(Protocol):
+class LaunchedHost(Protocol):
     """The ranks of one host."""
 
     has_ended: bool

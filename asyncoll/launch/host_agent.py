@@ -31,10 +31,10 @@ def main() -> None:
     os.dup2(2, 1)  # nothing else may come between the messages
     os.write(wire, GREETING)
     with selectors.DefaultSelector() as selector:
-        _Agent(wire, Sources(selector)).run()
+        _HostAgent(wire, Sources(selector)).run()
 
 
-class _Agent:
+class _HostAgent:
     def __init__(self, wire: int, sources: Sources) -> None:
         self._wire = wire
         self._sources = sources

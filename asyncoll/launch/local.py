@@ -78,7 +78,7 @@ def local_host(start: Start, address: str, sources: Sources, hear: Hear) -> Iter
 
 
 class LocalHost:
-    """Implements `Host` for this host."""
+    """Implements `LaunchedHost` for this host."""
 
     def __init__(
         self, process: Process, channel: socket.socket, death: socket.socket, sources: Sources, hear: Hear

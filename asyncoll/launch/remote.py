@@ -18,7 +18,7 @@ import asyncoll
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.launch import frames, host_agent
 from asyncoll.launch.host import READ_BYTES, Hear, Sources, death_of
-from asyncoll.launch.output import Stream
+from asyncoll.launch.output import OutputStream
 from asyncoll.launch.program import Program
 from asyncoll.launch.rank_environment import THREADS
 
@@ -103,7 +103,7 @@ def remote_host(
 
 
 class RemoteHost:
-    """Implements `Host` for another host. The connection is a child process: its death is the end of the host."""
+    """Implements `LaunchedHost` for another host. The connection is a child process: its death ends the host."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class RemoteHost:
         self._job = job
         self._sources = sources
         self._hear = hear
-        self._messages = Stream(f"{name}: ".encode(), sys.stderr.buffer)  # of ssh and the agent
+        self._messages = OutputStream(f"{name}: ".encode(), sys.stderr.buffer)  # of ssh and the agent
         self._greeting: bytes | None = b""  # what has arrived of it; None once it is complete
         self._frames = frames.Frames()
         self._why = ""  # why the host has ended, if its agent has said it, or has said what cannot be understood

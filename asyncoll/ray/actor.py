@@ -22,7 +22,7 @@ from asyncoll.world.environment import Environment
 from asyncoll.world.join import connected
 
 
-class Place(NamedTuple):
+class ActorPlace(NamedTuple):
     """Where the process of a rank runs."""
 
     node: str  # Ray's id of it
@@ -53,9 +53,9 @@ class Rank:
     def __repr__(self) -> str:
         return f"rank {self._rank}"  # Ray puts it in front of each line of output
 
-    async def place(self) -> Place:
+    async def place(self) -> ActorPlace:
         node = ray.get_runtime_context().get_node_id()
-        return Place(node, ray.util.get_node_ip_address(), socket.gethostname(), os.getpid())
+        return ActorPlace(node, ray.util.get_node_ip_address(), socket.gethostname(), os.getpid())
 
     async def serve(self, method: str, *args: Any) -> Any:
         """A call of the store, at rank 0."""

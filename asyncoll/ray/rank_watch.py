@@ -13,16 +13,16 @@ import ray
 from asyncoll.errors import AsyncollError, PeerLostError, RemoteError, describe, text_of
 from asyncoll.launch.supervisor import Failure, Supervisor
 from asyncoll.launch.verdict import followers
-from asyncoll.ray.actor import Place, Raised
+from asyncoll.ray.actor import ActorPlace, Raised
 
 _CAUSE_CHARACTERS = 1000  # of Ray's account of a death
 _TURN_S = 1.0
 
 
-class Watch:
+class RankWatch:
     """The ranks' calls of `Rank.run`, from their start to their end."""
 
-    def __init__(self, actors: Sequence[Any], places: Sequence[Place], calls: Sequence[Any]) -> None:
+    def __init__(self, actors: Sequence[Any], places: Sequence[ActorPlace], calls: Sequence[Any]) -> None:
         self._actors = actors
         self._places = places
         self._calls = calls

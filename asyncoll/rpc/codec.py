@@ -58,7 +58,7 @@ NO_TYPES: Types = {}
 Encoded = tuple[bytes, list[Array], list[Staged]]  # structured bytes, arrays beside them, and tensors of devices
 
 
-class Place(Protocol):
+class TensorPlace(Protocol):
     """The device on which the torch tensors of one value belong."""
 
     def take(self, x: Any) -> Any:
@@ -232,7 +232,7 @@ def decode(
     body: bytes,
     arrays: Sequence[Array] = (),
     types: Types = NO_TYPES,
-    place: Place | None = None,
+    place: TensorPlace | None = None,
 ) -> Any:
     """The value that `encode` was given. Its tensors use the memory of `arrays`, without a copy.
 
@@ -352,7 +352,7 @@ class _Decoder:
 class _PlacingDecoder(_Decoder):
     """Its torch tensors go to a device."""
 
-    def __init__(self, arrays: Sequence[Array], types: Types, place: Place) -> None:
+    def __init__(self, arrays: Sequence[Array], types: Types, place: TensorPlace) -> None:
         super().__init__(arrays, types)
         self._place = place
 

@@ -17,7 +17,7 @@ from asyncoll.rpc.shown import Reader, Sender
 from asyncoll.tensors.reductions import Array
 
 
-class Exchange:
+class RpcExchange:
     """One end of RPC. All of it runs on the loop on which it was made.
 
     In: messages of peers (`_deliver`, called by the carrier), and the calls of `client`. Out: `Carrier.send`.

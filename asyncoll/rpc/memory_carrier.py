@@ -33,7 +33,7 @@ from asyncoll.rpc.packing import Packing, unpack
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena, Wait
 from asyncoll.transport.memory.lending import Borrower, Lender
-from asyncoll.transport.memory.ring import RETURNED, Inbox, InboxClosedError, Message, encode, encode_head
+from asyncoll.transport.memory.ring import RETURNED, Inbox, InboxClosedError, RingMessage, encode, encode_head
 
 INLINE_BYTES = 1 << 15  # arrays that are copied into the inbox; from 50 KiB on, lending is faster
 AT_ONCE_BYTES = 1 << 22  # arrays that are copied without a turn for other tasks; at most about 0.4 ms
@@ -193,7 +193,7 @@ class MemoryCarrier:
             except ProtocolError as error:
                 raise ProtocolError(str(error), source) from error
 
-    def _arrays(self, source: int, message: Message) -> Sequence[Array]:
+    def _arrays(self, source: int, message: RingMessage) -> Sequence[Array]:
         """The arrays of a message, in the message itself or in memory that `source` has lent."""
         if not message.arrays:
             return ()
@@ -239,7 +239,7 @@ class _Outbox:
             return
         packing = Packing(arrays)
         if packing.nbytes <= INLINE_BYTES:
-            await self._put(_OutgoingMessage(encode(Message(local_rank, head, len(arrays), packing.joined()))))
+            await self._put(_OutgoingMessage(encode(RingMessage(local_rank, head, len(arrays), packing.joined()))))
             return
         async with self._long:
             while not self._fits_window(packing.nbytes):
@@ -258,7 +258,7 @@ class _Outbox:
         if packing.nbytes > AT_ONCE_BYTES or self._queue:
             return False
         if packing.nbytes <= INLINE_BYTES:
-            raw = encode(Message(self._arena.local_rank, head, len(arrays), packing.joined()))
+            raw = encode(RingMessage(self._arena.local_rank, head, len(arrays), packing.joined()))
             with self.inbox.control_block:
                 return self.inbox.put(raw) is not None
         if self._long.locked() or not self._fits_window(packing.nbytes):
@@ -294,7 +294,7 @@ class _Outbox:
                 self.inbox.announce()
 
     def _lending(self, head: bytes, packing: Packing, address: int) -> _OutgoingMessage:
-        message = Message(self._arena.local_rank, head, packing.count, b"", address, packing.nbytes)
+        message = RingMessage(self._arena.local_rank, head, packing.count, b"", address, packing.nbytes)
         return _OutgoingMessage(encode(message), address, packing.nbytes)
 
     def put_head(self, head: bytes) -> bool:

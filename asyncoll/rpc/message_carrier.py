@@ -66,7 +66,7 @@ class MessageCarrier:
         self._is_closed = True
 
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
-        """As `segments.Link.post`."""
+        """As `segments.SegmentLink.post`."""
         if self._is_closed:
             return
         if (
@@ -87,7 +87,7 @@ class MessageCarrier:
             self._sent += 1
 
     async def flush(self, dest: int) -> None:
-        """As `segments.Link.flush`: the router copies a payload when it sends it, in order."""
+        """As `segments.SegmentLink.flush`: the router copies a payload when it sends it, in order."""
         if self._is_closed:
             return
         passed = self._loop.create_future()

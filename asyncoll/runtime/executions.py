@@ -106,7 +106,7 @@ class Execution:
         return self.identity is None and any(marked(each, communicator) == each for each in fingerprints)
 
 
-class _Link:
+class _FlowControl:
     """Flow control between this rank and one peer, in bytes, in both directions."""
 
     __slots__ = ("_lock", "early_bytes", "earned_bytes", "outstanding_bytes", "waiters")
@@ -144,7 +144,7 @@ class Executions:
         self._current: dict[tuple[int, int], Execution] = {}  # open here, or known from an early message
         self._finished: dict[tuple[int, int], Identity] = {}  # the last _RECENT_MAX
         self._abandoned: dict[tuple[int, int], int] = {}  # ended by an exception: their communicators
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, _FlowControl] = {}
         # Executions that callers have carried out in their threads, until the runtime's loop needs to know of them.
         self._sent_directly: deque[Identity] = deque(maxlen=_RECENT_MAX)
         self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
@@ -471,9 +471,9 @@ class Executions:
             return None
         return execution
 
-    def _link(self, peer: int) -> _Link:
+    def _link(self, peer: int) -> _FlowControl:
         """Flow control with world rank `peer`. From any thread: `setdefault` is one atomic step."""
-        return self._links.get(peer) or self._links.setdefault(peer, _Link())
+        return self._links.get(peer) or self._links.setdefault(peer, _FlowControl())
 
     def _get_or_create(self, key: tuple[int, int]) -> Execution:
         execution = self._current.get(key)

@@ -24,7 +24,7 @@ from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.interruption import handlers_may_run, may_interrupt
 from asyncoll.runtime.progress import ProgressThread, ignore, task_of
-from asyncoll.runtime.shared_work import Begun, Driven
+from asyncoll.runtime.shared_work import BegunWork, Driven
 from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
 
@@ -38,7 +38,7 @@ _OWN_THREADS = ("asyncoll-progress", "asyncoll-membership", "asyncoll-joining") 
 _LOOKED_AT_S = 0.0005  # until the runtime asks again for a call that a thread looks at
 
 
-class Shared(Begun[T_co], Protocol[T_co]):
+class Shared(BegunWork[T_co], Protocol[T_co]):
     """A short call in `Runner.held`, which any thread may end."""
 
     @property
@@ -291,7 +291,7 @@ class _Unfetched(Handle[T]):
             self._discarded()
 
 
-class _Resuming(Handle[T]):
+class _ResumingHandle(Handle[T]):
     """A handle with something to do where a thread or a task goes on with the outcome."""
 
     __slots__ = ()
@@ -305,12 +305,12 @@ class _Resuming(Handle[T]):
 
 
 class _ResumingUnfetched(_Unfetched[T]):
-    """Both: once the result has been fetched, a `_Resuming`."""
+    """Both: once the result has been fetched, a `_ResumingHandle`."""
 
     __slots__ = ()
 
     def claim(self) -> None:
-        self.__class__ = _Resuming  # type: ignore[assignment]
+        self.__class__ = _ResumingHandle  # type: ignore[assignment]
 
 
 class _Answered(Handle[T]):
@@ -355,7 +355,7 @@ class HandleRunner(ProgressThread):
         self._left: dict[weakref.ref[Handle[Any]], Callable[[], None]] = {}
         self.kept: dict[object, Handle[Any]] = {}  # by the keys of their callbacks, which are called all the same
         self.resumes = weakref.WeakKeyDictionary[Handle[Any], Callable[[], None]]()  # of `resuming`
-        self._finishing = weakref.WeakKeyDictionary[Begun[Any], asyncio.Task[Any]]()  # those of `Shared`
+        self._finishing = weakref.WeakKeyDictionary[BegunWork[Any], asyncio.Task[Any]]()  # those of `Shared`
 
     def abandon(self, parent: int) -> None:
         super().abandon(parent)
@@ -419,7 +419,7 @@ class HandleRunner(ProgressThread):
     def resuming(self, call: Any, resume: Callable[[], None]) -> Any:
         handle = self.handle(call)
         self.resumes[handle] = resume  # no slot of `Handle`, which would add to the cost of every call
-        handle.__class__ = _ResumingUnfetched if isinstance(handle, _Unfetched) else _Resuming
+        handle.__class__ = _ResumingUnfetched if isinstance(handle, _Unfetched) else _ResumingHandle
         return handle
 
     def may_block(self) -> bool:

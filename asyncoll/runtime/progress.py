@@ -25,7 +25,7 @@ import uvloop
 
 from asyncoll import forks
 from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
-from asyncoll.runtime.shared_work import Begun, Driven
+from asyncoll.runtime.shared_work import BegunWork, Driven
 from asyncoll.runtime.threads import check_threads
 from asyncoll.runtime.timer import Timer
 from asyncoll.transport.processes import runnable_s
@@ -63,7 +63,7 @@ class Runner(Protocol):
     home: asyncio.AbstractEventLoop
 
     @property
-    def held(self) -> dict[Begun[Any], tuple[asyncio.AbstractEventLoop, int]] | None:
+    def held(self) -> dict[BegunWork[Any], tuple[asyncio.AbstractEventLoop, int]] | None:
         """Work that has begun and that its caller has not awaited yet: the caller's loop, and `turn` when it began.
 
         Whoever removes an entry goes on with the work: its caller, or the runtime, which takes it over after once to
@@ -81,7 +81,7 @@ class Runner(Protocol):
     def set_timer(self) -> None:
         """Arm the timer unless it is armed: a system call for each piece of work would take too long."""
 
-    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
+    def taken(self, work: BegunWork[T]) -> Coroutine[Any, Any, T]:
         """A coroutine that waits for `work`, which the runtime has taken over."""
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
@@ -165,7 +165,7 @@ class _Awaited(Coroutine[Any, Any, T]):
         self._waiting.close()
 
 
-class _Begun(_Awaited[T]):
+class _BegunCoroutine(_Awaited[T]):
     """The coroutine that the caller of a runner gets, before its first step.
 
     If a task is cancelled before its first step, asyncio closes a plain coroutine without running it. This one runs its
@@ -197,7 +197,7 @@ class _Begun(_Awaited[T]):
         return self._waiting.throw(error, *more)
 
     def close(self) -> None:
-        has_receiver = self.__class__ is not _Begun  # a reference to this method may outlive the first step
+        has_receiver = self.__class__ is not _BegunCoroutine  # a reference to this method may outlive the first step
         self.__class__ = _Awaited  # type: ignore[assignment]
         self._waiting.close()
         if not has_receiver:
@@ -285,7 +285,7 @@ def _ended(take: Callable[[], T], turns: _Turns, discarded: Callable[[], None]) 
     return _Ended(take, turns) if discarded is ignore else _EndedForOne(take, turns, discarded)
 
 
-class _Resuming(Coroutine[Any, Any, T]):
+class _ResumingCoroutine(Coroutine[Any, Any, T]):
     """A coroutine of a runner, with something to do where its caller goes on."""
 
     def __init__(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> None:
@@ -345,7 +345,7 @@ class SharedLoop:
     def set_timer(self) -> None:
         raise AssertionError("nothing is held here")
 
-    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
+    def taken(self, work: BegunWork[T]) -> Coroutine[Any, Any, T]:
         raise AssertionError("nothing is held here")
 
     def done(self, result: T, discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
@@ -356,7 +356,7 @@ class SharedLoop:
             return _crossed(self.home, work, discarded, set())
         task = self.home.create_task(work)
         task.add_done_callback(_see)  # a program that hears of the failure elsewhere may not await the call
-        return _Begun(_join(task, discarded), discarded)
+        return _BegunCoroutine(_join(task, discarded), discarded)
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return self.start(work)
@@ -365,7 +365,7 @@ class SharedLoop:
         return False
 
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
-        return _Resuming(call, resume)
+        return _ResumingCoroutine(call, resume)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
@@ -451,9 +451,9 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
-        self.held: dict[Begun[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
+        self.held: dict[BegunWork[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
         # Work that the runtime has taken over. Weak, because the caller may never come.
-        self._taken: weakref.WeakKeyDictionary[Begun[Any], _Crossing] = weakref.WeakKeyDictionary()
+        self._taken: weakref.WeakKeyDictionary[BegunWork[Any], _Crossing] = weakref.WeakKeyDictionary()
         self._untold: set[_Crossing] = set()  # whose callers are not told of the end yet
         self.turn = 0
         self._turns = _Turns()
@@ -486,7 +486,7 @@ class ProgressThread:
         return runnable_s()
 
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
-        return _Resuming(call, resume)
+        return _ResumingCoroutine(call, resume)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if not work.is_atomic and may_interrupt():
@@ -496,7 +496,7 @@ class ProgressThread:
             return _ended(work.result, self._turns, discarded)
         self.held[work] = asyncio.get_running_loop(), self.turn
         self.set_timer()
-        return _Begun(self._claim(work, discarded), discarded)
+        return _BegunCoroutine(self._claim(work, discarded), discarded)
 
     async def _claim(self, work: Driven[T], discarded: Callable[[], None]) -> T:
         """Continue `work` for the caller that awaits it, or wait for the runtime if that has taken it over."""
@@ -511,7 +511,7 @@ class ProgressThread:
             discarded()
             raise
 
-    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
+    def taken(self, work: BegunWork[T]) -> Coroutine[Any, Any, T]:
         return _Awaited(self._taken.pop(work).outcome(ignore), ignore)
 
     def set_timer(self) -> None:
@@ -535,7 +535,7 @@ class ProgressThread:
         if self.held:
             self.set_timer()
 
-    def _take(self, work: Begun[Any], caller: asyncio.AbstractEventLoop) -> None:
+    def _take(self, work: BegunWork[Any], caller: asyncio.AbstractEventLoop) -> None:
         crossing = self._taken[work] = _Crossing(self._loop, caller, self._untold)
         # `_claim` runs in the caller's thread. Exactly one of the two removes the entry and owns the work, so the
         # crossing must be in `_taken` before: a caller that loses the race looks there.
@@ -767,7 +767,7 @@ def _crossed(
 ) -> Coroutine[Any, Any, T]:
     """Start `work` on the loop `there`; the returned coroutine waits for it on the running loop of this thread."""
     crossing = _Crossing(there, asyncio.get_running_loop(), untold)
-    begun: _Begun[T] = _Begun(crossing.outcome(discarded), discarded)
+    begun: _BegunCoroutine[T] = _BegunCoroutine(crossing.outcome(discarded), discarded)
     crossing.owns(work)
     crossing.begin()
     return begun

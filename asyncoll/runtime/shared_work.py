@@ -19,7 +19,7 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Begun(Protocol[T_co]):
+class BegunWork(Protocol[T_co]):
     """Work in shared memory that has begun, and that any loop can drive to its end."""
 
     def finish(self) -> Coroutine[Any, Any, T_co]:
@@ -48,7 +48,7 @@ class Driven(Protocol[T_co]):
         """The result; raises the exception if the work has failed. Call it only if `is_over`, and once."""
 
 
-class Work(Generic[T]):
+class SharedWork(Generic[T]):
     """A coroutine in shared memory as `Driven`: it is driven to its end once."""
 
     is_atomic = False

@@ -132,7 +132,7 @@ class _Image:
             os.close(doorbell)
 
 
-class _Memory:
+class _FuzzedMemory:
     """Stands in for the memory of an arena: each block is an allocation of its own."""
 
     def __init__(self) -> None:
@@ -242,7 +242,7 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
                 numbers.append(number)
         areas_cells = len(areas[0].control_block.cells)
         areas.clear()
-    image, memory = _Image(areas_cells, size, shared=shared), _Memory()
+    image, memory = _Image(areas_cells, size, shared=shared), _FuzzedMemory()
     objects = [
         meetings_of(
             SimpleNamespace(  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from asyncoll.torch.sites import LIBRARIES, site_of_user
 _SHOWN = 64  # characters: a longer list of sizes is replaced by its digest
 
 
-class Calls:
+class GroupCalls:
     """The calls of one group at one rank. They may be made in any thread."""
 
     def __init__(self, comm: BlockingCommunicator) -> None:

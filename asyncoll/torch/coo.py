@@ -12,12 +12,12 @@ from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp, check_reduction, dtype_name
-from asyncoll.torch.calls import Calls
+from asyncoll.torch.calls import GroupCalls
 from asyncoll.torch.memory import copyable, reducible
 from asyncoll.torch.reduce_ops import scale
 
 
-def allreduce(calls: Calls, x: Tensor, op: ReduceOp, factor: Any) -> Handle[None]:
+def allreduce(calls: GroupCalls, x: Tensor, op: ReduceOp, factor: Any) -> Handle[None]:
     """Sum the sparse tensors `x` of all ranks, or average them, into each of them. The results are coalesced.
 
     Each rank multiplies its elements by its `factor` before, unless that is None.

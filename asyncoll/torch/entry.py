@@ -41,7 +41,7 @@ _OPENED = "asyncoll opened"  # in the store: an entry by which rank 0 finds that
 
 
 @dataclass(slots=True)
-class _World:
+class _JoinedWorld:
     """A membership of this process."""
 
     comm: BlockingCommunicator
@@ -51,7 +51,7 @@ class _World:
     made: Counter[int] = field(default_factory=Counter)  # groups of each name and ranks, by their digest
 
 
-_world: _World | None = None
+_world: _JoinedWorld | None = None
 
 
 def enter(store: Any, rank: int, size: int, timeout: timedelta) -> BlockingCommunicator:
@@ -72,7 +72,7 @@ def enter(store: Any, rank: int, size: int, timeout: timedelta) -> BlockingCommu
             with deadline(timeout.total_seconds()):
                 place = Environment.of_store(store, rank, size)
                 comm = join(place, departs=True, leaves_by="destroy_process_group")
-            _world = _World(comm, os.getpid(), number or _number(store, 0), served)
+            _world = _JoinedWorld(comm, os.getpid(), number or _number(store, 0), served)
         except BaseException:
             # The names of groups are counts, and parts of the names in the store. destroy_process_group resets the
             # count; after an error nothing else does, and this rank would not meet those that have had no error.
@@ -91,7 +91,7 @@ def number_of_world() -> int:
     return 0 if world is None else world.number
 
 
-def _leave_forgotten(world: _World) -> None:
+def _leave_forgotten(world: _JoinedWorld) -> None:
     """Leave the world that torch has never got: an exception has interrupted init_process_group after joining."""
     global _world
     if not distributed_c10d.is_initialized():

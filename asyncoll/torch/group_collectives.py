@@ -16,7 +16,7 @@ from asyncoll.torch.memory import copyable, outputs_of, reducible, row_of, writa
 from asyncoll.torch.reduce_ops import contribution, reduction
 
 
-class Collectives(CallingGroup):
+class GroupCollectives(CallingGroup):
     """A process group with its collectives.
 
     Each begins a call and returns its handle. All checks that raise UsageError come before.

@@ -19,7 +19,7 @@ from asyncoll.torch.arguments import check_timeout, integer
 from asyncoll.torch.call_hooks import PostHookArgs, PreHookArgs
 from asyncoll.torch.calling import message
 from asyncoll.torch.errors import of_torch
-from asyncoll.torch.group_collectives import Collectives
+from asyncoll.torch.group_collectives import GroupCollectives
 from asyncoll.torch.memory import copyable, writable
 from asyncoll.torch.monitored import MonitoredBarriers
 from asyncoll.torch.name import NAME
@@ -45,7 +45,7 @@ def make_group(options: Any) -> ProcessGroup:
     return ProcessGroup(store, comm, timeout)
 
 
-class ProcessGroup(Uncopied, Unsupported, Collectives):
+class ProcessGroup(Uncopied, Unsupported, GroupCollectives):
     """A process group of tensors of the CPU and of CUDA.
 
     The tensors of a device for which the user has named another backend go there.
@@ -199,7 +199,7 @@ class ProcessGroup(Uncopied, Unsupported, Collectives):
             return _ErrorType.COMM_ERROR
         return _ErrorType.SUCCESS
 
-    _set_default_timeout = Collectives.set_timeout
+    _set_default_timeout = GroupCollectives.set_timeout
 
     def get_timeout(self) -> timedelta:
         """The time after which a call that is not over raises DeadlineError."""

@@ -19,7 +19,7 @@ from asyncoll.transport.joining import Joining
 from asyncoll.world.told_failure import error_of, words_of
 
 
-class Attempt:
+class HostAttempt:
     """A context: inside it this rank joins. `folder` is where the ranks meet."""
 
     folder: Path
@@ -30,7 +30,7 @@ class Attempt:
         self._size = size
         self._joining = joining
 
-    def __enter__(self) -> Attempt:
+    def __enter__(self) -> HostAttempt:
         if self._rank == 0:
             self.folder = self._job / str(self._newest() + 1)
             self.folder.mkdir(0o700)

@@ -33,7 +33,7 @@ from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.transport.processes import allow_files
 from asyncoll.world.environment import Environment
-from asyncoll.world.host_attempt import Attempt
+from asyncoll.world.host_attempt import HostAttempt
 from asyncoll.world.network import Place, check_address, is_loopback, on_own_link, place, url_host
 from asyncoll.world.sealed_store import SealedStore, enter_store
 
@@ -90,7 +90,7 @@ def _meet_in_folder(environment: Environment, joining: Joining) -> PeerLinks:
         raise UsageError(f"ASYNCOLL_FOLDER={job} is not the folder of a running job: {error}") from error
     with contextlib.ExitStack() as undo:
         links = undo.enter_context(contextlib.ExitStack())  # closed after the attempt: the others hear the cause first
-        attempt = undo.enter_context(Attempt(job, rank, size, joining))
+        attempt = undo.enter_context(HostAttempt(job, rank, size, joining))
         transport = ZeroMQTransport(
             rank, size, key.derive("messages", attempt.folder.name), freeze_s=environment.freeze_s, joining=joining
         )
@@ -140,7 +140,7 @@ def _share_memory(
     return arena
 
 
-class _Hosts(NamedTuple):
+class _ToldHosts(NamedTuple):
     """What the ranks have said of their hosts, by rank."""
 
     names: tuple[str, ...]
@@ -148,7 +148,7 @@ class _Hosts(NamedTuple):
     neighbours: tuple[int, ...]  # the ranks of this host
 
 
-class _Streams(NamedTuple):
+class _RankSockets(NamedTuple):
     """The sockets of this rank."""
 
     messages: ZeroMQTransport
@@ -195,7 +195,7 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         )
 
 
-def _exchange_hosts(environment: Environment, store: SealedStore) -> _Hosts:
+def _exchange_hosts(environment: Environment, store: SealedStore) -> _ToldHosts:
     """Raises UsageError if the ranks have different settings."""
     carrier = "shm" if environment.shares_memory else "zmq"
     said = store.exchange("host", _machine(), socket.gethostname(), environment.encrypt, carrier)
@@ -204,12 +204,12 @@ def _exchange_hosts(environment: Environment, store: SealedStore) -> _Hosts:
     _check_agreed("ASYNCOLL_TRANSPORT", carriers)
     store.know_machines(machines)
     own = machines[environment.rank]
-    return _Hosts(names, machines, tuple(rank for rank, machine in enumerate(machines) if machine == own))
+    return _ToldHosts(names, machines, tuple(rank for rank, machine in enumerate(machines) if machine == own))
 
 
 def _open_streams(
     environment: Environment, session: Key, own: Place | None, joining: Joining, links: contextlib.ExitStack
-) -> _Streams:
+) -> _RankSockets:
     """The sockets of this rank, which do not listen yet; `links` closes them. `own` is None if there is one host."""
     rank, size, has_key = environment.rank, environment.size, bool(environment.key_file)
     messages = ZeroMQTransport(
@@ -217,14 +217,14 @@ def _open_streams(
     )
     links.callback(messages.discard)
     if own is None or not has_key or environment.encrypt != "control":
-        return _Streams(messages, None)
+        return _RankSockets(messages, None)
     payloads = TcpPayloads(rank, size, session.derive("payloads"), joining=joining)  # without heartbeats of their own
     links.callback(payloads.discard)
-    return _Streams(messages, payloads)
+    return _RankSockets(messages, payloads)
 
 
 def _enter_folder(
-    store: SealedStore, hosts: _Hosts, messages: ZeroMQTransport, joining: Joining, folders: contextlib.ExitStack
+    store: SealedStore, hosts: _ToldHosts, messages: ZeroMQTransport, joining: Joining, folders: contextlib.ExitStack
 ) -> Path:
     """The folder of sockets of this host, in which this rank listens now. The first rank makes it."""
     owner = hosts.neighbours[0]
@@ -238,7 +238,7 @@ def _enter_folder(
 
 
 def _exchange_addresses(
-    environment: Environment, store: SealedStore, streams: _Streams, own: Place | None, *, has_arena: bool
+    environment: Environment, store: SealedStore, streams: _RankSockets, own: Place | None, *, has_arena: bool
 ) -> _Addresses:
     """Listen for ranks of other hosts, if there are any, and learn where all others do."""
     listens = [_listen(stream, own, environment) if own and stream else "" for stream in streams]
@@ -250,7 +250,7 @@ def _exchange_addresses(
     )
 
 
-def _transport(streams: _Streams, addresses: _Addresses, neighbours: tuple[int, ...], folder: Path) -> Transport:
+def _transport(streams: _RankSockets, addresses: _Addresses, neighbours: tuple[int, ...], folder: Path) -> Transport:
     """A transport that knows its peers: over ipc to the `neighbours`, and over tcp to the others."""
     messages, payloads = streams
     ranks = range(messages.size)

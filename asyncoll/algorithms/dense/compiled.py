@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from asyncoll._core import Core
+from asyncoll._core import NativeCore
 from asyncoll.algorithms.dense.rendezvous import DisagreementError, RendezvousArea, signed
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, Host, Plan, signature_of
@@ -22,7 +22,7 @@ from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.member import Member
-from asyncoll.runtime.shared_work import Driven, Work
+from asyncoll.runtime.shared_work import Driven, SharedWork
 from asyncoll.runtime.signature import Signature, place_outside
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import BFLOAT16, ReduceOp, kernel_number, reducer, storage
@@ -38,11 +38,11 @@ class Closing(Protocol):
     closed: bool
 
 
-class Failures(Protocol):
+class KnownFailures(Protocol):
     any: bool
 
 
-def meetings_of(area: RendezvousArea, core: Core) -> Meetings:
+def meetings_of(area: RendezvousArea, core: NativeCore) -> Meetings:
     """The rendezvous of whole calls at this rank: one for each call."""
     sizes, arena = area.sizes, area.arena
     return core.Meetings(
@@ -67,12 +67,12 @@ class CompiledCalls:
 
     def __init__(
         self,
-        core: Core,
+        core: NativeCore,
         area: RendezvousArea,
         host: Host,
         member: Member,
         closing: Closing,
-        failures: Failures,
+        failures: KnownFailures,
         note: Callable[[Entry], None],
         collectives: Callable[[Signature], BegunCall],
     ) -> None:
@@ -175,7 +175,7 @@ class CompiledCalls:
             return result
 
         work = self._host.resume(call, collectives, body, begun.since_s, begun.expires_s)
-        return Work(self._area.arena, work, self._member.check, call.__str__)
+        return SharedWork(self._area.arena, work, self._member.check, call.__str__)
 
     def interrupted(self, begun: BegunShortCall) -> None:
         """End the communicator: an exception has come between the beginning of the call and its rest."""

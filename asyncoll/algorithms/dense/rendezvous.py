@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.dense.peers import PEER_CELLS, Peers, Reduction
+from asyncoll.algorithms.dense.peers import PEER_CELLS, PeerReduction, Peers
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.tensors.reductions import Array, Reduce, ReduceToAll
@@ -648,7 +648,7 @@ class Rendezvous:
         finally:
             self.done(reduced, shown[0].nbytes)
 
-    def reduce_private_chunk(self, chunk: slice, each: int, own: Array, reduction: Reduction) -> None:
+    def reduce_private_chunk(self, chunk: slice, each: int, own: Array, reduction: PeerReduction) -> None:
         """Reduce a chunk that this rank has claimed into `own`, its private array. Chunks have `each` bytes."""
         assert self._area.peers is not None
         reduced = 0

@@ -19,7 +19,7 @@ import numpy as np
 
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.arriving import arrived
-from asyncoll.algorithms.dense.pieces import Operand
+from asyncoll.algorithms.dense.pieces import Summand
 from asyncoll.algorithms.dense.rendezvous import PATIENCE, Copy, Rendezvous, RendezvousArea, signed
 from asyncoll.algorithms.seam.short_calls import Plan
 from asyncoll.statistics import Traffic
@@ -113,14 +113,14 @@ class SharedCall:
         self._lent.append(rendezvous)  # if all ranks have arrived, they may write into it from now on
         return rendezvous
 
-    async def _reduce_copy(self, what: Operand, copy: Copy) -> None:
+    async def _reduce_copy(self, what: Summand, copy: Copy) -> None:
         """Allreduce of a copy in shared memory, as of a registered array."""
         rendezvous = await self._come_directly(copy.address, copy.raw.size)
         await self._reduce_shown(rendezvous, what._replace(raw=copy.raw))
         what.raw[...] = copy.raw
         self._area.give_back(copy.address, copy.room)
 
-    async def _reduce_shown(self, rendezvous: Rendezvous, what: Operand) -> None:
+    async def _reduce_shown(self, rendezvous: Rendezvous, what: Summand) -> None:
         """The rest of an allreduce of a long array: this rank has arrived with it, or with a slot."""
         await rendezvous.all_arrived()
         if rendezvous.is_direct():
@@ -140,7 +140,7 @@ class SharedCall:
             await rendezvous.all_arrived()
         await self._reduce_in_pieces(rendezvous, what)
 
-    async def _reduce_in_windows(self, what: Operand) -> None:
+    async def _reduce_in_windows(self, what: Summand) -> None:
         """Allreduce window by window, as of registered arrays: those of some ranks are arriving from devices."""
         area, window, staged = self._area, self._area.sizes.staged, what.staged
         own = area.arena.locate(what.raw)
@@ -161,12 +161,12 @@ class SharedCall:
         if own is None:
             area.give_back(block, room)
 
-    async def _reduce_window(self, what: Operand, address: int) -> None:
+    async def _reduce_window(self, what: Summand, address: int) -> None:
         rendezvous = await self._come_directly(address, what.raw.size)
         await rendezvous.all_arrived(PATIENCE)  # the others end the window before
         await self._reduce_together(rendezvous, what)
 
-    def _can_read_all(self, what: Operand) -> bool:
+    def _can_read_all(self, what: Summand) -> bool:
         """Whether the ranks can read each other's private memory, and reduce it."""
         peers = self._area.peers
         return peers is not None and what.kernel > 0 and peers.can_read()
@@ -202,7 +202,7 @@ class SharedCall:
             await self._receive_shortly(rendezvous, x, plan.done)
         else:
             self.traffic.sent(x.nbytes)
-            what = Operand(x.view(np.uint8), x.dtype, plan.reduce, plan.divisor, plan.kernel, is_wanted=True)
+            what = Summand(x.view(np.uint8), x.dtype, plan.reduce, plan.divisor, plan.kernel, is_wanted=True)
             if rendezvous.has_left():
                 await rendezvous.all_left()
             else:
@@ -227,13 +227,13 @@ class SharedCall:
         await rendezvous.all_arrived()
         await self._reduce_in_pieces(rendezvous, what)
 
-    def _reduction(self, x: Array, op: ReduceOp, dtype: str, *, is_wanted: bool = True) -> Operand:
+    def _reduction(self, x: Array, op: ReduceOp, dtype: str, *, is_wanted: bool = True) -> Summand:
         divisor = self.size if op is ReduceOp.AVG else 1
         native = self._area.arena.native
         reduce, kernel = reducer(op, dtype, native), kernel_number(op, dtype, native)
-        return Operand(x.view(np.uint8), x.dtype, reduce, divisor, kernel, is_wanted)
+        return Summand(x.view(np.uint8), x.dtype, reduce, divisor, kernel, is_wanted)
 
-    async def _come_with_slot(self, what: Operand) -> Rendezvous:
+    async def _come_with_slot(self, what: Summand) -> Rendezvous:
         """Arrive at the next rendezvous with the first piece of the array in a slot."""
         area, rendezvous = self._area, await self.come()
         piece = area.sizes.piece
@@ -242,7 +242,7 @@ class SharedCall:
         rendezvous.arrive(address, slot.size)
         return rendezvous
 
-    async def _reduce_in_pieces(self, rendezvous: Rendezvous, what: Operand) -> None:
+    async def _reduce_in_pieces(self, rendezvous: Rendezvous, what: Summand) -> None:
         area = self._area
         await pieces.reduce_in_pieces(area, rendezvous, what)
         total, piece = what.raw.size, area.sizes.piece
@@ -260,14 +260,14 @@ class SharedCall:
         chunks = max(1, -(-total // self._area.sizes.chunk))
         return min(chunks, self._area.arena.cores) - 1 if total else self.size
 
-    async def _reduce_together(self, rendezvous: Rendezvous, what: Operand) -> None:
+    async def _reduce_together(self, rendezvous: Rendezvous, what: Summand) -> None:
         """Reduce arrays that all ranks show where they are: the rank that reduces a chunk writes it to all of them."""
         mine = await self._reduce_chunks(rendezvous, what)
         await rendezvous.reduced(what.raw.size, PATIENCE)
         self.traffic.received(what.raw.size - mine)  # others have written it into this rank's array
         await self.leave(rendezvous)
 
-    async def _reduce_chunks(self, rendezvous: Rendezvous, what: Operand) -> int:
+    async def _reduce_chunks(self, rendezvous: Rendezvous, what: Summand) -> int:
         """Claim and reduce chunks of what all ranks show, until all are claimed. Returns how many bytes."""
         mine = 0
         arrays = rendezvous.arrays(what.raw.size, what.dtype)
@@ -285,7 +285,7 @@ class SharedCall:
             raise interrupted
         return mine
 
-    async def _reduce_privately(self, rendezvous: Rendezvous, what: Operand) -> None:
+    async def _reduce_privately(self, rendezvous: Rendezvous, what: Summand) -> None:
         """Reduce arrays in private memory (`peers`). Each rank claims chunks, and reduces them into its own array.
 
         Once all are reduced, it copies the other chunks from the ranks that have reduced them. A rank that has reduced

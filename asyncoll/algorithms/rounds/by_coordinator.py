@@ -37,7 +37,7 @@ _ENDS = (GONE, JOINED)
 RADIX = 32  # of the tree that distributes results: among up to 32 ranks the coordinator sends to every rank itself
 
 
-class _Sent(NamedTuple):
+class _SentContribution(NamedTuple):
     """A contribution that no result is known to include."""
 
     ticket: int
@@ -57,7 +57,7 @@ class CoordinatedRounds(WaitAvoiding):
 
     def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
         self._all_ranks = tuple(range(port.group.size))
-        self._sent: list[_Sent] = []  # to the coordinator of the round that is armed, in order
+        self._sent: list[_SentContribution] = []  # to the coordinator of the round that is armed, in order
         # Last: the constructor arms the first round.
         super().__init__(port, operation, describe)
 
@@ -78,7 +78,7 @@ class CoordinatedRounds(WaitAvoiding):
         ticket = super()._stage(contribution)
         assert self._staged is not None
         participation = self._tally.sign(1, 0, contributes=True, gone=False, weight=self._staged_weight)
-        self._sent.append(_Sent(ticket, packed([participation, *self._staged])))
+        self._sent.append(_SentContribution(ticket, packed([participation, *self._staged])))
         self._spare, self._staged = self._staged, None
         return ticket
 

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from asyncoll._core import Core
+from asyncoll._core import NativeCore
 from asyncoll.algorithms.rounds.block_table import NONE
 from asyncoll.algorithms.rounds.directory import AtOnce
-from asyncoll.algorithms.rounds.one_sided import Call, OneSidedRounds, Setting
+from asyncoll.algorithms.rounds.one_sided import OneSidedCall, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
 from asyncoll.algorithms.rounds.round_cells import BlockLayout, Kept
@@ -79,7 +79,7 @@ def rounds_in_memory(setting: Setting, operation: Operation, prompt_max: int) ->
     return rounds
 
 
-def is_known(core: Core, operation: Operation) -> bool:
+def is_known(core: NativeCore, operation: Operation) -> bool:
     """Whether the core carries out `operation`: it knows its opening, its options, and reductions of its dtypes."""
     if operation.opening.value not in core.openings or not operation.options().keys() <= DECLARED:
         return False
@@ -87,7 +87,7 @@ def is_known(core: Core, operation: Operation) -> bool:
 
 
 def rounds_of(
-    core: Core, arena: Arena, group: Group, operation: Operation, layout: BlockLayout, record: RoundRecord
+    core: NativeCore, arena: Arena, group: Group, operation: Operation, layout: BlockLayout, record: RoundRecord
 ) -> Rounds:
     """The rounds of `operation`, which the core knows, at one rank."""
     kernels = [core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout]
@@ -113,7 +113,7 @@ def rounds_of(
 class CompiledRounds(OneSidedRounds):
     """A persistent operation at one rank, in memory, in the compiled core."""
 
-    def __init__(self, setting: Setting, operation: Operation, core: Core) -> None:
+    def __init__(self, setting: Setting, operation: Operation, core: NativeCore) -> None:
         super().__init__(setting, operation)
         arena, _, group = setting.memory
         self._is_short = self._layout.nbytes <= SHORT_BYTES
@@ -122,7 +122,7 @@ class CompiledRounds(OneSidedRounds):
         self.is_prompt = not self._control_block.interleaved
         self.at_once = self._whole_calls(core) if self._rounds.reduces_at_once else None
 
-    def _whole_calls(self, core: Core) -> AtOnce | None:
+    def _whole_calls(self, core: NativeCore) -> AtOnce | None:
         """`Rounds.at_once` in the core; None if calls of the operation are left to Python."""
         operation, order, engine = self.operation, self._order, self._engine
         if operation.group_size or operation.history or operation.weighted or len(operation.layout) > 1:
@@ -193,7 +193,7 @@ class CompiledRounds(OneSidedRounds):
     async def _wait_compiled(self, turn: int, begun: Begun, own: Parts) -> Delivery:
         """The rest of a call that `_begin_compiled` has staged."""
         compiled, number, aim = self._compiled, begun.number, self._engine.aim
-        call = Call(number, begun.came_ns, [Kept(*missed) for missed in begun.missed or ()], begun.ticket)
+        call = OneSidedCall(number, begun.came_ns, [Kept(*missed) for missed in begun.missed or ()], begun.ticket)
         try:
             try:
                 while True:

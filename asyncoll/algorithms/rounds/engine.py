@@ -26,7 +26,7 @@ from operator import itemgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from asyncoll.algorithms.rounds import rules
-from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
+from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, ActivationStep, activation, edges, heard, synchronous
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 
@@ -310,7 +310,7 @@ class ActivatedRound(NextRound):
         self._note(rank, step)
         return self._fire(OPEN) if self.may_open() else []
 
-    def _fire(self, step: Step) -> list[Instruction]:
+    def _fire(self, step: ActivationStep) -> list[Instruction]:
         """`step` has happened: signals along the tree, and this rank's part, as the schedule says."""
         instructions: list[Instruction] = []
         for fired in self._schedule.fire(step):

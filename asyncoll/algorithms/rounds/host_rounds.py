@@ -15,8 +15,8 @@ from asyncoll.algorithms.rounds.agent import Agent
 from asyncoll.algorithms.rounds.agent_signals import AGENTS, END
 from asyncoll.algorithms.rounds.block_table import NONE
 from asyncoll.algorithms.rounds.engine import LATE
-from asyncoll.algorithms.rounds.host_record import HostRecord, Outcome, Taken
-from asyncoll.algorithms.rounds.one_sided import Call, OneSidedRounds, Setting
+from asyncoll.algorithms.rounds.host_record import HostRecord, RoundOutcome, Taken
+from asyncoll.algorithms.rounds.one_sided import OneSidedCall, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.round_record import RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts
@@ -71,7 +71,7 @@ class HostRounds(OneSidedRounds):
         super()._mark_joined()
         self._port.post(self._ended)
 
-    def _come(self, call: Call) -> int:
+    def _come(self, call: OneSidedCall) -> int:
         missing, number = super()._come(call), call.number
         if not number and rules.late_calls_count(self.operation):
             self._port.post(lambda: self._agent.tell(self._rounds.latest + 1, LATE))
@@ -87,7 +87,7 @@ class HostRounds(OneSidedRounds):
         for agent in self._hosts.first_ranks(self._hosts.mine, AGENTS):
             self._port.send(agent, 0, END)
 
-    # -- the part of the host, for its agent: as of `attempt.Part` -----------------------------------
+    # -- the part of the host, for its agent: as of `attempt.HostPart` -----------------------------------
 
     def claim(self, number: int, attempt: int) -> Taken | None:
         rounds = self._rounds
@@ -133,6 +133,6 @@ class HostRounds(OneSidedRounds):
     def recheck(self) -> None:
         self.arena.recheck()
 
-    def conclude(self, number: int, outcome: Outcome) -> None:
+    def conclude(self, number: int, outcome: RoundOutcome) -> None:
         with self._control_block:
             self._rounds.conclude(number, outcome)

@@ -25,7 +25,7 @@ from asyncoll.tensors.reductions import Array, storage
 _ALONE = (0,)  # the contributors and the members of every round
 
 
-class _Kept(NamedTuple):
+class _KeptRound(NamedTuple):
     """A round that a later call may be told of."""
 
     number: int
@@ -47,7 +47,7 @@ class LoneRounds:
         self._engine: Engine[Result] = Engine(operation)
         self._lock = threading.Lock()  # calls may come from several threads
         self._latest = 0
-        self._kept: deque[_Kept] = deque(maxlen=operation.history + 1)  # as many as `history`, and the newest one
+        self._kept: deque[_KeptRound] = deque(maxlen=operation.history + 1)  # as many as `history`, and the newest one
         (_, self._count), *more = operation.layout
         self.at_once = None if more or operation.history or operation.weighted else self._at_once
 
@@ -63,9 +63,9 @@ class LoneRounds:
             self._engine.step_back()
             missed = self._missed(self._latest)
             number = self._latest = self._latest + 1
-            result = self._result(_Kept(number, parts, contribution.weight))
+            result = self._result(_KeptRound(number, parts, contribution.weight))
             # Copied now: after the call the caller's memory is divided, and the caller's own.
-            self._kept.append(_Kept(number, [part.copy() for part in parts], contribution.weight))
+            self._kept.append(_KeptRound(number, [part.copy() for part in parts], contribution.weight))
             told = self._engine.deliver(number, result, missed)
         return delivery_of(((*told.missed, result), told.included, told.skipped, told.lag))
 
@@ -77,8 +77,8 @@ class LoneRounds:
         came_s = self._now_s()
         with self._lock:
             number = self._latest = self._latest + 1
-            # A copy, as in `begin`. Made in half the time of `_Kept(...)`.
-            self._kept.append(tuple.__new__(_Kept, (number, [array.flatten()], 1.0)))
+            # A copy, as in `begin`. Made in half the time of `_KeptRound(...)`.
+            self._kept.append(tuple.__new__(_KeptRound, (number, [array.flatten()], 1.0)))
             engine.deliver_own(number)
         synchronous = self.operation.is_synchronous(number)
         waited_s = self._now_s() - came_s
@@ -114,7 +114,7 @@ class LoneRounds:
         rounds = self._latest
         return self._engine.statistics(rounds, {1: rounds} if rounds else {}, (0.0,), (0.0,))
 
-    def _result(self, kept: _Kept) -> Result:
+    def _result(self, kept: _KeptRound) -> Result:
         number, parts, weight = kept
         synchronous = self.operation.is_synchronous(number)
         # The round is the ticket of its one contribution.

@@ -27,7 +27,7 @@ from asyncoll.algorithms.rounds.call_order import CallOrder
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.engine import Engine, Told
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.round_cells import BlockLayout, Chunk, Kept, Staged
+from asyncoll.algorithms.rounds.round_cells import BlockLayout, Chunk, Kept, StagedCells
 from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
@@ -38,7 +38,7 @@ LENT_MIN_BYTES = 1 << 16  # copying less costs less than the check whether the m
 
 
 @dataclass(slots=True)
-class Call:
+class OneSidedCall:
     """The state of one call."""
 
     number: int  # the round that the call waits for; 0 if it is late, and waits for none
@@ -183,7 +183,7 @@ class OneSidedRounds:
             await self._put(contribution, None)
             raise
 
-    def _begin(self, came_ns: int) -> Call:
+    def _begin(self, came_ns: int) -> OneSidedCall:
         """Under the lock: decide whether this call waits for a round, and keep the results that it has missed."""
         rounds, engine = self._rounds, self._engine
         while self._unused:
@@ -193,9 +193,9 @@ class OneSidedRounds:
         rounds.count_late(engine.aim, came_ns)
         # A late call that opens a round waits for it. The missed results are kept now: the round may replace them.
         missed = rounds.keep(engine.first_missed(latest), latest) if number > engine.aim else []
-        return Call(number, came_ns, missed)
+        return OneSidedCall(number, came_ns, missed)
 
-    def _come(self, call: Call) -> int:
+    def _come(self, call: OneSidedCall) -> int:
         """Under the lock: open the round of the call if this rank may, and note the result of the call if there is one.
 
         In one critical section with the staging. Otherwise a round could take the contribution and end before this
@@ -216,7 +216,7 @@ class OneSidedRounds:
             *call.missed, call.kept = rounds.keep(self._engine.first_missed(newest - 1), newest)
         return missing
 
-    async def _take_part(self, call: Call) -> None:
+    async def _take_part(self, call: OneSidedCall) -> None:
         """Wait until the round is over. Open it if this rank may, and reduce chunks of it."""
         rounds = self._rounds
         try:
@@ -226,7 +226,7 @@ class OneSidedRounds:
             await self._give_up(call)
             raise
 
-    async def _advance(self, call: Call) -> bool:
+    async def _advance(self, call: OneSidedCall) -> bool:
         """Open the round if this rank may, and reduce chunks of it. Returns whether the call has a result."""
         rounds = self._rounds
         while call.kept is None:
@@ -286,7 +286,7 @@ class OneSidedRounds:
 
     # -- contributing -----------------------------------------------------------------------------
 
-    def _lend(self, contribution: Contribution, call: Call) -> bool:
+    def _lend(self, contribution: Contribution, call: OneSidedCall) -> bool:
         """Stage the caller's own memory, if it is registered and the round that the caller waits for will take it.
 
         Only for a caller that waits: after its call the program may change or free the memory.
@@ -306,7 +306,7 @@ class OneSidedRounds:
             self._come(call)
         return True
 
-    async def _put(self, contribution: Contribution, call: Call | None) -> None:
+    async def _put(self, contribution: Contribution, call: OneSidedCall | None) -> None:
         """Stage the sum of `contribution` and the staged one, in a new block; in groups, `contribution` alone.
 
         `call` is None if the call was cancelled before its turn. A cancellation is raised only at the end: the
@@ -340,7 +340,7 @@ class OneSidedRounds:
                     await self._give_up(call)
             raise interrupted
 
-    def _fill(self, parts: Parts, contribution: Contribution, staged: Staged) -> float:
+    def _fill(self, parts: Parts, contribution: Contribution, staged: StagedCells) -> float:
         """Put the sum of `contribution` and the staged one into `parts`; in groups, `contribution` alone.
 
         Returns the weight of that.
@@ -362,7 +362,7 @@ class OneSidedRounds:
             self._views[address] = parts
         return parts
 
-    def _new_block(self) -> tuple[int, Staged]:
+    def _new_block(self) -> tuple[int, StagedCells]:
         """A free block to fill, and the staged contribution as of `RoundRecord.staged`."""
         rounds = self._rounds
         while True:
@@ -372,7 +372,7 @@ class OneSidedRounds:
                 return block, staged
             rounds.blocks.provide(1)
 
-    def _drop_results(self, call: Call) -> None:
+    def _drop_results(self, call: OneSidedCall) -> None:
         """The caller is given none of the results that are kept for it."""
         self._drop([old.block for old in (*call.missed, call.kept) if old is not None])
 
@@ -385,7 +385,7 @@ class OneSidedRounds:
 
     # -- giving up --------------------------------------------------------------------------------
 
-    async def _give_up(self, call: Call) -> None:
+    async def _give_up(self, call: OneSidedCall) -> None:
         """The caller stops waiting: return when no round uses its memory any more."""
         rounds = self._rounds
         with self._control_block:
@@ -414,7 +414,7 @@ class OneSidedRounds:
 
     # -- results ----------------------------------------------------------------------------------
 
-    def _deliver(self, call: Call) -> Delivery:
+    def _deliver(self, call: OneSidedCall) -> Delivery:
         assert call.kept is not None
         missed = self._with_owed(call.missed, call.kept.number)
         return self._answer(self._engine.deliver(call.ticket, call.kept, missed), call.kept)

@@ -13,7 +13,7 @@ from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse.accumulators import Accumulator, accumulator
 from asyncoll.algorithms.sparse.baselines import Dense, Gaussiank, GTopk, TopkA, TopkDSA
 from asyncoll.algorithms.sparse.oktopk import OkTopk, Rules, is_count, is_state
-from asyncoll.algorithms.sparse.parts import Method
+from asyncoll.algorithms.sparse.parts import SparseMethod
 from asyncoll.algorithms.sparse.selection import Feedback, index_dtype
 from asyncoll.errors import UsageError
 from asyncoll.tensors import reductions
@@ -125,7 +125,7 @@ class Specification(NamedTuple):
         """The bytes of an element that is sent: an index and a value."""
         return index_dtype(self.elements).itemsize + (8 if self.dtype == "float64" else 4)
 
-    def method(self) -> Method:
+    def method(self) -> SparseMethod:
         """A new method for these options, at its first round."""
         k = self.wanted
         if self.algorithm == "oktopk":
@@ -134,7 +134,7 @@ class Specification(NamedTuple):
             return Gaussiank(self.elements, self.density, self.rules.feedback)
         if self.algorithm == "dense":
             return Dense()
-        by_topk: dict[str, Callable[[int, int], Method]] = {"topka": TopkA, "topkdsa": TopkDSA, "gtopk": GTopk}
+        by_topk: dict[str, Callable[[int, int], SparseMethod]] = {"topka": TopkA, "topkdsa": TopkDSA, "gtopk": GTopk}
         return by_topk[self.algorithm](self.elements, k)
 
 

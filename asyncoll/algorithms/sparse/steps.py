@@ -15,7 +15,7 @@ import numpy as np
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.dense.two_level import LocalCollectives, TwoLevelCall
 from asyncoll.algorithms.seam.collectives import Collectives
-from asyncoll.algorithms.sparse.parts import Packing, join, nothing, sum_parts
+from asyncoll.algorithms.sparse.parts import SparsePacking, join, nothing, sum_parts
 from asyncoll.algorithms.sparse.selection import Part
 from asyncoll.errors import NonFiniteError
 from asyncoll.tensors.reductions import Array
@@ -123,7 +123,7 @@ async def _alltoall(among: LocalCollectives | Collectives, outgoing: Sequence[Pa
     counts = np.array([[part.size] for part in outgoing], np.int64)
     coming = np.empty_like(counts)
     await among.alltoall(list(counts), list(coming))
-    packing = Packing(outgoing[0])
+    packing = SparsePacking(outgoing[0])
     incoming = [packing.room(int(count)) for count in coming.flat]
     await among.alltoall([packing.pack(part) for part in outgoing], incoming)
     return [packing.unpack(raw) for raw in incoming]
@@ -131,7 +131,7 @@ async def _alltoall(among: LocalCollectives | Collectives, outgoing: Sequence[Pa
 
 async def gather_parts(collectives: Collectives, mine: Part, sizes: Array) -> list[Part]:
     """Every rank's part, given the sizes of all parts."""
-    packing = Packing(mine)
+    packing = SparsePacking(mine)
     blocks = [packing.room(int(size)) for size in sizes]
     blocks[collectives.rank][...] = packing.pack(mine)
     await collectives.allgather(blocks)

@@ -15,11 +15,11 @@ from asyncoll.transport.staging import HANDLE_BYTES, BlockPart, RefusedError, Tr
 
 POISON = 0xA5  # every byte of memory that has no content, or not yet
 _lock = threading.Lock()
-_blocks: dict[bytes, _Block] = {}  # those of this process, by handle
+_blocks: dict[bytes, _FakeBlock] = {}  # those of this process, by handle
 _freed: set[bytes] = set()  # handles
 
 
-class FakeTransfer(Transfer, Protocol):
+class ObservedTransfer(Transfer, Protocol):
     """A `Transfer` of a fake device."""
 
     @property
@@ -30,7 +30,7 @@ class FakeTransfer(Transfer, Protocol):
         """Whether the host knows that it is over."""
 
 
-class _Device(Protocol):
+class _SharingDevice(Protocol):
     """What is used here of a fake device. A mark is its own."""
 
     def note(self, hazard: str) -> None: ...
@@ -45,7 +45,7 @@ class _Device(Protocol):
         of: tuple[Any, int] | None = None,
         *,
         writes: bool = False,
-    ) -> FakeTransfer: ...
+    ) -> ObservedTransfer: ...
 
 
 @dataclass(eq=False)
@@ -55,11 +55,11 @@ class _Use:
     start: int
     stop: int
     writes: bool
-    transfer: FakeTransfer
+    transfer: ObservedTransfer
 
 
 @dataclass(eq=False)
-class _Block:
+class _FakeBlock:
     content: Array
     uses: list[_Use] = field(default_factory=list)
     readers: int = 0  # ranks that have opened it
@@ -73,11 +73,11 @@ class FakeExchange:
     - a block is opened, or used, that is freed; it is freed while it is open.
     """
 
-    def __init__(self, device: _Device, nbytes: int) -> None:
+    def __init__(self, device: _SharingDevice, nbytes: int) -> None:
         self._device = device
-        self._own = _Block(np.full(nbytes, POISON, np.uint8))
-        self._opened: dict[int, _Block] = {}  # by rank
-        self._transfers: list[FakeTransfer] = []
+        self._own = _FakeBlock(np.full(nbytes, POISON, np.uint8))
+        self._opened: dict[int, _FakeBlock] = {}  # by rank
+        self._transfers: list[ObservedTransfer] = []
         with _lock:
             self.handle = os.urandom(HANDLE_BYTES)
             _blocks[self.handle] = self._own
@@ -103,7 +103,7 @@ class FakeExchange:
     def write(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         return _Joint([self._write(mark, part.offset, part.start, part.nbytes) for part in parts])
 
-    def _write(self, mark: Any, offset: int, start: int, nbytes: int) -> FakeTransfer:
+    def _write(self, mark: Any, offset: int, start: int, nbytes: int) -> ObservedTransfer:
         into = self._own.content[offset : offset + nbytes]
         into[:] = POISON
         move = _mover(into, mark.elements[start : start + nbytes])
@@ -112,12 +112,12 @@ class FakeExchange:
     def read(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         return _Joint([self._read(mark, *part) for part in parts])
 
-    def _read(self, mark: Any, rank: int, offset: int, start: int, nbytes: int) -> FakeTransfer:
+    def _read(self, mark: Any, rank: int, offset: int, start: int, nbytes: int) -> ObservedTransfer:
         block, into = self._opened[rank], mark.elements[start : start + nbytes]
         move = _mover(into, block.content[offset : offset + nbytes])
         return self._carry_out("read", [block], offset, into, move, (mark, start))
 
-    def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> FakeTransfer:
+    def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> ObservedTransfer:
         opened = [self._opened[rank] for rank in sorted(self._opened)]
         parts = [block.content[offset : offset + nbytes].view(storage(dtype)) for block in opened]
         into = self._own.content[offset : offset + nbytes]
@@ -130,7 +130,7 @@ class FakeExchange:
         others = [block for block in opened if block is not self._own]
         return self._carry_out("reduce", others, offset, into, move)
 
-    def under_way(self) -> list[FakeTransfer]:
+    def under_way(self) -> list[ObservedTransfer]:
         return [transfer for transfer in self._transfers if not transfer.is_over]
 
     def shut(self) -> bool:
@@ -153,12 +153,12 @@ class FakeExchange:
     def _carry_out(
         self,
         kind: str,
-        sources: list[_Block],
+        sources: list[_FakeBlock],
         offset: int,
         into: Array,
         move: Callable[[int, int], None],
         mark: tuple[Any, int] | None = None,
-    ) -> FakeTransfer:
+    ) -> ObservedTransfer:
         """Queue `move`, which reads these bytes of `sources`, and writes to the own block unless it is a "read"."""
         transfer = self._device.queue_copy(f"exchange: {kind}", into, move, mark, writes=kind == "read")
         self._transfers = [*self.under_way(), transfer]
@@ -167,7 +167,7 @@ class FakeExchange:
             self._use(block, _Use(offset, offset + into.nbytes, block in written, transfer))
         return transfer
 
-    def _use(self, block: _Block, use: _Use) -> None:
+    def _use(self, block: _FakeBlock, use: _Use) -> None:
         if block.is_freed:
             self._device.note("a block was used after it had been freed")
         with _lock:
@@ -182,7 +182,7 @@ class FakeExchange:
 class _Joint:
     """Several transfers as one. Their bytes arrive in any order."""
 
-    def __init__(self, transfers: Sequence[FakeTransfer]) -> None:
+    def __init__(self, transfers: Sequence[ObservedTransfer]) -> None:
         self.nbytes = sum(transfer.nbytes for transfer in transfers)
         self._transfers = transfers
 

@@ -33,7 +33,7 @@ Told = dict[str, Any]
 
 
 @dataclass(slots=True)
-class Story:
+class CellStory:
     """The reports of the ranks, in the order of their arrival, and how the ranks ended."""
 
     told: list[Told] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Story:
         return next((each for each in self.told if each["rank"] == rank and each["what"] == what), None)
 
 
-def happen(cell: Cell) -> Story:
+def happen(cell: Cell) -> CellStory:
     """Run the cell and return its story. The calling process must have one thread, because it forks."""
     process_tree.adopt_orphans()
     for module in _needed(cell):
@@ -57,7 +57,7 @@ def happen(cell: Cell) -> Story:
         temporary = Path(folder, "t")
         temporary.mkdir()
         with job_folder() as job, _networks(cell) as networks:
-            world = _World(cell, Path(folder), temporary, job, networks)
+            world = _CellWorld(cell, Path(folder), temporary, job, networks)
             world.run()
         story = world.story
         left = [path.relative_to(temporary) for path in temporary.rglob("*")]
@@ -82,9 +82,9 @@ def _networks(cell: Cell) -> contextlib.AbstractContextManager[HostNetworks | No
     return host_networks(list(cell.placement.hosts)) if cell.hosts > 1 else contextlib.nullcontext()
 
 
-class _World:
+class _CellWorld:
     def __init__(self, cell: Cell, folder: Path, temporary: Path, job: Path, networks: HostNetworks | None) -> None:
-        self.story = Story()
+        self.story = CellStory()
         self._networks = networks
         self._job = job
         self._temporary = temporary

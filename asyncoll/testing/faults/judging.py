@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from asyncoll.testing.faults.cell_processes import Story, Told
-from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, Plan
+from asyncoll.testing.faults.cell_processes import CellStory, Told
+from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, CellPlan
 
 _IN_JOINING = ("PeerLostError", "DeadlineError")  # errors of ranks that miss others before they are connected to them
 _SHOWN = 1500  # trailing characters of a rank's output that a complaint shows
@@ -35,9 +35,9 @@ class Verdict:
         return tuple(f"heard after {1e3 * heard_s:.0f} ms by {said}" for heard_s, said in heard if heard_s > within_s)
 
 
-def judge(cell: Cell, story: Story) -> Verdict:
+def judge(cell: Cell, story: CellStory) -> Verdict:
     """Check the reports of the ranks, and the processes and files that they left."""
-    kind, victim, lost = KINDS[cell.kind], Plan.draw(cell).victim, cell.lost
+    kind, victim, lost = KINDS[cell.kind], CellPlan.draw(cell).victim, cell.lost
     struck = story.of(victim, "struck")
     broken = [] if struck else [f"the fault did not strike rank {victim}"]
     heard_s, said = [], []
@@ -66,7 +66,7 @@ def _dies_with_host(left: str, cell: Cell) -> bool:
     return (cell.kind, cell.operation) == ("kill-host", JOINING) and left.startswith(f"{host}/")
 
 
-def _disturbed(rank: int, error: Told | None, story: Story) -> Iterator[str]:
+def _disturbed(rank: int, error: Told | None, story: CellStory) -> Iterator[str]:
     """Breaches of a rank that must not notice the fault."""
     if error is not None:
         yield f"rank {rank} was disturbed: {_said(error)}"
@@ -74,7 +74,7 @@ def _disturbed(rank: int, error: Told | None, story: Story) -> Iterator[str]:
         yield f"rank {rank} {_ended(rank, story)}"
 
 
-def _misinformed(rank: int, error: Told | None, cell: Cell, story: Story) -> Iterator[str]:
+def _misinformed(rank: int, error: Told | None, cell: Cell, story: CellStory) -> Iterator[str]:
     """Breaches of a rank that must raise an error naming the lost ranks, and their host if there are several hosts."""
     kind, lost = KINDS[cell.kind], cell.lost
     whom = f"rank {lost[0]}" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))}"
@@ -94,7 +94,7 @@ def _misinformed(rank: int, error: Told | None, cell: Cell, story: Story) -> Ite
         yield f"rank {rank} {_ended(rank, story)}"
 
 
-def _ended(rank: int, story: Story) -> str:
+def _ended(rank: int, story: CellStory) -> str:
     return f"ended with code {story.codes[rank]}\n{story.output[rank][-_SHOWN:]}"
 
 

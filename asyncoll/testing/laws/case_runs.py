@@ -24,7 +24,7 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices.of_rank import device_of
 from asyncoll.testing.laws import dense, ending, gossip, sparse, training
 from asyncoll.testing.laws.dense import DenseStory
-from asyncoll.testing.laws.dense_program import Program
+from asyncoll.testing.laws.dense_program import DenseProgram
 from asyncoll.testing.laws.ending import EndingProgram, EndingStory, ProgramError
 from asyncoll.testing.laws.gossip import Gossiper, GossipStory
 from asyncoll.testing.laws.sparse import SparseProgram, SparseStory
@@ -35,12 +35,12 @@ from asyncoll.testing.laws.story import (
     SPARSE,
     TRAINING,
     AlarmError,
-    Call,
+    Answered,
     Cancelled,
     Case,
     Joined,
     Story,
-    Trainer,
+    StoryTrainer,
     draw,
 )
 from asyncoll.testing.laws.training import Learner, TrainingProgram, TrainingStory
@@ -104,7 +104,7 @@ def _in_processes(case: Case) -> Case:
 
 
 async def take_part(comm: Communicator, case: Case, parts: dict[int, Any]) -> None:
-    """Leave the `Part` of this rank in `parts`, or that of another kind. Raises ProgramError where programs raise."""
+    """Leave in `parts` what the program of this rank has done. Raises ProgramError where programs raise."""
     if case.kind == ENDING:
         await ending.live(comm, case, parts)
     else:
@@ -113,10 +113,10 @@ async def take_part(comm: Communicator, case: Case, parts: dict[int, Any]) -> No
 
 async def _part(comm: Communicator, case: Case) -> Any:
     if case.kind in (DENSE, SPARSE):
-        return await (dense if case.kind == DENSE else sparse).Caller(comm, case).run()
+        return await (dense.DenseCaller if case.kind == DENSE else sparse.SparseCaller)(comm, case).run()
     if case.kind == TRAINING:
         return await Learner(comm, case).run()
-    trainer = Gossiper if case.kind == GOSSIP else Trainer
+    trainer = Gossiper if case.kind == GOSSIP else StoryTrainer
     if comm.rank not in case.on_devices:
         return await trainer(comm, case).run()
     with device_of(comm, case.seed) as device:
@@ -127,7 +127,7 @@ def _story(
     case: Case, parts: list[Any], messages: int
 ) -> Story | GossipStory | DenseStory | SparseStory | TrainingStory | EndingStory:
     if case.kind == DENSE:
-        return DenseStory(Program(case), parts, messages)
+        return DenseStory(DenseProgram(case), parts, messages)
     if case.kind == SPARSE:
         return SparseStory(SparseProgram(case), parts, messages)
     if case.kind == TRAINING:
@@ -213,13 +213,15 @@ def read_record(record: Path, kind: str = "") -> Any:
     if kind == DENSE:
         return _dense(**fields)
     if kind == SPARSE:
-        return sparse.Part([sparse.Got(**got | {"thresholds": tuple(got["thresholds"])}) for got in fields["gots"]])
+        return sparse.SparsePart(
+            [sparse.RoundGot(**got | {"thresholds": tuple(got["thresholds"])}) for got in fields["gots"]]
+        )
     if kind == GOSSIP:
         return _gossip(**fields)
     if kind == ENDING:
-        return ending.Part(**fields)
+        return ending.EndingPart(**fields)
     if kind == TRAINING:
-        return training.Part(fields["made"], [training.Done(**done) for done in fields["done"]])
+        return training.TrainingPart(fields["made"], [training.Done(**done) for done in fields["done"]])
     calls, cancelled, joined = fields
     return (
         [_call(**each) for each in calls],
@@ -238,18 +240,18 @@ def _array_from_json(fields: dict[str, Any]) -> Any:
     return np.frombuffer(bytes.fromhex(fields["bytes"]), fields["dtype"]).reshape(fields["shape"])
 
 
-def _dense(**fields: Any) -> dense.Part:
-    gots = [dense.Got(**got) for got in fields["gots"]]
-    return dense.Part(**fields | {"gots": gots, "last": dense.LastCall(**fields["last"])})
+def _dense(**fields: Any) -> dense.DensePart:
+    gots = [dense.CallGot(**got) for got in fields["gots"]]
+    return dense.DensePart(**fields | {"gots": gots, "last": dense.LastCall(**fields["last"])})
 
 
-def _gossip(**fields: Any) -> gossip.Part:
-    return gossip.Part(**fields | {"updates": [gossip.Update(**update) for update in fields["updates"]]})
+def _gossip(**fields: Any) -> gossip.GossipPart:
+    return gossip.GossipPart(**fields | {"updates": [gossip.Update(**update) for update in fields["updates"]]})
 
 
-def _call(**fields: Any) -> Call:
-    """A `Call` from fields read from JSON, which has lists instead of tuples."""
+def _call(**fields: Any) -> Answered:
+    """An `Answered` from fields read from JSON, which has lists instead of tuples."""
     fields["missed"] = tuple(fields["missed"])
     reduction = fields["reduction"]
     fields["reduction"] = Reduction(**reduction | {name: tuple(reduction[name]) for name in ("group", "ranks")})
-    return Call(**fields)
+    return Answered(**fields)

@@ -26,7 +26,7 @@ from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.changes import ParameterChanges, check_gradients
 from asyncoll.torch.hooks.completion import complete, complete_on
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
-from asyncoll.torch.hooks.option_schedule import Schedule
+from asyncoll.torch.hooks.option_schedule import OptionSchedule
 from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas, saved
 from asyncoll.training.due import Due
@@ -109,7 +109,7 @@ class EagerSGDState(HookState):
             self._draw = {"seed": seed, **chosen}
         self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
         self._clip_norm = None if clip_norm is None else float(clip_norm)
-        self._schedule = Schedule(optimizer, scheduler)
+        self._schedule = OptionSchedule(optimizer, scheduler)
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
         self._check_operation()

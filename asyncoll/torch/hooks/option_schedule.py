@@ -16,7 +16,7 @@ _Options = list[dict[str, Any]]
 _PLAIN = (bool, int, float, str, tuple, Tensor, type(None))
 
 
-class Schedule:
+class OptionSchedule:
     """Steps a scheduler once for each round, and finds out whether the program changes options in between.
 
     A rank that applies the result of a round later than the others must do it with the same options.

@@ -27,7 +27,7 @@ CLOSED: Final = "its connection closed"
 FOREIGN_USER: Final = "it is another user's"
 
 
-class Owner(Protocol):
+class SocketOwner(Protocol):
     """The callbacks of a socket, which are called on the loop."""
 
     def received(self, peer: int, kind: int, number: int, payload: Buffer) -> None:

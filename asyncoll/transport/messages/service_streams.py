@@ -37,7 +37,7 @@ from asyncoll.transport.messages.service_protocol import (
     SILENT,
     UNREAD,
     VERSION,
-    Owner,
+    SocketOwner,
     forked,
     too_many,
 )
@@ -56,7 +56,7 @@ _LOOKS = 4  # at the state of the service's process, in the time after which it 
 class StreamServer:
     """A service at a unix socket: a `ServiceEnd`."""
 
-    def __init__(self, owner: Owner, url: str) -> None:
+    def __init__(self, owner: SocketOwner, url: str) -> None:
         """Listen at `url`, which begins with `ipc://`. Raises UsageError if that fails."""
         self.url = url
         self._owner = owner
@@ -281,7 +281,7 @@ class StreamServer:
 class StreamClient:
     """A client of a service at a unix socket: a `ClientEnd`."""
 
-    def __init__(self, owner: Owner, url: str, connected: Callable[[int], None]) -> None:
+    def __init__(self, owner: SocketOwner, url: str, connected: Callable[[int], None]) -> None:
         """Connect to the service at `url`, which begins with `ipc://`.
 
         `connected` is called with the protocol version of the service, once the service has answered. Its process is
