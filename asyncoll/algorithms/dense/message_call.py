@@ -16,8 +16,8 @@ from asyncoll.tensors.reductions import Array, Combine, ReduceOp
 class MessageCall:
     """The `Collectives` of one call at one rank, by message.
 
-    The methods, their arguments and their results are those of `seam.Collectives`. Its lane is open for
-    the whole call. If a call has several collectives, they follow each other in that lane, at all ranks alike.
+    Its lane is open for the whole call. If a call has several collectives, they follow each other in that lane, at all
+    ranks alike.
 
     The methods raise the failure of the communicator, and ProtocolError if a peer sends an array of another size.
     Cancelling one stops the wait only. The context then ends the communicator, because peers still expect messages.

@@ -102,7 +102,10 @@ def _suits_ring(size: int, nbytes: int) -> bool:
 
 
 async def short_allreduce(lane: Lane, x: Array, combine: Combine, whole: int = 0) -> None:
-    """Reduce `x` in place at every rank, without cutting it into chunks. `whole` is that of `allreduce`."""
+    """Reduce `x` in place at every rank, without cutting it into chunks: by a tree, or by recursive doubling.
+
+    `whole`: the bytes of all arrays that pass the same link at the same time, if other lanes have calls, too.
+    """
     if lane.size >= TREE_MIN_RANKS and max(x.nbytes, whole) <= TREE_MAX_BYTES:
         await tree(lane, x, combine)
     else:
@@ -228,7 +231,7 @@ async def _give_back(lane: Lane, x: Array, power: int, extra: int) -> None:
 async def broadcast(lane: Lane, x: Array, root: int, whole: int = 0) -> None:
     """Copy the root's `x` to every rank: by a binomial tree, or a long array by scatter and ring allgather.
 
-    `whole` is that of `allreduce`.
+    `whole`: the bytes of all arrays that pass the same link at the same time, if other lanes have calls, too.
     """
     if max(x.nbytes, whole) <= SMALL_MAX_BYTES or lane.size <= 2:
         await tree_broadcast(lane, x, root)
@@ -292,7 +295,8 @@ def children(relative: int, size: int, radix: int) -> list[int]:
 async def reduce(lane: Lane, x: Array, combine: Combine, root: int, whole: int = 0) -> None:
     """Reduce into the root's `x`; elsewhere `x` keeps its value.
 
-    By a binomial tree, or a long array by reduce-scatter and gather. `whole` is that of `allreduce`.
+    By a binomial tree, or a long array by reduce-scatter and gather. `whole`: the bytes of all arrays that pass the
+    same link at the same time, if other lanes have calls, too.
     """
     total = x if lane.rank == root else x.copy()
     if max(x.nbytes, whole) <= SMALL_MAX_BYTES or x.size < lane.size:

@@ -431,7 +431,7 @@ class Rendezvous:
     async def all_arrived(self, patience: int = 1) -> None:
         """Wait until all ranks have arrived. If one of them has withdrawn, the wait ends with the failure alone.
 
-        `patience` is that of `until`.
+        `patience`: how many times as long as usual this rank polls before it sleeps.
         """
         cells, arrived, size = self._cells, self._base + _ARRIVED, self._area.size
         withdrawn = self._base + _WITHDRAWN
@@ -687,7 +687,7 @@ class Rendezvous:
         return [view(address, nbytes).view(dtype) for address, _, _ in self.shown()]
 
     async def reduced(self, total: int, patience: int = 1) -> None:
-        """Wait until all `total` bytes are reduced. `patience` is that of `until`."""
+        """Wait until all `total` bytes are reduced. `patience`: how many times as long as usual this rank polls."""
         await until(self.control_block, lambda: self.is_reduced(total), patience)
 
     def is_reduced(self, total: int) -> bool:

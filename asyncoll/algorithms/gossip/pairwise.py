@@ -183,7 +183,7 @@ class Gossip(Uncopied):
         return self._member.runner.start(self._update(operand, x))
 
     def _update_from_device(self, operand: Operand, staged: Staged, x: T) -> Coroutine[Any, Any, T]:
-        """As `update`, once the tensor has arrived; also if the caller is cancelled before."""
+        """Update the model once the tensor has arrived, also if the caller is cancelled before: it is added once."""
         arrival, runner = Arrival(self._member, [staged]), self._member.runner
 
         async def arrived() -> T:

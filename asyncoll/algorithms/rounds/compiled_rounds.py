@@ -212,7 +212,7 @@ class CompiledRounds(OneSidedRounds):
             raise
 
     def _deliver_compiled(self, ended: Begun, own: Parts, missed: Sequence[tuple[int, int, int, int, int]]) -> Delivery:
-        """As `_deliver`, of a result that is in the arrays `own`."""
+        """The answer to a call whose result is in the arrays `own`, with the results of `missed` before it."""
         number, ranks = ended.round, ended.ranks
         operation = self.operation
         members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks

@@ -83,7 +83,7 @@ class HostRecord(RoundRecord):
         reduce: Callable[[int, Sequence[int]], None],
         hosts: Hosts,
     ) -> None:
-        """As of `RoundRecord`: `memory` is that of this rank's host."""
+        """`memory` is that in which the ranks of this host meet. Raises DisagreementError if they disagree."""
         ranks, here = sum(map(len, hosts.ranks)), len(hosts.here)
         attempts = _MORE.ends + 3 * ranks
         more = attempts + Attempts.cells(here)

@@ -70,7 +70,7 @@ class LoneRounds:
         return delivery_of(((*told.missed, result), told.included, told.skipped, told.lag))
 
     def _at_once(self, array: Array) -> Coroutine[Any, Any, Reduction] | None:
-        """As `Rounds.at_once`. The array is the result as it is, also of an average."""
+        """A whole call of one array, or None. The array is the result as it is, also of an average of one rank."""
         flags, engine = array.flags, self._engine
         if array.size != self._count or not flags.c_contiguous or not flags.writeable or engine.owed:
             return None
@@ -89,7 +89,7 @@ class LoneRounds:
         return self.begin(contribution)
 
     async def join(self) -> Delivery | None:
-        """As `Rounds.join`. No contribution is staged, so there is no last round."""
+        """Contribute no more. No contribution is staged, because each call is a round, so there is no last round."""
         if self.operation.group_size or not self._engine.has_news(self._latest):
             return None
         result = self._result(self._kept[-1])

@@ -130,7 +130,7 @@ class OneSidedRounds:
             raise
 
     async def join(self) -> Delivery | None:
-        """As `WaitAvoiding.join`. The ranks that have joined open the last round and reduce it."""
+        """Contribute no more, and wait until no rank does. Ranks that have joined open the last round and reduce it."""
         turn, delivery = next(self._order.numbers), None
         try:
             if not self._order.is_now(turn):

@@ -110,7 +110,7 @@ class Operations:
             raise
 
     def _start_in_turn(self, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
-        """As `start`, once the tensors have arrived from their devices, and the call before is over.
+        """Start a call once its tensors have arrived from their devices, and the call before is over.
 
         Until then the call counts as not made: a round goes on without this rank, or waits for it.
         """
@@ -150,7 +150,7 @@ class Operations:
             turn.release()
 
     def _begin(self, rounds: Rounds, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
-        """As `start`, of `rounds` whose calls begin in their callers' threads."""
+        """Begin a call of `rounds` now, in the caller's thread."""
         receipt = Receipt()
         return self.member.runner.drive(_PromptCall(self, call, rounds, given, receipt), receipt.take_back)
 

@@ -277,7 +277,10 @@ class RoundRecord:
         return block != LENT
 
     def _open_and_publish(self, now_ns: int) -> int:
-        """As `_open`, of a round of short contributions: reduces it and publishes it, too."""
+        """Open the next round, of short contributions, reduce it and publish it, all in this critical section.
+
+        Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
+        """
         cells, table, blocks, latest = self.cells, self._table, self.blocks, self._head.latest
         number = cells[latest] + 1
         groups = self._groups_of(number)
@@ -430,7 +433,7 @@ class RoundRecord:
         return found
 
     def kept(self, first: int, last: int) -> list[Kept]:
-        """As `keep`, and their blocks are not kept for the caller."""
+        """The results of rounds `first` to `last` that history still has. Their blocks are not kept for the caller."""
         numbers = range(max(first, self.latest - self._history, 1), last + 1)
         return [Kept(*self._results[number % self._kept_rounds, self._rank].tolist()) for number in numbers]
 

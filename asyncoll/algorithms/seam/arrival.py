@@ -62,7 +62,7 @@ class Arrival:
 async def unless_failed(member: Member, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
     """Await `work()`, which is cancelled if the communicator fails. Raises the error of the communicator then.
 
-    `what` is that of `Failures.watch`.
+    `what` describes the wait, for the report of a deadlock.
     """
     with member.watch(what) as ended:
         task = asyncio.ensure_future(work())
