@@ -68,7 +68,7 @@ class SocketCarrier:
         return not self.socket.has(dest) or self._segments.send_nowait(dest, head, arrays)
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
-        """As `Carrier.send`. A message to a peer that is gone is dropped."""
+        """Send a message in order, and return when `arrays` may change. One to a peer that is gone is dropped."""
         if self.socket.has(dest):
             await self._segments.send(dest, head, arrays)
 

@@ -75,7 +75,7 @@ class TensorPlace(Protocol):
 
 
 def encode(value: object, name: str = "value") -> Encoded:
-    """As `Encoder.encode`, for a single value."""
+    """A single value as bytes, and the arrays of its tensors. Raises UsageError, with its `name`, if it cannot."""
     return Encoder().encode(value, name)
 
 
@@ -236,7 +236,7 @@ def decode(
 ) -> Any:
     """The value that `encode` was given. Its tensors use the memory of `arrays`, without a copy.
 
-    Its torch tensors are those of `place`, if that is given.
+    With a `place`, its torch tensors are on the device of that.
 
     Raises ProtocolError for bytes that `encode` does not make, and UsageError for a dataclass that is not in `types`,
     has other fields, or cannot be made of them.

@@ -50,7 +50,6 @@ class RpcExchange:
         self._server.stop()
 
     def answer_notifications(self) -> None:
-        """As `Server.answer_notifications`."""
         self._server.answer_notifications()
 
     def forget(self, peer: int) -> None:

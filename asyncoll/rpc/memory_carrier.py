@@ -87,7 +87,7 @@ class MemoryCarrier:
         self._reader = asyncio.get_running_loop().create_task(self._read())
 
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
-        """As `Carrier.send_nowait`. The first message to a rank is not sent here.
+        """Send a message if that needs no wait. The first message to a rank is not sent here: it opens the inbox.
 
         Without arrays, in any thread, between processes: this reads what the loop's thread changes in single steps, and
         the lock of the inbox guards the rest.
@@ -253,7 +253,7 @@ class _Outbox:
                 self._lender.keep_unless_lent(address)
 
     def send_nowait(self, head: bytes, arrays: Sequence[Array]) -> bool:
-        """As `send`, if the arrays are not too long and no wait is necessary; returns whether it was done."""
+        """Send a message if the arrays are not too long and no wait is necessary; returns whether it was done."""
         packing = Packing(arrays)
         if packing.nbytes > AT_ONCE_BYTES or self._queue:
             return False

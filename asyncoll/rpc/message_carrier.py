@@ -66,7 +66,6 @@ class MessageCarrier:
         self._is_closed = True
 
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
-        """As `segments.SegmentLink.post`."""
         if self._is_closed:
             return
         if (
@@ -87,7 +86,7 @@ class MessageCarrier:
             self._sent += 1
 
     async def flush(self, dest: int) -> None:
-        """As `segments.SegmentLink.flush`: the router copies a payload when it sends it, in order."""
+        """Wait until all payloads that were posted may change: the router copies each when it sends it, in order."""
         if self._is_closed:
             return
         passed = self._loop.create_future()

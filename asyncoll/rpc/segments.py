@@ -108,7 +108,7 @@ class Segments:
     # -- sending ----------------------------------------------------------------------------------
 
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array]) -> bool:
-        """As `Carrier.send_nowait`."""
+        """Send a message if it is short and the window of `dest` has room for it; returns whether it was done."""
         peer = self._peers[dest]
         nbytes = _TABLE.size + len(head)
         if arrays:
@@ -122,7 +122,7 @@ class Segments:
         return True
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array]) -> None:
-        """As `Carrier.send`."""
+        """Send a message in segments, as the window of `dest` has room. The caller may change `arrays` afterwards."""
         first, nbytes = _begin(head, arrays), sum(array.size for array in arrays)
         peer = self._peers[dest]
         if len(first) + nbytes <= _SHORT_BYTES:

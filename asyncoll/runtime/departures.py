@@ -110,8 +110,8 @@ class Departures:
     async def leave_world(self, reason: Reason | None) -> None:
         """Leave all communicators, and wait until the other ranks know, for a limited time.
 
-        `reason` is that of `CommunicatorLife.leave_at_once`. A rank that does not know yet of a failure that this one
-        knows hears of it first.
+        The other ranks are told the `reason`; None says that it is in order. A rank that does not know yet of a failure
+        that this one knows hears of it first.
         """
         self._failures.pass_on()
         for communicator in list(self._open.values()):

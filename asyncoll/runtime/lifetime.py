@@ -109,8 +109,9 @@ class Lifetime:
     def drop(self, check_started: Callable[[], None]) -> None:
         """The finalizer of what makes calls: this rank makes no more of them, and leaves as by `close`. In any thread.
 
-        `check_started` is that of `Calls`. Without effect if this rank has closed the communicator or left the world,
-        in a forked child, and for the communicator of the world, which `World` ends.
+        `check_started` aborts the communicator if a call has a number and was never started. Without effect if this
+        rank has closed the communicator or left the world, in a forked child, and for the communicator of the world,
+        which `World` ends.
         """
 
         def leave() -> None:

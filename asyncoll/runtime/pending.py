@@ -59,7 +59,7 @@ class Kind(IntEnum):
 
 @dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen: that takes five times as long to make
 class PendingCall:
-    """One call in progress. Times are those of `deadlines.now_s`, in seconds."""
+    """One call in progress. Times are in seconds of the clock of deadlines, which is virtual in simulations."""
 
     call: Described
     number: int  # in the order of calls that all ranks make, from 1; 0 for a call without a number
@@ -126,7 +126,7 @@ class PendingCalls:
         return self._enter(call, number, self._now_s(), deadlines.expires_s(), ranks or self._group.ranks, kind)
 
     def enter_late(self, call: Described, number: int, since_s: float, expires_s: float | None) -> PendingCall:
-        """As `enter` of a collective that began at `since_s`, in a context whose deadline is at `expires_s`."""
+        """A collective is entered late: it began at `since_s`, in a context whose deadline is at `expires_s`."""
         return self._enter(call, number, since_s, expires_s, self._group.ranks, Kind.COLLECTIVE)
 
     def _enter(
