@@ -104,17 +104,20 @@ class Runner(Protocol):
         """Begin `work` in shared memory now, in the caller's thread; the returned coroutine completes it.
 
         If the returned coroutine is not awaited, the runtime's loop continues the work after once to twice TAKEOVER_S.
-        Cancellation and `discarded` are those of `start`.
+        A cancellation waits until the work has stopped, and `discarded` is called if its result has no receiver.
         """
 
     def done(self, result: T, discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         """A coroutine for a call that is over with `result`. Awaiting it lets the loop turn now and then.
 
-        `discarded` is that of `start`.
+        `discarded` is called if the result has no receiver, in any thread, between any two steps.
         """
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        """For a task on `home`: a coroutine that runs `work` on the runtime's loop. Cancellation is that of `start`."""
+        """For a task on `home`: a coroutine that runs `work` on the runtime's loop.
+
+        Cancelling it cancels `work`, and waits until that has stopped.
+        """
 
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
         """`call`, which is a coroutine; `resume` is called where its caller goes on with its outcome.
@@ -126,7 +129,7 @@ class Runner(Protocol):
         """Schedule `what` on the runtime's loop, from any thread."""
 
     def post_from_finalizer(self, what: Callable[[], None]) -> None:
-        """As `post`, for a finalizer, which Python runs in any thread, between any two steps: `what` runs later.
+        """Schedule `what` from a finalizer, which Python runs in any thread, between any two steps.
 
         Without effect once the loop is closed.
         """

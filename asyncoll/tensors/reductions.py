@@ -189,7 +189,7 @@ def kernel_number(op: ReduceOp, dtype: str, native: NativeCore | None) -> int:
 def into_all(reduce: Reduce, kernel: int, native: NativeCore | None) -> ReduceToAll:
     """The reduction of several arrays into all of them: `reduce_to_all(arrays, divisor)`, in the order of the arrays.
 
-    `reduce` and `kernel` are those of `reducer` and `kernel_number`.
+    `reduce` makes one result of them in numpy; `kernel` is the number of the same reduction in `native`, or 0.
     """
     if native and kernel:
         return partial(native.reduce_to_all, kernel)
@@ -203,7 +203,7 @@ def into_all(reduce: Reduce, kernel: int, native: NativeCore | None) -> ReduceTo
 
 
 def reducer_in_python(op: ReduceOp, dtype: str) -> Reduce:
-    """As `reducer`, with numpy or torch: for dtypes that the compiled core does not know, and without it."""
+    """A reduction with numpy or torch: for dtypes that the compiled core does not know, and without it."""
     if dtype in _HALVES:
         return _half_reducer(op, dtype)
     if dtype == METRICS:

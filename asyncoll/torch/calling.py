@@ -80,7 +80,7 @@ def collective(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..
 
 
 def message(title: str, peer: str = "") -> Callable[[Callable[..., Handle[Any]]], Callable[..., Any]]:
-    """As `collective`, for a call of two ranks, with one tensor and no options.
+    """A method that torch calls for a send or a receive, made of one that begins it: one tensor, and no options.
 
     `peer` is the name of the argument that says which rank the other one is, if there is one.
 

@@ -40,7 +40,7 @@ class GroupCollectives(CallingGroup):
 
     @collective("all_reduce")
     def allreduce_coalesced(self, tensors: Any, opts: Any) -> Handle[Any]:
-        """As `allreduce`, for several tensors, of any dtypes, in one call."""
+        """Reduce several tensors, of any dtypes, in place, in one call."""
         op, factor = reduction(opts.reduceOp)
         blocks = [in_place(contribution(x, op, factor)) for x, _ in pairs(tensors, tensors)]
         return self._calls.allreduce_together(blocks, op)
@@ -67,7 +67,7 @@ class GroupCollectives(CallingGroup):
 
     @collective("_reduce_scatter_base")
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Handle[Any]:
-        """As `reduce_scatter_single`, for several tensors in one call."""
+        """Reduce each of several inputs, cut into equal parts by rank, into its output at each rank, in one call."""
         return self._reduce_scatter(pairs(outputs, inputs), opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -99,13 +99,13 @@ class GroupCollectives(CallingGroup):
 
     @collective("all_gather")
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Handle[Any]:
-        """As `allgather`, for several tensors in one call. The outputs are lists by rank."""
+        """Copy several tensors of each rank into the outputs, which are lists by rank, in one call."""
         calls = pairs(inputs, by_tensor(outputs))
         return self._calls.allgather([self._arguments.gathered(*call) for call in calls])
 
     @collective("_allgather_base")
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any) -> Handle[Any]:
-        """As `all_gather_single`, for several tensors in one call."""
+        """Copy several tensors of each rank into the parts of the outputs with its index, in one call."""
         return self._calls.allgather([self._arguments.gathered(*call) for call in pairs(inputs, outputs)])
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced

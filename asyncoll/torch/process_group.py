@@ -87,7 +87,7 @@ class ProcessGroup(Uncopied, Unsupported, GroupCollectives):
 
     @message("recvAnySource")
     def recv_anysource(self, x: Tensor, tag: int = 0) -> Handle[Any]:
-        """As `recv`, from the rank whose message comes first. `Work._source_rank` tells which one it was."""
+        """Receive from the rank whose message comes first. `Work._source_rank` tells which one it was."""
         if self._calls.size == 1:
             raise UsageError("a group of one rank has no rank to receive from")
         return self._calls.recv_any(writable(x), integer(tag, "a tag"))
@@ -173,7 +173,10 @@ class ProcessGroup(Uncopied, Unsupported, GroupCollectives):
         self._hooks.before.pop(hook_id, None)
 
     def register_post_hook(self, hook_id: int, hook: Callable[[PostHookArgs], Any]) -> None:
-        """As `register_pre_hook`, once a call has begun. The hook gets `name`, `async_op`, `work` and `op_id`."""
+        """Have `hook` called once a call has begun. It gets `name`, `async_op`, `work` and `op_id`.
+
+        A hook with the same `hook_id` takes the place of the one before. No other thread makes calls meanwhile.
+        """
         self._hooks.after[hook_id] = hook
 
     def unregister_post_hook(self, hook_id: int) -> None:

@@ -22,7 +22,7 @@ _EPSILON = 1e-7
 
 
 class DCASGD(ParameterServerSGD):
-    """As `ParameterServerSGD`, with each gradient corrected for the updates that its model has missed.
+    """A parameter server that corrects each gradient for the updates that its model has missed.
 
     `lambda0` is λ, by default 0.04 (DC-ASGD-c). If `adaptive`, λ is lambda0, by default 2, divided by the root of a
     moving average of G∘G, element by element (DC-ASGD-a); `decay` is the share of that average that each update keeps.

@@ -219,7 +219,7 @@ class Arena(Protocol):
     def look(self, ready: Callable[[], bool], patience: int = 1) -> bool:
         """Poll for a short time; returns whether `ready()` became true. The other tasks of this loop do not run.
 
-        `patience` is that of `Wait`: how many times longer than usual.
+        `patience`: how many times as long as usual.
 
         `ready` is called without the lock, so the answer is only a hint.
         """

@@ -120,7 +120,7 @@ class _CellPart:
         self.tell("left")
 
     def play_program(self) -> None:
-        """As `play`, without an event loop."""
+        """Make the calls of the cell in a program that has no event loop."""
         with self._telling(), PROGRAMS[self._cell.operation](self._plan.elements) as (comm, step):
 
             async def call() -> None:

@@ -32,8 +32,8 @@ class OkTopkState(HookState):
     possible: train in float32 or bfloat16. A gradient with NaN or infinity at any rank is a NonFiniteError at every
     rank.
 
-    `algorithm`, `density`, `thresholds_every`, `regions_every` and `feedback` are those of `comm.sparse_allreduce`. The
-    first `warm_up` rounds are "dense", and leave no residual. A second training on the process group needs another
+    `algorithm`, `density`, `thresholds_every`, `regions_every` and `feedback` go to `comm.sparse_allreduce`. The first
+    `warm_up` rounds are "dense", and leave no residual. A second training on the process group needs another
     `name`.
 
     Besides the features that no hook supports, `join()`, parameters that DDP ignores, optimizers that step in

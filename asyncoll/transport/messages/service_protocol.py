@@ -71,10 +71,13 @@ class ClientEnd(Protocol):
         """Whether the service is not lost."""
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """As `ServiceEnd.send`, to the service."""
+        """Send a segment to the service, now or later. It is dropped if the service is lost.
+
+        The payload must not change before `flush` returns.
+        """
 
     async def flush(self, peer: int) -> None:
-        """As `ServiceEnd.flush`."""
+        """Wait until the payloads that were sent may be changed."""
 
     def close(self) -> None:
         """Close the socket at once; segments that are queued are dropped. Idempotent."""

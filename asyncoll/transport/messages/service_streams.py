@@ -86,7 +86,6 @@ class StreamServer:
         self._accept_on()
 
     def close(self) -> None:
-        """As `ServiceEnd.close`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -104,11 +103,9 @@ class StreamServer:
         self._clients.clear()
 
     def has(self, peer: int) -> bool:
-        """As `ServiceEnd.has`."""
         return peer in self._clients
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """As `ServiceEnd.send`."""
         stream = self._clients.get(peer)
         if stream is None:
             return
@@ -120,13 +117,11 @@ class StreamServer:
             self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
 
     async def flush(self, peer: int) -> None:
-        """As `ServiceEnd.flush`."""
         stream = self._clients.get(peer)
         if stream is not None:
             await stream.flush()
 
     def drop(self, peer: int, reason: str) -> None:
-        """As `ServiceEnd.drop`."""
         stream = self._clients.pop(peer, None)
         if stream is not None:
             self._dismiss(stream, reason)
@@ -307,11 +302,10 @@ class StreamClient:
         forks.register(self)
 
     def has(self, peer: int) -> bool:
-        """As `ClientEnd.has`."""
         return not self._is_lost
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """As `ClientEnd.send`. Nothing is sent before the service is connected."""
+        """Send a segment to the service. Nothing is sent before it is connected, or after its loss."""
         if self._stream is None or self._is_lost:
             return
         try:
@@ -320,12 +314,10 @@ class StreamClient:
             self._loop.call_soon(self._report_loss, UNREAD)  # not now: the owner is in its own call of this
 
     async def flush(self, peer: int) -> None:
-        """As `ClientEnd.flush`."""
         if self._stream is not None:
             await self._stream.flush()
 
     def close(self) -> None:
-        """As `ClientEnd.close`."""
         if self._is_closed:
             return
         self._is_closed = True
