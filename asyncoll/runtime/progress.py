@@ -44,9 +44,14 @@ TAKEOVER_S = 0.0005
 
 CALLS_PER_TURN = 64  # calls that are over when they are awaited, before the caller's loop turns
 
-_AGAIN_S = 0.01  # between two attempts to wake a caller, because a signal handler may have interrupted the first one
-_ENDING_S = 1.0  # time limit at the end for cancelled work, which may wait for a dead peer to leave its memory
-_abandoned: set[asyncio.AbstractEventLoop] = set()  # in a forked child: the loops of its parent's runtime
+# The time between two attempts to wake a caller. A signal handler may have interrupted the first one.
+_AGAIN_S = 0.01
+
+# The time limit at the end for cancelled work. It may wait for a dead peer to leave the memory that it reads.
+_ENDING_S = 1.0
+
+# In a forked child: the loops of its parent's runtime. No thread runs them there, so no caller waits for their work.
+_abandoned: set[asyncio.AbstractEventLoop] = set()
 
 
 def ignore() -> None:
@@ -187,6 +192,7 @@ class _BegunCoroutine(_Awaited[T]):
         return waiting
 
     def send(self, value: Any) -> Any:
+        # Before the step, which may deliver the result: a finalizer that ran afterwards would report it as discarded.
         self.__class__ = _Awaited  # type: ignore[assignment]
         return self._waiting.send(value)
 
@@ -258,6 +264,7 @@ class _Ended(Coroutine[Any, Any, T]):
     def send(self, value: Any) -> Any:
         if self._take is not None and self._turns.is_due():
             return None  # what `asyncio.sleep(0)` yields
+        # Cleared before it is called: also an exception is delivered, and `close` must not count that as discarded.
         take, self._take = self._take, None
         if take is None:
             raise RuntimeError("cannot reuse already awaited coroutine")
@@ -337,7 +344,8 @@ class SharedLoop:
         self._turns = _Turns()
 
     def is_waiting(self) -> bool:
-        return True  # perhaps
+        # The loop does not tell whose its tasks are, so each rank may be waiting.
+        return True
 
     def is_stuck(self) -> bool:
         return False  # the tasks of all ranks are on one loop, which does not tell whose they are
@@ -371,6 +379,7 @@ class SharedLoop:
         return _ResumingCoroutine(call, resume)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
+        # The memory of in-process worlds has no locks: only the thread of `home` may run work in it.
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work.finish(), discarded, set())
         work.begin()
@@ -383,6 +392,7 @@ class SharedLoop:
             is_home = asyncio.get_running_loop() is self.home
         except RuntimeError:
             is_home = False
+        # A closed loop runs no callback any more: what is left to do then is done here.
         if is_home or self.home.is_closed():
             what()
         else:
@@ -400,6 +410,7 @@ async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
     except asyncio.CancelledError:
         asyncio.get_running_loop().call_soon(task.cancel)  # later than the first step, which is already scheduled
         await _settled(task)
+        # Not before: until the task has stopped, it may complete all the same, and it may use the caller's memory.
         discarded()
         raise
     except GeneratorExit:  # a coroutine that is being closed cannot await
@@ -457,7 +468,9 @@ class ProgressThread:
         self.held: dict[BegunWork[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
         # Work that the runtime has taken over. Weak, because the caller may never come.
         self._taken: weakref.WeakKeyDictionary[BegunWork[Any], _Crossing] = weakref.WeakKeyDictionary()
-        self._untold: set[_Crossing] = set()  # whose callers are not told of the end yet
+        # The crossings whose callers are not told of the end yet. After an exception in its thread the runtime looks
+        # here for what that has interrupted.
+        self._untold: set[_Crossing] = set()
         self.turn = 0
         self._turns = _Turns()
         self._timer = Timer()
@@ -480,7 +493,8 @@ class ProgressThread:
         return False
 
     def is_waiting(self) -> bool:
-        return True  # perhaps
+        # A program on an event loop waits for a call in one of its tasks, and this rank does not know in which.
+        return True
 
     def is_stuck(self) -> bool:
         return False  # an event loop does not tell its timers and connections
@@ -492,11 +506,14 @@ class ProgressThread:
         return _ResumingCoroutine(call, resume)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
+        # A signal handler that raises between two steps would leave shared memory half written, and the other ranks
+        # waiting for the rest. On the runtime's loop no handler runs.
         if not work.is_atomic and may_interrupt():
             return self.start(work.finish(), discarded)
         work.begin()
         if work.is_over:
             return _ended(work.result, self._turns, discarded)
+        # Entered before the timer is set: one that expires while nothing is held is not set again.
         self.held[work] = asyncio.get_running_loop(), self.turn
         self.set_timer()
         return _BegunCoroutine(self._claim(work, discarded), discarded)
@@ -531,6 +548,8 @@ class ProgressThread:
         """Take over the work that its callers have not awaited for a full turn of the timer. On the runtime's loop."""
         self._timer.read()
         self.is_timer_set = False
+        # Work of this turn has been held for less than a whole one, and its caller may be about to await it. The list
+        # is a copy, because callers add and remove entries in their threads meanwhile.
         for work, (caller, turn) in list(self.held.items()):
             if turn < self.turn:
                 self._take(work, caller)
@@ -559,6 +578,7 @@ class ProgressThread:
         """Cancel the work that still runs, and end the thread. Blocks until the thread has ended."""
         forks.unregister(self)
         asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result()
+        # Before the loop is stopped: `_run` takes any other end of it for a fault, and runs it again.
         self._is_stopping = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -570,7 +590,8 @@ class ProgressThread:
         _abandoned.add(self._loop)
         forks.isolate(self._loop)
         forks.give_up([self._timer.fileno()])
-        forks.keep(self._loop)  # uvloop refuses to destroy a loop that counts as running
+        # It counts as running, and uvloop refuses to destroy such a loop.
+        forks.keep(self._loop)
 
     def _run(self) -> None:
         """Run the loop until `stop`. Whatever ends it before fails the world, so that every wait has an end."""
@@ -581,9 +602,11 @@ class ProgressThread:
                 try:
                     if error is not None:
                         self._go_on_after(error)
+                    # `run_forever` returns without an exception if a callback of the program stops the loop.
                     error = RuntimeError("its loop was stopped")
                     self._loop.run_forever()
-                except BaseException as raised:  # SystemExit of a callback, or one that another thread has sent here
+                # A callback may raise SystemExit, and another thread may send an exception of any class to this one.
+                except BaseException as raised:
                     error = raised
         finally:
             self._loop.close()
@@ -591,6 +614,7 @@ class ProgressThread:
     def _raised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """The loop's exception handler: an exception of a callback does not end it, but is no less an interruption."""
         loop.default_exception_handler(context)
+        # Only a callback has a handle. The exception of a task that nothing awaits, for example, has interrupted none.
         if "handle" in context:
             self._go_on_after(context["exception"])
 
@@ -667,6 +691,7 @@ class _Crossing:
         except BaseException as error:
             if isinstance(error, GeneratorExit) and not is_awaited:  # no task has waited: the work goes on
                 raise
+            # The work's own error is its outcome. Any other one is of the waiter, while the work still runs.
             if self._outcome.done() and not self._outcome.cancelled() and error is self._outcome.exception():
                 raise
             if not self._there.is_closed() and self._there not in _abandoned:  # otherwise the work has ended, too
@@ -674,6 +699,9 @@ class _Crossing:
                 if isinstance(error, GeneratorExit):  # a coroutine that is being closed cannot await
                     discarded()
                 else:
+                    # The caller may use its memory again when this returns, so the work must have stopped by then.
+                    # The result is discarded on the runtime's loop, where no handler can interrupt that. An exception
+                    # of another kind there has it repeated, because this crossing is among those untold.
                     await self._until(self._is_over)
                     self._discarded = discarded
                     self._untold.add(self)
@@ -683,6 +711,7 @@ class _Crossing:
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait until `is_so()`. Cancelling the waiter does not end the wait."""
+        # With a limit, as a handler may interrupt `_wake`: then the condition holds, and nothing tells so.
         while not is_so():
             self._end = self._here.create_future()
             with contextlib.suppress(Exception, asyncio.CancelledError):
@@ -712,6 +741,8 @@ class _Crossing:
 
     def begin_here(self) -> None:
         """Start the work. On the runtime's loop."""
+        # Not for the first time, if an exception has ended the runtime's callback after one of these lines. `_done`
+        # may be called twice: it has no effect once the caller is told.
         if self._task is None:
             self._task = self._there.create_task(self._work)  # type: ignore[arg-type]
         self._task.add_done_callback(self._done)
@@ -721,12 +752,14 @@ class _Crossing:
         if self._discarded is not None:
             self._discard()
         else:
+            # The exception may have come after the task was made, and before it was stored here.
             self._task = self._task or task_of(self._there, self._work)
             self.begin_here()
 
     def _cancel(self) -> None:
+        # After its first step: a task that is cancelled earlier never runs, and so never gives back what it holds.
         if self._task is not None:  # None if a signal handler raised before `begin`
-            self._there.call_soon(self._task.cancel)  # later than its first step
+            self._there.call_soon(self._task.cancel)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         """Wake the caller, and wake it again later if a signal handler interrupted that. On the runtime's loop."""
@@ -737,6 +770,7 @@ class _Crossing:
         except RuntimeError:  # the caller's loop is closed: there is no waiter
             self._untold.discard(self)
             return
+        # A handler that raises in `_settle` leaves the caller asleep for ever, so it is scheduled until it has ended.
         if handlers_may_raise():
             self._there.call_later(_AGAIN_S, self._done, task)
 
@@ -759,6 +793,7 @@ class _Crossing:
 
 @types.coroutine
 def _pause() -> Generator[None, None, None]:
+    # A bare yield needs no future, which would belong to a loop: `outcome` makes this step before a task does.
     yield
 
 
@@ -771,6 +806,7 @@ def _crossed(
     """Start `work` on the loop `there`; the returned coroutine waits for it on the running loop of this thread."""
     crossing = _Crossing(there, asyncio.get_running_loop(), untold)
     begun: _BegunCoroutine[T] = _BegunCoroutine(crossing.outcome(discarded), discarded)
+    # Owned before it begins: after an exception in its thread the runtime begins again what is among those untold.
     crossing.owns(work)
     crossing.begin()
     return begun
