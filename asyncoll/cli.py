@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from asyncoll.bench.commands import Group, bench
+from asyncoll.bench.commands import CommandGroup, bench
 from asyncoll.errors import UsageError
 
 _SEED = click.IntRange(0, (1 << 63) - 1)
@@ -26,7 +26,7 @@ class _FilePath(click.Path):
         return super().convert(value, param, ctx)
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Asynchronous and wait-avoiding collectives for ranks that do not run in step."""
 

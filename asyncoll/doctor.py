@@ -20,12 +20,12 @@ import numpy
 
 from asyncoll import _core
 from asyncoll.errors import DeviceError, UsageError
-from asyncoll.launch.environment import socket_folder, threads
+from asyncoll.launch.rank_environment import socket_folder, threads
 from asyncoll.transport.keys import find_key
 from asyncoll.transport.processes import WITHOUT_PROC
 from asyncoll.world.launchers import read_launcher
+from asyncoll.world.meeting import files_for
 from asyncoll.world.network import addresses, place
-from asyncoll.world.rendezvous import files_for
 from asyncoll.world.versions import too_old
 
 PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop", "click", "rich", "typeguard")

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from asyncoll.algorithms.alone import AloneBackend
-from asyncoll.algorithms.between_hosts import HostsBackend
-from asyncoll.algorithms.by_message import MessageBackend
+from asyncoll.algorithms.alone_backend import AloneBackend
 from asyncoll.algorithms.dense import by_size
 from asyncoll.algorithms.dense.compiled import whole_call
-from asyncoll.algorithms.dense.in_memory import allreduce_ways
+from asyncoll.algorithms.dense.shared_call import allreduce_ways
 from asyncoll.algorithms.dense.tuning import choose
-from asyncoll.algorithms.in_memory import MemoryBackend, device_ways
+from asyncoll.algorithms.hosts_backend import HostsBackend
+from asyncoll.algorithms.memory_backend import MemoryBackend, device_ways
+from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.algorithms.rounds.announced import rounds_ways
-from asyncoll.algorithms.rounds.compiled import ROUNDS_WAYS
+from asyncoll.algorithms.rounds.compiled_rounds import ROUNDS_WAYS
 from asyncoll.algorithms.rounds.directory import RoundsBackend
 from asyncoll.algorithms.seam.ways import Way, all_own
 from asyncoll.runtime.hosts import Hosts
