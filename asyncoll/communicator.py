@@ -8,9 +8,8 @@ order in which tasks run does not matter. The docstring of each method states it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from sys import intern
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, TypeVar
@@ -43,7 +42,7 @@ from asyncoll.arguments import digest, real, text, whole
 from asyncoll.errors import NonFiniteError, Reason, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
-from asyncoll.runtime.signature import Signature, Site, site_outside
+from asyncoll.runtime.signature import Signature, site_outside
 from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
@@ -612,21 +611,7 @@ class Communicator(Uncopied):
                 x = await comm.recv(np.empty(4, int), source=0)
         """
         operand = as_operand(x, may_stage=True)
-        dest, tag = self._peer(dest, "dest"), whole(tag, "tag")
-
-        async def body(pair: Collectives) -> None:
-            await pair.pass_on(operand.flat, dest, None, dest)
-
-        detail, site = f"from rank {self.rank} to rank {dest}, tag {tag}", _site()
-
-        def start() -> Coroutine[Any, Any, None]:
-            number = self._calls.number_send(dest, tag)
-            call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
-            if operand.staged is None and self._calls.send_directly(call, dest, tag, operand.flat):
-                return self._core.member.runner.done(None)
-            return self._calls.start_send(call, dest, tag, body, staged_parts([operand]))
-
-        return self._start_message(detail, start)
+        return self._core.messages.send(operand, self._peer(dest, "dest"), whole(tag, "tag"), site_outside())
 
     @guarantees(LEAVE_ALONE)
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
@@ -663,16 +648,7 @@ class Communicator(Uncopied):
         """
         operand = as_operand(x, writable=True, may_stage=True, is_read=False)
         source, tag = self._peer(source, "source"), whole(tag, "tag")
-
-        async def body(pair: Collectives) -> T:
-            await pair.pass_on(None, source, operand.flat, source)
-            operand.write_back()
-            return x
-
-        detail = f"from rank {source} to rank {self.rank}, tag {tag}"
-        call = Signature("send/recv", 0, operand.dtype, operand.flat.size, detail, _site())
-        start = partial(self._calls.start_receive, call, source, tag, body, staged_parts([operand]))
-        return self._start_message(detail, start)
+        return self._core.messages.recv(operand, source, tag, site_outside(), x)
 
     @guarantees(LEAVE_ALONE)
     def recv_any(self, x: T, tag: int = 0) -> Coroutine[Any, Any, tuple[T, int]]:
@@ -723,19 +699,7 @@ class Communicator(Uncopied):
         operand, tag = as_operand(x, writable=True, may_stage=True, is_read=False), whole(tag, "tag")
         if self.size == 1:
             raise UsageError("recv_any has no rank to receive from: this communicator has one rank")
-        site = _site()
-
-        def call(source: int | None, number: int) -> Signature:
-            sender = "any rank" if source is None else f"rank {source}"
-            detail = f"from {sender} to rank {self.rank}, tag {tag}"
-            return Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
-
-        def result(source: int) -> tuple[T, int]:
-            operand.write_back()
-            return x, source
-
-        self._core.member.check_program()
-        return self._calls.start_receive_from_any(call, tag, operand.flat, result, staged_parts([operand]))
+        return self._core.messages.recv_any(operand, tag, site_outside(), lambda source: (x, source))
 
     # -- wait-avoiding ----------------------------------------------------------------------------
 
@@ -979,7 +943,7 @@ class Communicator(Uncopied):
         """
         if self._core.memory.unused:
             self._core.memory.give_back()
-        return self._core.operations.join(text(name, "name"), x, _site())
+        return self._core.operations.join(text(name, "name"), x, site_outside())
 
     # -- sparse -----------------------------------------------------------------------------------
 
@@ -1069,7 +1033,7 @@ class Communicator(Uncopied):
         begun = operation.begin(tensor)
         self._core.memory.give_back()
         details = tensor.dtype, specification.elements, str(operation)
-        call = self._calls.number("sparse_allreduce", *details, _site())
+        call = self._calls.number("sparse_allreduce", *details, site_outside())
 
         async def body(collectives: Collectives) -> SparseReduction:
             try:
@@ -1498,7 +1462,7 @@ class Communicator(Uncopied):
         if self._core.memory.unused:
             self._core.memory.give_back()
         count = -1 if operand is None or any_count else operand.flat.size
-        return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
+        return self._calls.number(operation, operand.dtype if operand else "", count, detail, site_outside())
 
     def _start(
         self, call: Signature, body: Body[T], operand: Operand, *, overlaps: bool = False
@@ -1506,17 +1470,6 @@ class Communicator(Uncopied):
         """With `overlaps`, it is one collective, which may use the tensor while it arrives."""
         staged = () if operand.staged is None else (operand.staged,)
         return self._calls.start(Call(call, body, operand.flat.nbytes, staged, operand.staged if overlaps else None))
-
-    def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
-        """Make and start a call of two ranks by `start`. `detail` describes it."""
-        self._core.member.check_program()
-        try:
-            return start()
-        except BaseException as error:
-            # A signal handler has raised between the number and the start. The peer waits for this number, and the next
-            # message would have the next one.
-            self._core.member.abort(f"send/recv {detail} was interrupted: {describe(error)}")
-            raise
 
     def _wait_avoiding(
         self, x: object, name: str, weight: float | None, arguments: tuple[Any, ...], rules: tuple[str, ...]
@@ -1540,7 +1493,7 @@ class Communicator(Uncopied):
             spec = self._plan(given, name, weighted, contribution, arguments, rules)
         if not weighted and name not in core.operations.repeats:
             core.operations.expect(spec, arguments, x)
-        return core.operations.start(spec, contribution, _site())
+        return core.operations.start(spec, contribution, site_outside())
 
     def _plan(
         self,
@@ -1618,7 +1571,3 @@ def _weight(value: object) -> float:
     if not 0 <= weight < math.inf:
         raise UsageError(f"weight {weight} is no number of samples: give a finite number that is not negative")
     return weight
-
-
-def _site() -> Site:
-    return site_outside()

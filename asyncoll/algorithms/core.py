@@ -7,6 +7,7 @@ from typing import Any
 
 from asyncoll.algorithms.calls import Calls
 from asyncoll.algorithms.choice import choose_backend
+from asyncoll.algorithms.messages import Messages
 from asyncoll.algorithms.rounds.directory import RoundsBackend
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operations import Operations
@@ -68,6 +69,7 @@ class Core:
         self.pending = pending = PendingCalls(member.endpoint, member.group, member.post)
         self.memory = self.family.memory_of(self.backend.memory, member.endpoint.rank)
         self.calls = calls = Calls(member, self.backend, pending, self.memory.unused)
+        self.messages = Messages(member, calls)
         self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()
         # By the arguments of calls. Programs repeat the same few calls, so these are checked and described once.

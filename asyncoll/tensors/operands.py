@@ -62,6 +62,11 @@ class Operand(NamedTuple):
     def is_torch(self) -> bool:
         return not isinstance(self.source, np.ndarray)
 
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return self.flat.size
+
     def write_back(self) -> None:
         """Put `flat` back into the caller's tensor, if it is a copy."""
         if not self.copied:
