@@ -7,9 +7,7 @@ order in which tasks run does not matter. The docstring of each method states it
 
 from __future__ import annotations
 
-import math
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from sys import intern
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, TypeVar
@@ -32,19 +30,18 @@ from asyncoll.algorithms.guarantees import (
 )
 from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
 from asyncoll.algorithms.rounds.reduction import Reduction
-from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.sparse.oktopk import Rules
 from asyncoll.algorithms.sparse.operations import SparseReduction, Specification
 from asyncoll.algorithms.sparse.selection import Feedback
-from asyncoll.arguments import digest, real, text, whole
+from asyncoll.algorithms.totals import Statistics
+from asyncoll.arguments import digest, number_of_samples, real, text, whole
 from asyncoll.errors import NonFiniteError, Reason, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.signature import Signature, site_outside
 from asyncoll.runtime.uncopied import Uncopied
-from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
 from asyncoll.tensors.operands import (
     Bundle,
@@ -52,51 +49,13 @@ from asyncoll.tensors.operands import (
     Single,
     as_operand,
     bundle,
-    check_devices,
-    is_tensor,
+    one_for_each,
     resident_of,
     staged_parts,
 )
 from asyncoll.tensors.reductions import ReduceOp, build
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """What one rank has sent and received since it joined the world, and the totals of one communicator.
-
-    Messages and bytes are totals over all communicators of the rank: those of all messages, plus those of calls in
-    shared memory that have ended. So they are at least the sums over the `calls` of the rank's communicators.
-
-    In shared memory, bytes received are those read from other ranks' memory. Bytes sent are those made readable for
-    others, counted once however many ranks read them. Wait-avoiding rounds and calls of functions are not counted if
-    they go through shared memory.
-    """
-
-    rank: int
-    """This rank's number in the communicator."""
-
-    messages_sent: int
-    """Messages of this rank, in all of its communicators."""
-
-    messages_received: int
-    """Messages to this rank, in all of its communicators."""
-
-    bytes_sent: int
-    """Bytes of payload sent, by message and in shared memory."""
-
-    bytes_received: int
-    """Bytes of payload received, by message and in shared memory."""
-
-    operations: dict[str, OperationStatistics]
-    """The wait-avoiding operations of this communicator, by `name`."""
-
-    calls: dict[str, CallStatistics]
-    """The other calls on this communicator that have ended, by method: number, messages and bytes.
-
-    Point-to-point calls are counted together, as `send/recv`.
-    """
 
 
 class Communicator(Uncopied):
@@ -470,7 +429,7 @@ class Communicator(Uncopied):
             mine = await comm.scatter(shards, root=0)  # three times this rank's number
         """
         root = self._rank(root, "root")
-        operands = self._operands(xs, "scatter") if self.rank == root else []
+        operands = one_for_each(xs, self.size, "scatter") if self.rank == root else []
         own = operands[root] if operands else None
 
         async def body(collectives: Collectives) -> T:
@@ -544,7 +503,7 @@ class Communicator(Uncopied):
             outgoing = [np.full(dest, comm.rank) for dest in range(comm.size)]
             incoming = await comm.alltoallv(outgoing)  # each of length `rank`; the r-th holds the number r
         """
-        operands = self._operands(xs, "alltoallv")
+        operands = one_for_each(xs, self.size, "alltoallv")
 
         async def body(collectives: Collectives) -> list[T]:
             rows = shapes.rows(self.size)
@@ -1415,19 +1374,7 @@ class Communicator(Uncopied):
             await comm.solo_allreduce(np.ones(1000), name="layer 1")
             print(comm.statistics().operations["layer 1"].active)  # contributors: number of rounds
         """
-        self._core.member.endpoint.check_not_forked()
-        calls = self._calls.ledger.totals()  # read first: calls end on other threads, and the totals must not be less
-        endpoint = self._core.member.endpoint
-        traffic = [endpoint.traffic, *endpoint.in_memory.totals().values()]
-        return Statistics(
-            rank=self.rank,
-            messages_sent=sum(part.messages_sent for part in traffic),
-            messages_received=sum(part.messages_received for part in traffic),
-            bytes_sent=sum(part.bytes_sent for part in traffic),
-            bytes_received=sum(part.bytes_received for part in traffic),
-            operations=self._core.operations.statistics(),
-            calls=calls,
-        )
+        return self._core.statistics()
 
     def abort(self, reason: str) -> None:
         """End this communicator at all of its ranks: every pending and later call raises AbortedError with `reason`.
@@ -1483,7 +1430,7 @@ class Communicator(Uncopied):
             if answer is not None:
                 return answer
         op = arguments[0]
-        contribution = bundle(x, op, 1.0 if weight is None else _weight(weight))
+        contribution = bundle(x, op, 1.0 if weight is None else number_of_samples(weight, "weight"))
         given = (name, weighted, contribution.layout, contribution.boundaries, *rules, *arguments)
         spec = None
         # Only these types: an equal value of another type may mean something else.
@@ -1519,21 +1466,6 @@ class Communicator(Uncopied):
             self._core.remember(given, operation)
         return operation
 
-    def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
-        no_sequence = (TypeError, RuntimeError, ValueError) if is_tensor(xs) else TypeError
-        try:
-            given = list(xs)  # type: ignore[arg-type]
-        except no_sequence:
-            given = []
-        if len(given) != self.size:
-            what = f"{len(given)}" if given else f"{xs!r:.60}"
-            raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
-        operands = [as_operand(x, may_stage=True) for x in given]
-        check_devices(operands)
-        if len({operand.dtype for operand in operands}) > 1:
-            raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
-        return operands
-
     def _rows(self, operand: Operand, operation: str) -> tuple[int, int]:
         """The number of rows of `operand`, and the number of elements of a row."""
         if not operand.shape:
@@ -1563,11 +1495,3 @@ class Communicator(Uncopied):
 _INTEGERS = {int}
 _SOLO = Opening.SOLO  # each access through the class costs 0.1 us
 _SOLO_RULES = ("sync_every", "sync_offset", "history")
-
-
-def _weight(value: object) -> float:
-    """`value` as the weight of a contribution."""
-    weight = real(value, "weight")
-    if not 0 <= weight < math.inf:
-        raise UsageError(f"weight {weight} is no number of samples: give a finite number that is not negative")
-    return weight

@@ -111,7 +111,6 @@ PACKAGES: dict[str, set[str]] = {
         "errors",
         "rpc",
         "runtime",
-        "statistics",
         "tensors",
     },
     "world": {
@@ -145,6 +144,7 @@ PACKAGES: dict[str, set[str]] = {
         "world",
     },
     "": {
+        "algorithms",
         "algorithms.gossip",
         "algorithms.rounds",
         "algorithms.sparse",

@@ -166,6 +166,23 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: {remedy}")
 
 
+def one_for_each(xs: object, size: int, operation: str) -> list[Operand]:
+    """The tensors of a call that has one for each of `size` ranks. Raises UsageError if `xs` are none."""
+    no_sequence = (TypeError, RuntimeError, ValueError) if is_tensor(xs) else TypeError
+    try:
+        given = list(xs)  # type: ignore[call-overload]
+    except no_sequence:
+        given = []
+    if len(given) != size:
+        what = f"{len(given)}" if given else f"{xs!r:.60}"
+        raise UsageError(f"{operation} needs one tensor for each of the {size} ranks, got {what}")
+    operands = [as_operand(x, may_stage=True) for x in given]
+    check_devices(operands)
+    if len({operand.dtype for operand in operands}) > 1:
+        raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
+    return operands
+
+
 def is_in_mode() -> bool:
     """Whether torch, which is loaded, is in a mode here: even a view may be of other memory then. `_detached` tells."""
     return bool(sys.modules["torch"]._C._len_torch_dispatch_stack())
