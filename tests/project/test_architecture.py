@@ -113,7 +113,6 @@ PACKAGES: dict[str, set[str]] = {
         "errors",
         "rpc",
         "runtime",
-        "statistics",
         "tensors",
     },
     "world": {
@@ -147,6 +146,7 @@ PACKAGES: dict[str, set[str]] = {
         "world",
     },
     "": {
+        "algorithms",
         "algorithms.gossip",
         "algorithms.rounds",
         "algorithms.sparse",
