@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -11,10 +13,14 @@ import sysconfig
 import threading
 import warnings
 import zipfile
+import zlib
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import FunctionType
 
+import numpy as np
 import pytest
 from conftest import PATIENCE_S
 from hatchling.builders.sdist import SdistBuilder
@@ -27,8 +33,9 @@ from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.testing import fuzz_core
 from asyncoll.transport.control_block import control_block_bytes
+from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory.arena import local_world
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, RobustMutex
+from asyncoll.transport.memory.mutex import RobustMutex
 
 ROOT = Path(__file__).parent.parent
 PLATFORM = sysconfig.get_platform().replace("-", "_")
@@ -38,6 +45,18 @@ COMPILER = """#!/bin/sh
 for argument; do [ "$last" = -o ] && echo "$@" > "$argument"; last=$argument; done
 """
 NOWHERE = "/nowhere/cc"
+
+
+def load(file: Path, name: str):
+    """The module in `file`, as a new one."""
+    spec = spec_from_file_location(name, file)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+BUILD = load(ROOT / "hatch_build.py", "hatch_build")
+DECLARING = {name: import_module(f"asyncoll.{name.removesuffix('.py').replace('/', '.')}") for name in BUILD.DECLARING}
 
 needs_core = pytest.mark.skipif(_core.native is None, reason="the compiled core is not there")
 
@@ -92,19 +111,29 @@ def checkout(tmp_path):
     return folder
 
 
-def load(file: Path, name: str):
-    """The module in `file`, as a new one."""
-    spec = spec_from_file_location(name, file)
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_a_core_that_is_older_than_its_sources_is_not_used(checkout, monkeypatch):
     monkeypatch.delenv("ASYNCOLL_CORE", raising=False)
     with pytest.warns(RuntimeWarning, match=r"not used: it is older than native\.h; `make core` builds it again"):
         module = load(checkout / "__init__.py", "asyncoll._core")
     with pytest.warns(RuntimeWarning, match="not used"), pytest.raises(UsageError, match=r"older than native\.h"):
+        module.load("c")
+
+
+@needs_core
+def test_a_core_that_was_built_from_other_declarations_is_not_used(checkout, monkeypatch):
+    """A core of another checkout, or one that was built before a cell was added."""
+    monkeypatch.delenv("ASYNCOLL_CORE", raising=False)
+    os.utime(checkout / "native.abi3.so", (0, 3000))
+    for name, module in DECLARING.items():
+        file = checkout.parent / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(module.__file__, file)
+    assert load(checkout / "__init__.py", "asyncoll._core").native is _core.native
+    file.write_text(file.read_text() + "MORE = 1\n")
+    obstacle = r"it was built from another algorithms/rounds/round_cells\.py; `make core` builds it again"
+    with pytest.warns(RuntimeWarning, match=f"not used: {obstacle}"):
+        module = load(checkout / "__init__.py", "asyncoll._core")
+    with pytest.warns(RuntimeWarning, match="not used"), pytest.raises(UsageError, match=obstacle):
         module.load("c")
 
 
@@ -130,8 +159,9 @@ def test_one_process_of_a_job_warns_of_a_core_that_is_not_used(checkout, environ
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
     """A copy of what a build needs. The compiler is a script, and the headers of Python need not exist."""
-    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "asyncoll/__init__.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    declaring = [f"asyncoll/{name}" for name in BUILD.DECLARING]
+    for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "asyncoll/__init__.py", *declaring):
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / ".gitignore").write_text("*.abi3.so\n")
     shutil.copytree(ROOT / "asyncoll" / "_core", tmp_path / "asyncoll" / "_core", ignore=shutil.ignore_patterns("*.so"))
@@ -205,14 +235,15 @@ def test_the_source_distribution_builds_the_core(sources):
     assert wheel(sources / "unpacked" / "asyncoll-0.1.0")[0] == f"cp311-abi3-{PLATFORM}"
 
 
-def test_a_build_in_place_follows_the_sources(sources, monkeypatch, capsys):
+@pytest.mark.parametrize("changed", ["_core/native.h", "transport/lock_cells.py"])
+def test_a_build_in_place_follows_the_sources(sources, monkeypatch, capsys, changed):
     build = load(sources / "hatch_build.py", "hatch_build_of_a_test").build_in_place
     build()
     core_of(sources).write_text("fresh")
     build()
     assert core_of(sources).read_text() == "fresh"
     now = core_of(sources).stat().st_mtime
-    os.utime(sources / "asyncoll" / "_core" / "native.h", (now, now + 1))
+    os.utime(sources / "asyncoll" / changed, (now, now + 1))
     monkeypatch.setenv("BROKEN", "1")
     with pytest.raises(SystemExit, match="the C compiler has failed"):
         build()
@@ -235,6 +266,67 @@ def test_a_wrong_setting_of_the_build_is_an_error(sources, value, monkeypatch):
     monkeypatch.setenv("ASYNCOLL_BUILD_CORE", value)
     with pytest.raises(SystemExit, match=f"ASYNCOLL_BUILD_CORE={value}: set it to 0 or to 1"):
         wheel(sources)
+
+
+# -- what it is generated from --------------------------------------------------------------------
+
+
+@needs_core
+def test_the_core_was_built_from_these_declarations():
+    texts = {name: Path(module.__file__).read_bytes() for name, module in DECLARING.items()}
+    assert dict(_core.native.declarations) == {name: f"{zlib.crc32(text):08x}" for name, text in texts.items()}
+
+
+def test_declarations_need_no_other_package():
+    for name, module in DECLARING.items():
+        imported = re.findall(r"^(?:from|import) (\S+)", Path(module.__file__).read_text(), re.MULTILINE)
+        assert set(imported) <= {"__future__", "typing"}, name
+
+
+def test_a_declaration_has_the_same_value_in_c(tmp_path):
+    """Each function is compared at drawn arguments, and each constant, in a library of the header alone."""
+    try:
+        compiler = BUILD._compiler()
+    except BUILD.BuildError:
+        pytest.skip("there is no C compiler")
+    functions = [
+        each
+        for module in DECLARING.values()
+        for each in vars(module).values()
+        if isinstance(each, FunctionType) and "asyncoll" in each.__module__
+    ]
+    source = '#include <stdbool.h>\n#include <stdint.h>\n#define EXPORTED __attribute__((visibility("default")))\n'
+    source += "".join(
+        f"static inline int64_t {name}(int64_t a, int64_t b) {{ return a {sign} b ? a : b; }}\n"
+        for name, sign in (("least", "<"), ("larger", ">"))
+    )
+    source += re.sub("static inline", "EXPORTED", BUILD.declarations())
+    (tmp_path / "declared.c").write_text(source)
+    subprocess.run(
+        [*compiler, "-shared", "-fPIC", "-Wall", "-Werror", "declared.c", "-o", "declared.so"], cwd=tmp_path, check=True
+    )
+    library = ctypes.CDLL(str(tmp_path / "declared.so"))
+    draw = np.random.default_rng(1)
+    assert functions
+    for function in functions:
+        in_c = getattr(library, function.__name__)
+        in_c.restype = ctypes.c_bool if function.__annotations__["return"] == "bool" else ctypes.c_int64
+        for most in [3, 70, 1 << 20] * 50:  # products of two fit into a cell
+            drawn = [int(each) for each in draw.integers(1, most, function.__code__.co_argcount)]
+            assert in_c(*map(ctypes.c_int64, drawn)) == function(*drawn), (function.__name__, drawn)
+    enums = dict(re.findall(r"enum \{ (\w+) = (-?\d+) \};", source))
+    assert enums["WITHDRAWN"] == "8"
+    assert enums["ROW_LATE_NS"] == str(DECLARING["algorithms/rounds/round_cells.py"].COLUMN.late_ns)
+
+
+@pytest.mark.parametrize("rule", ["x = 1\n    return x", "return [a]", "return -a", "return a < 1 < 2", "return a / 2"])
+def test_a_rule_that_c_cannot_have_ends_the_build(rule, sources):
+    file = sources / "asyncoll" / "transport" / "lock_cells.py"
+    file.write_text(f"{file.read_text()}\n\ndef rule(a: int) -> int:\n    {rule}\n")
+    build = load(sources / "hatch_build.py", "hatch_build_of_a_test")
+    with pytest.raises(build.BuildError, match=r"in C"):
+        build.compile_core(core_of(sources))
+    assert not core_of(sources).exists()
 
 
 # -- what it reads out of shared memory ------------------------------------------------------------

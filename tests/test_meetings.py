@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.staging import _CLAIMED, _HEAD, DisagreementError, Rendezvous, StagingArea
+from asyncoll.algorithms.dense.meeting_cells import CLAIMED, RECORD_HEAD
+from asyncoll.algorithms.dense.staging import DisagreementError, Rendezvous, StagingArea
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer_in_python
 from asyncoll.transport.memory.arena import local_world
@@ -272,7 +273,7 @@ def test_chunks_that_do_not_exist_are_not_reduced(garbage):
         x, y = (rank.array(np.ones(LONG // 8), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
         cells = first.staging.control_block.cells
-        cells[first.staging.base(2 * (1 % SIZES.calls)) + _CLAIMED] = garbage
+        cells[first.staging.base(2 * (1 % SIZES.calls)) + CLAIMED] = garbage
         assert second.arrive(1, y) == WAITING
         assert not first.look(1, x)
         assert (x == 1).all()
@@ -286,7 +287,7 @@ def test_memory_that_does_not_exist_is_not_used(cell, garbage):
         x, y = (rank.array(np.ones(LONG // 8), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
         cells, base = first.staging.control_block.cells, first.staging.base(2 * (1 % SIZES.calls))
-        cells[base + _HEAD + cell] = garbage
+        cells[base + RECORD_HEAD + cell] = garbage
         with pytest.raises((ValueError, IndexError, OverflowError)):
             second.arrive(1, y)
         assert (y == 1).all()

@@ -1,7 +1,7 @@
 /* Short meetings of all ranks of a communicator: one rendezvous at which each rank shows a short array.
  *
  * The counterpart of the coroutines of asyncoll/algorithms/dense/in_memory.py, on the cells that
- * asyncoll/algorithms/dense/staging.py declares. A meeting has three steps, each a method here: a rank arrives, the last
+ * asyncoll/algorithms/dense/meeting_cells.py declares. A meeting has three steps, each a method here: a rank arrives, the last
  * one publishes the result of all, and the others complete with it.
  *
  * A rank shows a copy of its array, in its memory for short arrays. From `shown_min` bytes on it writes the address of
@@ -20,18 +20,14 @@
 #include <time.h>
 #include <unistd.h>
 
-/* A copy of so many bytes takes less time than to release the lock and to acquire it again. */
-enum { COPIED_UNDER_LOCK = 4096 };
-
 /* A chunk is a fourth of the arrays, so that two ranks share them evenly even if one begins later; but at least so long
  * that its claim takes much less time than its reduction. */
 enum { CHUNKS = 4, CHUNK_MIN = 1 << 15 };
 
 static Record record_of(const Meetings *self, int64_t number)
 {
-    const int64_t numbers = 1 << 30; /* _NUMBERS, and _tag: asyncoll/algorithms/dense/staging.py */
-    int64_t turn = 2 * (number % self->calls);
-    return (Record){self->block->cells + turn * self->stride, (number % numbers + 1) << 32, turn};
+    int64_t turn = record_index(number, 0, self->calls);
+    return (Record){self->block->cells + turn * self->stride, tag_of(number, 0), turn};
 }
 
 static bool is_free(const Meetings *self, Record record)
@@ -77,7 +73,7 @@ static bool open_or_join(const Meetings *self, Record record, int64_t fingerprin
 {
     if (record.cells[TAG] == record.tag)
         return record.cells[FINGERPRINT] == fingerprint;
-    memset(record.cells, 0, HEAD * sizeof(int64_t));
+    memset(record.cells, 0, RECORD_HEAD * sizeof(int64_t));
     for (int64_t rank = 0; rank < self->size; rank++) /* an earlier rendezvous may have counted something there */
         part_of(record, rank)[PART_BUSY] = 0;
     record.cells[TAG] = record.tag;
@@ -156,7 +152,7 @@ static int count_arrival(Meetings *self, Record record, int64_t number, int64_t 
     if (!open_or_join(self, record, fingerprint))
         return -1;
     pass_point(MEETING_OPENED);
-    self->block->cells[self->begun + self->rank] = number;
+    self->block->cells[self->newest + self->rank] = number;
     if (len && len >= self->shown_min)
         show(self, record, address, len);
     int64_t arrived = ++record.cells[ARRIVED];
@@ -664,8 +660,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
         PyErr_SetString(PyExc_ValueError, "these are no meetings");
         return NULL;
     }
-    int64_t stride = HEAD + PART * size, addresses = 2 * calls * stride;
-    if (addresses + (2 + PEER_CELLS) * size > ((ControlBlock *)block)->cell_count) {
+    if (peers_at(size, calls) + PEER_CELLS * size > ((ControlBlock *)block)->cell_count) {
         PyErr_SetString(PyExc_ValueError, "the control block has too few cells");
         return NULL;
     }
@@ -683,10 +678,10 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->shown_min = shown_min;
     self->chunk_max = chunk_max / ALIGNED * ALIGNED;
     self->cores = cores;
-    self->stride = stride;
-    self->addresses = addresses;
-    self->begun = addresses + size;
-    self->peers = self->begun + size;
+    self->stride = record_cells(size);
+    self->addresses = addresses_at(size, calls);
+    self->newest = newest_at(size, calls);
+    self->peers = peers_at(size, calls);
     self->areas = PyMem_Calloc((size_t)size, sizeof(Py_buffer));
     self->arrays = PyMem_Calloc((size_t)size, sizeof(void *));
     self->known = PyMem_Calloc((size_t)size, sizeof(Known));

@@ -20,6 +20,20 @@ PyObject *tuple_of_names(const char *const *names, int count)
     return tuple;
 }
 
+/* `native.declarations` */
+static PyObject *declarations_in_python(void)
+{
+    static const char *const declarations[][2] = {DECLARATIONS};
+    enum { COUNT = sizeof declarations / sizeof *declarations };
+    PyObject *tuple = PyTuple_New(COUNT);
+    for (int i = 0; tuple && i < COUNT; i++) {
+        PyObject *pair = Py_BuildValue("ss", declarations[i][0], declarations[i][1]);
+        if (!pair || PyTuple_SetItem(tuple, i, pair) < 0)
+            Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
 /* Add `value`, a new reference, which is NULL with an exception set. */
 static int add_value(PyObject *module, const char *name, PyObject *value)
 {
@@ -35,6 +49,8 @@ static int execute(PyObject *module)
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++)
         if (add_type(module, specs[i]) < 0)
             return -1;
+    if (add_value(module, "declarations", declarations_in_python()) < 0)
+        return -1;
     if (add_value(module, "points", points_in_python()) < 0)
         return -1;
     return add_value(module, "openings", openings_in_python());

@@ -12,7 +12,8 @@
  *   points.c          named moments inside all of them, for fault tests
  *   native.c          the module
  *
- * The layout of shared memory is declared in Python. The comments here name the declaration that they follow.
+ * The cells in shared memory, and the arithmetic on them, are declared in Python. `hatch_build.py` writes declared.h from
+ * them, in which a constant or a function has the same name as in Python.
  */
 #ifndef ASYNCOLL_NATIVE_H
 #define ASYNCOLL_NATIVE_H
@@ -24,6 +25,18 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
+
+static inline int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+#include <declared.h>
 
 /* -- native.c --------------------------------------------------------------------------------- */
 
@@ -94,18 +107,12 @@ PyObject *points_in_python(void);
 
 /* -- control_block.c ------------------------------------------------------------------------- */
 
-/* asyncoll/transport/memory/mutex.py: the mutex, and the cell of its holder behind it. */
-enum { MUTEX_BYTES = 64, HOLDER_OFFSET = 56 };
-
-/* asyncoll/transport/control_block.py: the first cells of a control block are its own. */
-enum { FLAGGED_CELL = 0, FLAGS_CELL = 1 };
-
 typedef struct {
     PyObject_HEAD
     Py_buffer memory; /* the mutex, the control block's own cells, the cells of its user */
     pthread_mutex_t *mutex;
     int64_t *holder; /* local rank of the last holder; negative if the lock is lost for ever */
-    int64_t *flags;  /* FLAGGED_CELL, then a flag for each doorbell */
+    int64_t *flags;  /* FLAGGED, then a flag for each doorbell */
     int64_t *cells;  /* those of the user */
     Py_ssize_t cell_count;
     int64_t local_rank;

@@ -301,6 +301,9 @@ def common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], found: np.nda
     for arrays of other widths or lengths.
     """
 
+declarations: tuple[tuple[str, str], ...]
+"""The modules of the package whose declarations the core was built from, and the CRC-32 of the text of each."""
+
 points: tuple[str, ...]
 """The names of the injection points of the compiled core: the steps of its primitives."""
 

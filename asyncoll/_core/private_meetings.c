@@ -11,16 +11,8 @@
 
 #include <sched.h>
 
-/* asyncoll/algorithms/dense/staging.py: what PART_BUSY says of a rank that does not reduce; _BITS, _PRIVATE_LEAST and
- * _PAGE. */
-enum { HAS_LEFT = -1, CANNOT_READ = -2 };
-enum { BITS = 62, PRIVATE_LEAST = 1 << 18, PAGE = 4096 };
-
 /* How many times as often as usual a rank looks for the next chunk before it sleeps. */
 enum { PATIENCE = 16 };
-
-/* Bytes of the blocks of all other ranks that are in the cache at the same time. */
-enum { SCRATCH = 1 << 19 };
 
 void private_begin(Meetings *self, Record record, const Py_buffer *bytes)
 {
@@ -30,13 +22,6 @@ void private_begin(Meetings *self, Record record, const Py_buffer *bytes)
 static PrivateCall *call_of(Meetings *self, Record record)
 {
     return &self->private_calls[record.turn];
-}
-
-/* As `StagingArea.private_chunk`. */
-static int64_t chunk_of(int64_t total)
-{
-    int64_t unit = BITS * PAGE, chunk = (total + unit - 1) / unit * PAGE;
-    return chunk > PRIVATE_LEAST ? chunk : PRIVATE_LEAST;
 }
 
 /* Where byte `first` of the array of `rank` is. Any numbers: the kernel refuses to read what is not there. */
@@ -66,11 +51,11 @@ static int64_t claim_next(Meetings *self, Record record, int64_t reduced, int64_
     int64_t *cells = record.cells, *part = part_of(record, self->rank), claimed = cells[CLAIMED];
     if (reduced) {
         cells[DONE] += reduced;
-        part[PART_BITS] |= INT64_C(1) << *first / chunk_of(total);
+        part[PART_BITS] |= INT64_C(1) << *first / private_chunk(total);
         pass_point(MEETING_COUNTED);
     }
     if (is_together(self, record) && is_chunk_left(claimed, total)) {
-        chunk = chunk_of(total);
+        chunk = private_chunk(total);
         cells[CLAIMED] = claimed + chunk;
         *first = claimed;
     }
@@ -163,7 +148,7 @@ static int64_t new_chunks(const Record record, const PrivateCall *call, int64_t 
 /* Copy these chunks of `from`, which is the whole array. Needs no GIL. Returns 0 or an error number. */
 static int copy_chunks(const PrivateCall *call, Place from, int64_t chunks)
 {
-    int64_t each = chunk_of(call->bytes);
+    int64_t each = private_chunk(call->bytes);
     for (int64_t first = 0, bit = 1; first < call->bytes; first += each, bit <<= 1) {
         if (!(chunks & bit))
             continue;

@@ -6,9 +6,6 @@
  */
 #include "rounds.h"
 
-/* engine.py: _AIM, _STALE, _LAGS, and the number of cells. */
-enum { AIM, STALE, LAGS, ENGINE_CELLS = 64 };
-
 /* call_order.py: the attributes of a CallOrder. */
 enum { ORDER_NUMBERS, ORDER_NOW, ORDER_OVER, ORDER_WAITING };
 
@@ -77,13 +74,13 @@ static bool is_sound(const Rounds *self, int64_t block)
 /* Whether the blocks that a call uses have memory: those that it takes, the staged ones, and the newest result. */
 static bool has_sound_blocks(const Rounds *self)
 {
-    int64_t count = free_count(self), latest = self->head[LATEST];
+    int64_t count = free_count(self), latest = self->head[HEAD_LATEST];
     if (count < 2 || count > self->limit || !is_sound(self, self->stack[count - 1]) ||
         !is_sound(self, self->stack[count - 2]) ||
         !is_sound(self, results_of(self, latest)[self->rank * KEPT_CELLS + KEPT_BLOCK]))
         return false;
     for (int64_t rank = 0; rank < self->size; rank++) {
-        if (!is_sound(self, row_of(self, rank)[STAGED]))
+        if (!is_sound(self, row_of(self, rank)[ROW_STAGED]))
             return false;
     }
     return true;
@@ -93,10 +90,10 @@ static bool has_sound_blocks(const Rounds *self)
  * late and given the newest one. Under the lock; changes nothing. */
 static bool ends_at_once(Rounds *self, int64_t aim)
 {
-    int64_t latest = self->head[LATEST], *here = &row_of(self, self->rank)[HERE];
-    bool needs_drawn = self->opening == MAJORITY && !is_synchronous(self, latest + 1);
+    int64_t latest = self->head[HEAD_LATEST], *here = &row_of(self, self->rank)[ROW_HERE];
+    bool needs_drawn = self->opening == MAJORITY && !waits_for_all(self, latest + 1);
     if (latest < 0 || latest >= ROUNDS_MAX || latest < aim - 1 || latest - aim >= ENGINE_CELLS - LAGS ||
-        self->head[RUNNING] || (needs_drawn && self->planned != latest + 1) || !has_sound_blocks(self))
+        self->head[HEAD_RUNNING] || (needs_drawn && self->planned != latest + 1) || !has_sound_blocks(self))
         return false;
     if (latest >= aim)
         return !rounds_late_call_opens(self, latest + 1);
@@ -119,7 +116,7 @@ static void divide_result(const Rounds *self, const Py_buffer *flat, int64_t act
 /* Under the lock: carry out a call that `ends_at_once`. Returns the ranks in its result; NULL with an exception set. */
 static PyObject *carry_out(Rounds *self, Call *call, const Py_buffer *flat, int64_t aim)
 {
-    call->number = self->head[LATEST] < aim ? aim : 0;
+    call->number = self->head[HEAD_LATEST] < aim ? aim : 0;
     rounds_count_late(self, aim, call->came_ns);
     if (rounds_stage(self, call, flat, 1.0) < 0 || rounds_come(self, call, aim) < 0 ||
         rounds_copy_result(self, call, flat) < 0)
@@ -150,7 +147,7 @@ static PyObject *reduction_of(Rounds *self, const Call *call, PyObject *ranks, b
                               PyObject *array)
 {
     int64_t number = call->kept[KEPT_NUMBER];
-    bool synchronous = is_synchronous(self, number) && !call->kept[KEPT_ABSENT];
+    bool synchronous = waits_for_all(self, number) && !call->kept[KEPT_ABSENT];
     allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->reduction, Py_tp_alloc);
     PyObject *made = allocate((PyTypeObject *)self->reduction, 0);
     PyObject *values =

@@ -32,11 +32,11 @@ from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
 from asyncoll.algorithms.dense.staging import StagingArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.compiled import rounds_of
 from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_cells import BlockLayout
 from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
@@ -44,8 +44,9 @@ from asyncoll.runtime.group import Group
 from asyncoll.tensors.operands import bundle
 from asyncoll.tensors.reductions import ReduceOp, kernel_number
 from asyncoll.transport.control_block import DOORBELLS, control_block_bytes
+from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory.arena import HostArena, local_world
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, LockPolicy, RobustMutex
+from asyncoll.transport.memory.mutex import LockPolicy, RobustMutex
 
 _SIZES = Sizes(
     shown=1 << 9, short=1 << 11, chunk=1 << 9, window=1 << 9, piece=1 << 9, whole=1 << 11, private=1 << 62, calls=2

@@ -20,7 +20,8 @@ from typing import Any
 
 from asyncoll.algorithms.dense.group_memory import GroupMemory
 from asyncoll.algorithms.dense.in_memory import SharedCall
-from asyncoll.algorithms.dense.pieces import ALIGNED, share
+from asyncoll.algorithms.dense.meeting_cells import ALIGNED
+from asyncoll.algorithms.dense.pieces import share
 from asyncoll.algorithms.dense.staging import Rendezvous
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.tensors.staged import Staged

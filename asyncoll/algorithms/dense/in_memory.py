@@ -19,6 +19,7 @@ import numpy as np
 
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.arriving import arrived
+from asyncoll.algorithms.dense.meeting_cells import private_chunk
 from asyncoll.algorithms.dense.pieces import Operand
 from asyncoll.algorithms.dense.staging import PATIENCE, Copy, Rendezvous, StagingArea, signed
 from asyncoll.algorithms.seam.short_calls import Plan
@@ -293,7 +294,7 @@ class SharedCall:
         """
         staging, total, own = self._staging, what.raw.size, what.raw
         assert staging.peers is not None
-        each = staging.private_chunk(total)
+        each = private_chunk(total)
         addresses = [address for address, _, _ in rendezvous.shown()]
         reduction = staging.peers.reduction(addresses, what.kernel, what.divisor)
         try:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from asyncoll._core import Core
-from asyncoll.algorithms.rounds.block_table import NONE
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.in_memory import Call, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
-from asyncoll.algorithms.rounds.round_cells import BlockLayout, Kept
+from asyncoll.algorithms.rounds.round_cells import NONE, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.runtime.group import Group
