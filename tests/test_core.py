@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -14,11 +15,14 @@ import threading
 import warnings
 import zipfile
 import zlib
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
+from itertools import count
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,7 +34,16 @@ from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
 from asyncoll.algorithms.dense.staging import StagingArea
 from asyncoll.algorithms.dense.tuning import choose
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
+from asyncoll.algorithms.rounds.compiled import rounds_of
+from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
+from asyncoll.algorithms.rounds.round_cells import ENGINE_CELLS
+from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
 from asyncoll.errors import AsyncollError, UsageError
+from asyncoll.runtime.group import Group
+from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.testing import fuzz_core
 from asyncoll.transport.control_block import control_block_bytes
 from asyncoll.transport.lock_cells import MUTEX_BYTES
@@ -342,6 +355,152 @@ def test_damaged_shared_memory_and_wrong_arguments_are_used_or_refused(seed):
 @needs_core
 def test_cells_that_change_meanwhile_are_used_or_refused():
     fuzz_core.fuzz(1, 4_000, writers=True)
+
+
+# -- what it declines: before anything has changed -------------------------------------------------
+
+SIZES = choose(2, {})
+NO_KERNEL = 1 << 20
+
+
+def kernel(dtype: str = "float32") -> int:
+    return _core.native.find_kernel("sum", dtype)
+
+
+@needs_core
+def test_an_unknown_reduction_or_dtype_has_no_kernel():
+    assert kernel() > 0
+    assert [_core.native.find_kernel(*what) for what in (("median", "float32"), ("sum", "complex64"), ("", ""))] == [
+        0
+    ] * 3
+
+
+@needs_core
+@pytest.mark.parametrize("number", [-1, 0, NO_KERNEL])
+def test_an_unknown_kernel_is_declined(number):
+    native, x, index = _core.native, np.ones(16, np.float32), np.arange(16, dtype=np.int32)
+
+    def try_all(staging: StagingArea) -> None:
+        meetings = meetings_of(staging, native)
+        calls = short_calls(meetings)
+        for each in (
+            lambda: native.reduce(number, x, [x], 1),
+            lambda: native.reduce_to_all(number, [x], 1),
+            lambda: native.reduce_from_peers(number, (os.getpid(),), (x.ctypes.data,), 0, x, 0, 64, index, 1),
+            lambda: native.Pieces(staging.control_block, 0, 1, 0, [x], x, 64, number, 1, True, 1),
+            lambda: meetings.arrive(1, 5, x, 0, number, 1, True),
+            lambda: meetings.look(1, SIZES.shown, 1, 1, number, 1),
+            lambda: calls.learn("float32", ReduceOp.SUM, 64, object(), 5, 1, 64, number),
+        ):
+            before = staging.control_block.cells.tolist()
+            with pytest.raises(ValueError, match=r"kernel|no reduction|no pieces|no kind"):
+                each()
+            assert staging.control_block.cells.tolist() == before
+        assert calls.allreduce(x, ReduceOp.SUM) is None, "Python makes the call"
+
+    with local_world(1) as (arena,):
+        try_all(StagingArea(arena, 1, 0, 7, SIZES))
+    assert (x == 1).all()
+
+
+def short_calls(meetings: Any) -> Any:
+    """Those of a communicator that has none of the other parts: it can learn, and declines every call."""
+    names = "host rest runner home held endpoint failures unused end note place_outside running_loop expiry may_raise"
+    parts = dict.fromkeys(names.split()) | {"array_type": np.ndarray, "unfinished": set(), "turns": {}}
+    return _core.native.ShortCalls(meetings, (0, 0, 0), (0, 0), 1, 1, **parts)
+
+
+@needs_core
+def test_bytes_that_are_no_elements_are_declined():
+    with local_world(1) as (arena,):
+        meetings = meetings_of(StagingArea(arena, 1, 0, 7, SIZES), _core.native)
+        with pytest.raises(ValueError, match="no reduction of 6 bytes"):
+            meetings.arrive(1, 5, np.zeros(6, np.uint8), 0, kernel(), 1, True)
+        with pytest.raises(ValueError, match="no kind of short calls"):
+            short_calls(meetings).learn("float32", ReduceOp.SUM, 6, object(), 5, 1, 6, kernel())
+        del meetings
+
+
+@contextlib.contextmanager
+def arguments_of_rounds():
+    """Valid arguments of `Rounds`, of a solo allreduce of four floats by two ranks."""
+    operation = Operation("x", (("float32", 4),), ReduceOp.SUM, Opening.SOLO)
+    with local_world(2, (None,)) as arenas:
+        group = Group((0, 1), 0, 7)
+        memory = Memory(arenas[0], OperationRegistry(arenas[0], 2, 0, 7), group)
+        record = RoundRecord(memory, operation, BlockLayout.of(operation), lambda into, sources: None)
+        given = {"find_kernel": _core.native.find_kernel, "openings": _core.native.openings, "Rounds": dict}
+        arguments = rounds_of(SimpleNamespace(**given), arenas[0], group, operation, BlockLayout.of(operation), record)
+        image = memoryview(bytearray(MUTEX_BYTES + control_block_bytes(len(record.cells), 2)))
+        RobustMutex.initialize(image[:MUTEX_BYTES])
+        mutex = RobustMutex(image[:MUTEX_BYTES], 0, (0, 1))
+        arguments["control_block"] = _core.native.ControlBlock(image, (1, 1, 1, 1), mutex, 0, AsyncollError, True)
+        yield arguments
+        arguments.clear()
+        del record, memory
+
+
+@needs_core
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"opening": -1},
+        {"opening": len(_core.native.openings) if _core.native is not None else 3},
+        {"quorum": 0},
+        {"quorum": 3},
+        {"history": -1},
+        {"sync_every": -1},
+        {"size": 3},
+        {"rank": 2},
+        {"cores": 0},
+        {"parts": ((0, 16, NO_KERNEL),)},
+        {"parts": ((0, 15, 1),)},
+        {"parts": ((64, 16, 1),)},
+    ],
+)
+def test_rounds_that_the_core_does_not_know_are_declined(wrong):
+    with arguments_of_rounds() as arguments:
+        assert _core.native.Rounds(**arguments) is not None
+        before = arguments["control_block"].cells.tolist()
+        with pytest.raises(ValueError, match=r"no rounds|has a kernel|number of cells"):
+            _core.native.Rounds(**arguments | wrong)
+        assert arguments["control_block"].cells.tolist() == before
+
+
+@needs_core
+@pytest.mark.parametrize("slots", [SLOTS[:-1], (*SLOTS, SLOTS[0]), (SLOTS[1], SLOTS[0], *SLOTS[2:])])
+def test_a_reduction_with_other_fields_is_declined(slots):
+    order, engine = ([0], set(), {}), memoryview(bytearray(8 * ENGINE_CELLS)).cast("q")
+    with arguments_of_rounds() as arguments:
+        rounds = _core.native.Rounds(**arguments)
+        with pytest.raises(ValueError, match="cannot be over at once"):
+            rounds.attach(_core.native.Answer, Reduction, slots, (count(), *order), deque(), engine, 1)
+        assert rounds.at_once(np.ones(4, np.float32)) is None, "Python makes the call"
+        rounds.attach(_core.native.Answer, Reduction, SLOTS, (count(), *order), deque(), engine, 1)
+        del rounds
+
+
+@needs_core
+def test_elements_of_another_dtype_of_the_same_width_are_declined():
+    """Their bits would be taken for numbers that they are not."""
+    native, index, x = _core.native, np.arange(4, dtype=np.int32), np.ones(4, np.float32)
+    bits, counts = x.view(np.int32), np.zeros(4, np.int64)
+    assert native.sum_parts([index], [x], 0, 4, index.copy(), x.copy()) == 4
+    tries = [
+        lambda: native.sum_parts([index], [bits], 0, 4, index.copy(), x.copy()),
+        lambda: native.sum_parts([x], [x], 0, 4, index.copy(), x.copy()),
+        lambda: native.sum_parts([index.view(np.uint32)], [x], 0, 4, index.copy(), x.copy()),
+        lambda: native.common(index, x, index.copy()),
+        lambda: native.select(x, 1, index.copy(), bits.copy()),
+        lambda: native.select(bits, 1, index.copy(), x.copy()),
+        lambda: native.keep_largest(index.copy(), x.copy(), 2),
+        lambda: native.count_magnitudes(x, 0, 3, counts),
+        lambda: native.count_magnitudes(bits, 0, 3, counts.view(np.float64)),
+    ]
+    for each in tries:
+        with pytest.raises(ValueError, match=r"belong together|widths"):
+            each()
+    assert not counts.any()
 
 
 @needs_core

@@ -388,16 +388,13 @@ static int reduce_together(Meetings *self, Record record, int64_t total, int ker
     return (int)chunk;
 }
 
-/* What the last rank does. Returns LAST if the reduction is left to Python, WAITING if another rank still reduces a
- * chunk, -1 with an exception, and else OVER. */
+/* What the last rank does. Returns WAITING if another rank still reduces a chunk, -1 with an exception, and else OVER. */
 static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divisor, bool is_clear,
                        const Py_buffer *bytes)
 {
     Record record = record_of(self, number);
     if (is_private(self, record))
         return private_reduce(self, record, kernel, divisor) < 0 ? -1 : WAITING; /* until it is awaited */
-    if (bytes->len && !kernel_at(kernel))
-        return LAST;
     if (bytes->len && bytes->len >= self->shown_min) {
         if (reduce_together(self, record, bytes->len, kernel, divisor) < 0)
             return -1;
@@ -429,7 +426,17 @@ int meetings_arrive(Meetings *self, int64_t number, const Meeting *meeting, int6
     return state;
 }
 
-/* `arrive(number, fingerprint, array, address, kernel, divisor, is_clear)` -> WAITING, LAST, NOT_FREE or OVER */
+/* Whether the core knows how to reduce `bytes`. Otherwise an exception is set. */
+static bool check_reduction(const Meeting *meeting, const Py_buffer *bytes)
+{
+    int64_t element = (int64_t)kernel_element_size(meeting->kernel);
+    if (!bytes->len || (element && bytes->len % element == 0))
+        return true;
+    PyErr_Format(PyExc_ValueError, "no reduction of %zd bytes has the number %d", bytes->len, meeting->kernel);
+    return false;
+}
+
+/* `arrive(number, fingerprint, array, address, kernel, divisor, is_clear)` -> WAITING, NOT_FREE or OVER */
 static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
     Meetings *self = (Meetings *)object;
@@ -446,8 +453,9 @@ static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t
         PyErr_SetString(PyExc_ValueError, "there is no such address, or the divisor is not positive");
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
-    if (address < 0 && bytes.len <= self->short_bytes) {
+    if (address < 0 && bytes.len <= self->short_bytes)
         PyErr_SetString(PyExc_ValueError, "an array that is not long has no negative address");
+    if (PyErr_Occurred() || !check_reduction(&meeting, &bytes)) {
         free_bytes(&bytes);
         return NULL;
     }
@@ -460,23 +468,6 @@ static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t
         state = meetings_arrive(self, number, &meeting, address, &bytes, arguments[6] == Py_True);
     free_bytes(&bytes);
     return state < 0 ? NULL : PyLong_FromLong(state);
-}
-
-/* `publish(number, done, is_clear)`: the last rank has put the result of all into the memory of rank 0. It reports
- * `done`, which the others wait for, and leaves. */
-static PyObject *publish(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
-{
-    Meetings *self = (Meetings *)object;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "publish(number, done, is_clear)");
-        return NULL;
-    }
-    int64_t number = get_number(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (publish_result(self, number, done, arguments[2] == Py_True) < 0)
-        return NULL;
-    Py_RETURN_NONE;
 }
 
 int meetings_complete(Meetings *self, int64_t number, int64_t done, const Py_buffer *bytes, bool is_clear)
@@ -543,24 +534,24 @@ typedef enum {
 } Sight;
 
 /* A hint without the lock. */
-static Sight glance(const Meetings *self, Record record, int64_t done, bool can_reduce)
+static Sight glance(const Meetings *self, Record record, int64_t done)
 {
     if (peek(&record.cells[DONE]) == done)
         return RESULT;
     if (done < self->shown_min || peek(&record.cells[ARRIVED]) != self->size)
         return NOTHING;
-    if (done > self->short_bytes && (peek(&record.cells[DIRECT]) != self->size || !can_reduce))
+    if (done > self->short_bytes && peek(&record.cells[DIRECT]) != self->size)
         return NO_USE;
-    return can_reduce && is_chunk_left(peek(&record.cells[CLAIMED]), done) ? CHUNK : NOTHING;
+    return is_chunk_left(peek(&record.cells[CLAIMED]), done) ? CHUNK : NOTHING;
 }
 
-static Sight poll_meeting(const Meetings *self, Record record, int64_t done, bool can_reduce, int64_t polls)
+static Sight poll_meeting(const Meetings *self, Record record, int64_t done, int64_t polls)
 {
-    Sight sight = glance(self, record, done, can_reduce);
+    Sight sight = glance(self, record, done);
     PyThreadState *state = sight == NOTHING ? PyEval_SaveThread() : NULL;
     for (int64_t poll = 0; sight == NOTHING && poll < polls; poll++) {
         sched_yield();
-        sight = glance(self, record, done, can_reduce);
+        sight = glance(self, record, done);
     }
     if (state)
         PyEval_RestoreThread(state);
@@ -579,7 +570,7 @@ bool sleep_in_futex(const int64_t *cell, uint32_t before, int64_t left_ns)
 
 /* Sleep until something changes or until `until_ns`. Returns 1 if the rank should look again, 0 if not, and -1 with an
  * exception. */
-static int sleep_until(Meetings *self, Record record, int64_t done, bool can_reduce, int64_t until_ns)
+static int sleep_until(Meetings *self, Record record, int64_t done, int64_t until_ns)
 {
     int64_t *cell = record.cells + DONE, left_ns = until_ns - now_ns();
     if (left_ns <= 0)
@@ -587,7 +578,7 @@ static int sleep_until(Meetings *self, Record record, int64_t done, bool can_red
     if (control_block_lock(self->block) < 0)
         return -1;
     uint32_t before = (uint32_t)*cell;
-    bool is_asleep = glance(self, record, done, can_reduce) == NOTHING;
+    bool is_asleep = glance(self, record, done) == NOTHING;
     /* Under the lock, so that the rank that publishes either finds this sleeper, or has published before. */
     record.cells[SLEEPERS] += is_asleep;
     control_block_unlock(self->block);
@@ -602,10 +593,9 @@ int meetings_look(Meetings *self, int64_t number, const Meeting *meeting, int64_
     Record record = record_of(self, number);
     if (is_private(self, record))
         return private_look(self, record, meeting, polls, sleep_ns);
-    bool can_reduce = kernel_at(meeting->kernel) != NULL;
     int64_t done = meeting->done, until_ns = 0;
     for (;;) {
-        Sight sight = poll_meeting(self, record, done, can_reduce, polls);
+        Sight sight = poll_meeting(self, record, done, polls);
         if (sight == RESULT || sight == NO_USE)
             return sight == RESULT;
         if (sight == CHUNK) {
@@ -616,7 +606,7 @@ int meetings_look(Meetings *self, int64_t number, const Meeting *meeting, int64_
         }
         if (!until_ns && sleep_ns > 0)
             until_ns = now_ns() + sleep_ns;
-        int again = sleep_until(self, record, done, can_reduce, until_ns);
+        int again = sleep_until(self, record, done, until_ns);
         if (again <= 0)
             return again < 0 ? -1 : peek(&record.cells[DONE]) == done;
     }
@@ -639,7 +629,11 @@ static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t c
         PyErr_SetString(PyExc_ValueError, "a divisor is positive");
     if (PyErr_Occurred())
         return NULL;
-    int is_there = meetings_look((Meetings *)object, number, &meeting, polls, sleep_ns);
+    Meetings *self = (Meetings *)object;
+    bool needs_reduction = meeting.done >= self->shown_min || is_private(self, record_of(self, number));
+    if (needs_reduction && !kernel_at(meeting.kernel))
+        return PyErr_Format(PyExc_ValueError, "no reduction has the number %d", meeting.kernel);
+    int is_there = meetings_look(self, number, &meeting, polls, sleep_ns);
     return is_there < 0 ? NULL : PyBool_FromLong(is_there);
 }
 
@@ -656,7 +650,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
                                      &rank, &calls, &short_bytes, &shown_min, &chunk_max, &cores))
         return NULL;
     if (!is_control_block(block) || size < 1 || rank < 0 || rank >= size || calls < 1 || short_bytes < 0 ||
-        shown_min < 1 || chunk_max < ALIGNED || cores < 1) {
+        shown_min < 2 || chunk_max < ALIGNED || cores < 1) {
         PyErr_SetString(PyExc_ValueError, "these are no meetings");
         return NULL;
     }
@@ -735,7 +729,6 @@ static void destroy(PyObject *object)
 
 static PyMethodDef methods[] = {
     {"arrive", (PyCFunction)(void (*)(void))arrive, METH_FASTCALL, NULL},
-    {"publish", (PyCFunction)(void (*)(void))publish, METH_FASTCALL, NULL},
     {"complete", (PyCFunction)(void (*)(void))complete, METH_FASTCALL, NULL},
     {"look", (PyCFunction)(void (*)(void))look, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

@@ -158,8 +158,9 @@ bool is_control_block(PyObject *object);
 
 extern PyType_Spec meetings_spec;
 
-/* What an arrival at a meeting has told: `Meetings.arrive` of native.pyi. */
-enum { WAITING, LAST, NOT_FREE, OVER };
+/* What an arrival at a meeting has told: `Meetings.arrive` of native.pyi. LAST, which stays in meetings.c: all have
+ * arrived, and this rank is to reduce. */
+enum { WAITING, NOT_FREE, OVER, LAST };
 
 /* The short meetings of one communicator at one rank. The caller of all functions holds the GIL. */
 typedef struct Meetings Meetings;
@@ -169,7 +170,7 @@ typedef struct {
     int64_t fingerprint;
     int64_t divisor;
     int64_t done; /* bytes of the result; 1 for a barrier */
-    int kernel;   /* 0: the reduction is left to Python */
+    int kernel;   /* 0 for a barrier; no other meeting is without one */
 } Meeting;
 
 /* Whether `object` is a Meetings of this module. */
@@ -291,7 +292,10 @@ PyObject *reduce_from_peers(PyObject *module, PyObject *arguments);
 /* To look at more elements than this, the GIL is released. */
 enum { LONG_ELEMENTS = 4096 };
 
-bool is_4_or_8(const Py_buffer *view); /* bytes of an element */
+/* Whether the elements are signed integers of 4 or 8 bytes, or floats of 4 or 8. An array of another dtype may have the
+ * same width, and its bits would be taken for numbers that it does not have. */
+bool has_integers(const Py_buffer *view);
+bool has_floats(const Py_buffer *view);
 size_t elements_of(const Py_buffer *view);
 
 /* Get the buffers of `count` arrays, the first `readable` of them to read and the others to write. Returns whether all are

@@ -137,18 +137,15 @@ class Meetings:
     ) -> int:
         """Show a copy of `array`, or `array` itself, which is registered at `address`, unless that is 0.
 
-        Returns 0: other ranks are missing, or still reduce a chunk; 1: all have arrived, and this rank is to reduce; 2:
-        the record is not free, and nothing has changed; 3: this rank has reduced and published.
+        Returns 0: other ranks are missing, or still reduce a chunk; 1: the record is not free, and nothing has changed;
+        2: this rank has reduced and published.
 
         The address is 0 below `Sizes.shown` bytes. If it is negative, `array` is at its negation in private memory
         (`peers`), and must live until the call is over. The last rank reduces by `kernel` (`reductions.kernel_number`)
-        and `divisor`, and has the result in `array`, unless `kernel` is 0. The caller has checked that the call that
-        used the record before is over at this rank. Raises DisagreementError if another rank has made another call with
-        this number.
+        and `divisor`, and has the result in `array`. The caller has checked that the call that used the record before
+        is over at this rank. Raises DisagreementError if another rank has made another call with this number, and
+        ValueError, before anything has changed, if there is no such kernel.
         """
-
-    def publish(self, number: int, done: int, is_clear: bool, /) -> None:
-        """The result is where the others look for it: tell them, and leave. For the rank that was the last."""
 
     def complete(self, number: int, done: int, array: Any, is_clear: bool, /) -> bool:
         """Copy the result into `array`, and leave. Returns False, and does nothing, if there is no result yet."""

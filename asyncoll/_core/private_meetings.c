@@ -118,8 +118,6 @@ int private_reduce(Meetings *self, Record record, int kernel, int64_t divisor)
     size_t others = self->size > 1 ? (size_t)self->size - 1 : 1;
     size_t room = others * PAGE > SCRATCH ? others * PAGE : SCRATCH;
     PeerJob job = {.kernel = kernel_at(kernel), .element = kernel_element_size(kernel), .divisor = divisor};
-    if (!job.kernel || call_of(self, record)->bytes % (int64_t)job.element)
-        return 0; /* Python reduces */
     job.size = (int)self->size;
     job.rank = (int)self->rank;
     job.block = room / others / PAGE * PAGE;
@@ -302,10 +300,7 @@ static int perform(Meetings *self, Record record, const Meeting *meeting, Step s
 int private_look(Meetings *self, Record record, const Meeting *meeting, int64_t polls, int64_t sleep_ns)
 {
     const PrivateCall *call = call_of(self, record);
-    size_t element = kernel_element_size(meeting->kernel);
     int64_t until_ns = 0;
-    if (!element || call->bytes % (int64_t)element)
-        return 0;
     for (;;) {
         /* Once all have come, the others work on chunks, which takes less time than to sleep and to wake. */
         bool have_all_come = peek(&record.cells[ARRIVED]) == self->size;

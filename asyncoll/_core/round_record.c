@@ -105,6 +105,15 @@ static int64_t count_arrived(const Rounds *self, int64_t number, bool with_gone)
     return count;
 }
 
+/* Whether a rank that is drawn for the round has arrived, or is gone. */
+static bool has_drawn_rank(const Rounds *self, int64_t number)
+{
+    for (int64_t rank = 0; rank < self->size; rank++)
+        if (self->is_drawn[rank] && (has_arrived(self, rank, number) || is_gone(self, rank)))
+            return true;
+    return false;
+}
+
 int64_t rounds_count_gone(const Rounds *self)
 {
     int64_t count = 0;
@@ -119,15 +128,15 @@ bool rounds_may_open(const Rounds *self, int64_t number)
         return false;
     if (waits_for_all(self, number))
         return count_arrived(self, number, true) == self->size;
-    if (self->opening == SOLO)
+    switch (self->opening) {
+    case SOLO:
         return true;
-    if (self->opening == QUORUM)
+    case MAJORITY:
+        return has_drawn_rank(self, number);
+    case QUORUM:
         return count_arrived(self, number, true) >= self->quorum;
-    for (int64_t rank = 0; rank < self->size; rank++) {
-        if (self->is_drawn[rank] && (has_arrived(self, rank, number) || is_gone(self, rank)))
-            return true;
     }
-    return false;
+    return false; /* there is no such opening: `create` has declined all others */
 }
 
 bool rounds_late_call_opens(const Rounds *self, int64_t number)

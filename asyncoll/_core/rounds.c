@@ -284,7 +284,8 @@ static int read_parts(Rounds *self, PyObject *parts)
         PyObject *part = PyTuple_GetItem(parts, i);
         if (!PyTuple_Check(part) || !PyArg_ParseTuple(part, "LLi", &offset, &length, &kernel))
             return -1;
-        if (!kernel_at(kernel) || offset < 0 || length < 0 || offset > self->nbytes || length > self->nbytes - offset) {
+        if (!kernel_at(kernel) || offset < 0 || length < 0 || offset > self->nbytes || length > self->nbytes - offset ||
+            length % (long long)kernel_element_size(kernel)) {
             PyErr_SetString(PyExc_ValueError, "a part lies in a block, and has a kernel");
             return -1;
         }
@@ -336,7 +337,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     const long long many = 1LL << 31; /* so that no sum or product of these overflows */
     if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
         history >= many || limit < 1 || limit >= many || nbytes < 1 || opening < 0 || opening >= OPENINGS ||
-        sync_every < 0 || sync_offset < 0 || sync_offset >= many) {
+        quorum < 1 || quorum > size || sync_every < 0 || sync_offset < 0 || sync_offset >= many || cores < 1) {
         PyErr_SetString(PyExc_ValueError, "these are no rounds");
         return NULL;
     }

@@ -151,7 +151,8 @@ static PyObject *learn(PyObject *object, PyObject *arguments)
         return NULL;
     const Meeting meeting = {.fingerprint = fingerprint, .divisor = divisor, .done = done, .kernel = kernel};
     bool fits = key == Py_None ? nbytes == 0 && done == 1
-                               : nbytes > 0 && nbytes == done && kernel > 0 && kernel_at(kernel) && divisor > 0;
+                               : nbytes > 0 && nbytes == done && divisor > 0 && kernel_at(kernel) &&
+                                     nbytes % (long long)kernel_element_size(kernel) == 0;
     if (!fits) {
         PyErr_SetString(PyExc_ValueError, "this is no kind of short calls");
         return NULL;

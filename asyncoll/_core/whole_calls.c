@@ -6,6 +6,11 @@
  */
 #include "rounds.h"
 
+/* The fields of a `Reduction` (reduction.py), in the order in which `reduction_of` has their values. */
+static const char *const reduction_fields[] = {"round", "active", "included", "skipped",  "synchronous", "missed",
+                                               "group", "ranks",  "lag",      "waited_s", "result"};
+enum { REDUCTION_FIELDS = sizeof reduction_fields / sizeof *reduction_fields };
+
 /* call_order.py: the attributes of a CallOrder. */
 enum { ORDER_NUMBERS, ORDER_NOW, ORDER_OVER, ORDER_WAITING };
 
@@ -242,6 +247,18 @@ PyObject *rounds_at_once(PyObject *object, PyObject *array)
     return turn ? end_call(self, turn, answer) : answer;
 }
 
+/* Whether these slots of a class are those of `reduction_fields`. A field that the core does not know would stay empty. */
+static bool has_known_fields(PyObject *slots)
+{
+    bool is = PyTuple_Size(slots) == REDUCTION_FIELDS;
+    for (Py_ssize_t i = 0; is && i < REDUCTION_FIELDS; i++) {
+        PyObject *name = PyObject_GetAttrString(PyTuple_GetItem(slots, i), "__name__");
+        is = name && PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, reduction_fields[i]) == 0;
+        Py_XDECREF(name);
+    }
+    return is;
+}
+
 /* `attach(answer, reduction, fields, turns, owed, engine, divisor)`: what `at_once` needs. */
 PyObject *rounds_attach(PyObject *object, PyObject *arguments)
 {
@@ -252,7 +269,7 @@ PyObject *rounds_attach(PyObject *object, PyObject *arguments)
                           &fields, &turns[ORDER_NUMBERS], &PyList_Type, &turns[ORDER_NOW], &PySet_Type,
                           &turns[ORDER_OVER], &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor))
         return NULL;
-    if (self->answer || !is_answer_type(answer) || PyTuple_Size(fields) < 11 || !PyIter_Check(turns[ORDER_NUMBERS]) ||
+    if (self->answer || !is_answer_type(answer) || !has_known_fields(fields) || !PyIter_Check(turns[ORDER_NUMBERS]) ||
         PyList_Size(turns[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->is_long || self->history ||
         divisor < 0)
         return PyErr_Format(PyExc_ValueError, "these calls cannot be over at once");
