@@ -474,9 +474,9 @@ def test_a_reduction_with_other_fields_is_declined(slots):
     with arguments_of_rounds() as arguments:
         rounds = _core.native.Rounds(**arguments)
         with pytest.raises(ValueError, match="cannot be over at once"):
-            rounds.attach(_core.native.Answer, Reduction, slots, (count(), *order), deque(), engine, 1)
+            rounds.attach(Reduction, slots, (count(), *order), deque(), engine, 1)
         assert rounds.at_once(np.ones(4, np.float32)) is None, "Python makes the call"
-        rounds.attach(_core.native.Answer, Reduction, SLOTS, (count(), *order), deque(), engine, 1)
+        rounds.attach(Reduction, SLOTS, (count(), *order), deque(), engine, 1)
         del rounds
 
 

@@ -21,7 +21,7 @@ from asyncoll.errors import UsageError
 if TYPE_CHECKING:
     import numpy as np
 
-    from asyncoll._core.native import Answer, ControlBlock, Meetings, Pieces, Rounds, ShortCalls
+    from asyncoll._core.native import ControlBlock, Meetings, Pieces, Rounds, ShortCalls
 
 VARIABLE = "ASYNCOLL_CORE"
 _NOT_BUILT = (
@@ -36,9 +36,6 @@ class Core(Protocol):
     __file__: str | None
 
     def __hash__(self) -> int: ...
-
-    @property
-    def Answer(self) -> type[Answer]: ...  # noqa: N802
 
     @property
     def ControlBlock(self) -> type[ControlBlock]: ...  # noqa: N802

@@ -6,7 +6,7 @@
  *   short_calls.c     whole calls of one short meeting, as awaitables
  *   pieces.c          reductions of long arrays, piece by piece
  *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c, long_rounds.c and whole_calls.c have
- *   answers.c         the awaitable of a call that is over
+ *   awaitables.c      what the callers of whole calls await
  *   reductions.c      elementwise reductions of several arrays
  *   sparse.c          passes of the sparse allreduces over long vectors
  *   points.c          named moments inside all of them, for fault tests
@@ -218,11 +218,40 @@ extern PyType_Spec rounds_spec;
 /* round_record.c: `native.openings`. */
 PyObject *openings_in_python(void);
 
-/* -- answers.c ------------------------------------------------------------------------------- */
+/* -- awaitables.c ----------------------------------------------------------------------------- */
 
+/* Calls that are over when they are awaited, before the caller's loop turns: CALLS_PER_TURN of
+ * asyncoll/runtime/progress.py. */
+enum { CALLS_PER_TURN = 64 };
+
+extern PyType_Spec awaitable_spec; /* the base of the other two */
 extern PyType_Spec answer_spec;
 
-bool is_answer_type(PyObject *type);
+/* The states of an awaitable. */
+enum {
+    BEGUN,   /* its caller, or the runtime, is to go on */
+    ENDED,   /* its caller has not got the result yet */
+    RESTING, /* its caller drives the coroutine `rest` */
+    AWAITED, /* its caller has the result or an exception, or has closed it */
+};
+
+typedef struct Awaitable Awaitable;
+
+/* What differs between the kinds. Functions return 0, or -1 with an exception set. */
+typedef struct {
+    int (*resume)(Awaitable *); /* the first step of a call that is BEGUN: it is ENDED then, or RESTING */
+    int (*unused)(Awaitable *); /* the result has no receiver; or NULL */
+    void (*left)(Awaitable *);  /* the call is over for its caller, which may use its array again; or NULL */
+} Ways;
+
+struct Awaitable {
+    PyObject_HEAD
+    const Ways *ways;
+    PyObject *result; /* of a call; NULL once it is handed over */
+    PyObject *rest;
+    int state;
+    bool turns; /* the caller's loop turns once before it has the result */
+};
 
 /* A coroutine, of `type`, that returns `result`, which tells of `rounds` rounds up to `number`. If it has no receiver, it
  * adds these to `owed`. If it `turns`, the loop turns once before. Returns NULL with an exception set. */
@@ -240,10 +269,6 @@ void reduce_to_all(Kernel kernel, size_t element, void **arrays, int count, size
 
 /* To read more bytes than this, the GIL is released: they take about ten microseconds. */
 enum { LONG_BYTES = 1 << 16 };
-
-/* The kernel of the value of a ReduceOp and the name of a dtype (asyncoll/tensors/reductions.py), or NULL: there is
- * none, and the reduction is left to Python. */
-Kernel find_kernel(const char *op, const char *dtype);
 
 /* The kernel that Python knows by this number, from `native.find_kernel`, or NULL; and the bytes of its elements. */
 Kernel kernel_at(int number);

@@ -80,7 +80,6 @@ class Rounds:
 
     def attach(
         self,
-        answer: type[Answer],
         reduction: type,
         slots: tuple[Any, ...],
         turns: tuple[Iterator[int], list[int], set[int], dict[int, Any]],
@@ -89,7 +88,7 @@ class Rounds:
         divisor: int,
         /,
     ) -> None:
-        """Before the first `at_once`. `answer` is the awaitable's type, `reduction` its result's, which has `slots`.
+        """Before the first `at_once`, which returns awaitables of a `reduction`, a class with `slots`.
 
         `turns` are the attributes of the `CallOrder`, `owed` and `cells` those of the `Engine`.
         Results are divided by `divisor`, or, if that is 0, by the number of contributors.
@@ -104,13 +103,16 @@ class Rounds:
     def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None:
         """The ranks that are drawn for round `number`, and its groups."""
 
-class Answer(Coroutine[Any, Any, Any]):
-    """A call that is over, as an awaitable."""
+class Awaitable(Coroutine[Any, Any, Any]):
+    """What the callers of whole calls await."""
 
     def __await__(self) -> Generator[Any, None, Any]: ...
     def send(self, value: Any, /) -> Any: ...
     def throw(self, error: Any, /, *more: Any) -> Any: ...
     def close(self) -> None: ...
+
+class Answer(Awaitable):
+    """A call of rounds that is over."""
 
 class Meetings:
     """The single rendezvous of an allreduce, or of a barrier, at one rank, without any waiting: one for each `number`.
@@ -157,18 +159,14 @@ class Meetings:
         chunks meanwhile, by `kernel` and `divisor`.
         """
 
-class ShortCall:
-    """Implements `algorithms.seam.BegunShortCall`; what the caller of a call awaits."""
+class ShortCall(Awaitable):
+    """Implements `algorithms.seam.BegunShortCall`."""
 
     array: np.ndarray[Any, Any] | None
     result: Any
     entry: Any
     since_s: float
     expires_s: float | None
-    def __await__(self) -> Generator[Any, None, Any]: ...
-    def send(self, value: Any, /) -> Any: ...
-    def throw(self, error: Any, /, *more: Any) -> Any: ...
-    def close(self) -> None: ...
     def look(self) -> bool: ...
     def claim(self) -> bool: ...
     def finish(self) -> Coroutine[Any, Any, Any]: ...

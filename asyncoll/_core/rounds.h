@@ -47,7 +47,7 @@ typedef struct {
     int64_t *head, *rows, *results, *begun, *counts, *table, *stack, *addresses, *keepers, *weights, *bitmaps;
     int64_t words; /* of a bitmap */
     /* for `at_once`; NULL until `attach`: */
-    PyObject *answer;     /* the type of answers.c */
+    PyObject *answer;     /* the type of awaitables.c */
     PyObject *reduction;  /* the class `Reduction` (asyncoll/algorithms/rounds/reduction.py) */
     PyObject *fields;     /* its slots, in the order of its fields, as a tuple */
     PyObject *everyone;   /* all ranks, as a tuple */

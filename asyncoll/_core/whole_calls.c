@@ -2,7 +2,7 @@
  *
  * The counterpart of `Repeat.start` and `_PromptCall` (asyncoll/algorithms/rounds/repeats.py and operations.py), with the
  * accounting of `Engine` and the turns of `CallOrder`. No bytecode runs between the beginning of a call and its answer,
- * so an exception of a signal handler finds the call not begun, or over: see answers.c.
+ * so an exception of a signal handler finds the call not begun, or over: see awaitables.c.
  */
 #include "rounds.h"
 
@@ -13,9 +13,6 @@ enum { REDUCTION_FIELDS = sizeof reduction_fields / sizeof *reduction_fields };
 
 /* call_order.py: the attributes of a CallOrder. */
 enum { ORDER_NUMBERS, ORDER_NOW, ORDER_OVER, ORDER_WAITING };
-
-/* progress.py: CALLS_PER_TURN. */
-enum { CALLS_PER_TURN = 64 };
 
 /* The turn of a call that begins now; NULL if an earlier call of this rank is under way, or with an exception set. */
 static PyObject *take_turn(Rounds *self)
@@ -147,7 +144,7 @@ static int64_t deliver(Rounds *self, const Call *call, bool *included)
 }
 
 /* The `Reduction` of a call of `array`; NULL with an exception set. Its class is written in Python, and its `__init__`
- * would be bytecode: see answers.c. */
+ * would be bytecode: see awaitables.c. */
 static PyObject *reduction_of(Rounds *self, const Call *call, PyObject *ranks, bool included, int64_t lag,
                               PyObject *array)
 {
@@ -259,17 +256,17 @@ static bool has_known_fields(PyObject *slots)
     return is;
 }
 
-/* `attach(answer, reduction, fields, turns, owed, engine, divisor)`: what `at_once` needs. */
+/* `attach(reduction, fields, turns, owed, engine, divisor)`: what `at_once` needs. */
 PyObject *rounds_attach(PyObject *object, PyObject *arguments)
 {
     Rounds *self = (Rounds *)object;
-    PyObject *answer, *reduction, *fields, *turns[4], *owed, *engine;
+    PyObject *reduction, *fields, *turns[4], *owed, *engine;
     long long divisor;
-    if (!PyArg_ParseTuple(arguments, "OO!O!(OO!O!O!)OOL:attach", &answer, &PyType_Type, &reduction, &PyTuple_Type,
-                          &fields, &turns[ORDER_NUMBERS], &PyList_Type, &turns[ORDER_NOW], &PySet_Type,
-                          &turns[ORDER_OVER], &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor))
+    if (!PyArg_ParseTuple(arguments, "O!O!(OO!O!O!)OOL:attach", &PyType_Type, &reduction, &PyTuple_Type, &fields,
+                          &turns[ORDER_NUMBERS], &PyList_Type, &turns[ORDER_NOW], &PySet_Type, &turns[ORDER_OVER],
+                          &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor))
         return NULL;
-    if (self->answer || !is_answer_type(answer) || !has_known_fields(fields) || !PyIter_Check(turns[ORDER_NUMBERS]) ||
+    if (self->answer || !has_known_fields(fields) || !PyIter_Check(turns[ORDER_NUMBERS]) ||
         PyList_Size(turns[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->is_long || self->history ||
         divisor < 0)
         return PyErr_Format(PyExc_ValueError, "these calls cannot be over at once");
@@ -288,8 +285,9 @@ PyObject *rounds_attach(PyObject *object, PyObject *arguments)
     self->fields = Py_NewRef(fields);
     self->owed = Py_NewRef(owed);
     self->divisor = divisor;
-    self->answer = Py_NewRef(answer); /* last: now `at_once` may be called */
-    Py_RETURN_NONE;
+    PyObject *module = PyType_GetModule(Py_TYPE(object));
+    self->answer = module ? PyObject_GetAttrString(module, "Answer") : NULL; /* last: now `at_once` may be called */
+    return self->answer ? Py_NewRef(Py_None) : NULL;
 }
 
 int rounds_visit_attached(Rounds *self, visitproc visit, void *arg)

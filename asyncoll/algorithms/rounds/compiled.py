@@ -127,10 +127,9 @@ class CompiledRounds(OneSidedRounds):
         operation, order, engine = self.operation, self._order, self._engine
         if operation.group_size or operation.history or operation.weighted or len(operation.layout) > 1:
             return None
-        Coroutine.register(core.Answer)  # a task takes it only then
         divisor = {ReduceOp.AVG: self._size, ReduceOp.AVG_ACTIVE: 0}.get(operation.op, 1)
         turns = order.numbers, order.now, order.over, order.waiting
-        self._compiled.attach(core.Answer, Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
+        self._compiled.attach(Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
         return self._compiled.at_once
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
