@@ -141,6 +141,7 @@ class Communicator(Uncopied):
         self._core = core
         self._calls = core.calls
         self._short = core.calls.short
+        self._epoch = core.member.group.epoch
 
     @property
     def rpc(self) -> Rpc:
@@ -816,7 +817,7 @@ class Communicator(Uncopied):
 
         def start() -> Coroutine[Any, Any, None]:
             number = self._calls.number_send(dest, tag)
-            call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
+            call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site, self._epoch)
             if operand.staged is None and self._calls.send_directly(call, dest, tag, operand.flat):
                 return self._core.member.runner.done(None)
             return self._calls.start_send(call, dest, tag, body, staged_parts([operand]))
@@ -876,7 +877,7 @@ class Communicator(Uncopied):
             return x
 
         detail = f"from rank {source} to rank {self.rank}, tag {tag}"
-        call = Signature("send/recv", 0, operand.dtype, operand.flat.size, detail, _site())
+        call = Signature("send/recv", 0, operand.dtype, operand.flat.size, detail, _site(), self._epoch)
         start = partial(self._calls.start_receive, call, source, tag, body, staged_parts([operand]))
         return self._start_message(detail, start)
 
@@ -943,7 +944,7 @@ class Communicator(Uncopied):
         def call(source: int | None, number: int) -> Signature:
             sender = "any rank" if source is None else f"rank {source}"
             detail = f"from {sender} to rank {self.rank}, tag {tag}"
-            return Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
+            return Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site, self._epoch)
 
         def result(source: int) -> tuple[T, int]:
             operand.write_back()
@@ -1854,7 +1855,7 @@ class Communicator(Uncopied):
             world_ranks = tuple(self._core.member.group.ranks[rank] for rank in members)
             # The same at all members without communication, and different for every split and color.
             context = digest(self._core.member.communicator, "split", call.number, color)
-            group = Group(world_ranks, members.index(self.rank), context)
+            group = Group(world_ranks, members.index(self.rank), context, epoch=self._epoch)
             hosts = tuple(self.hosts[rank] for rank in members)
             return type(self)(self._core.split(group), hosts)
 
@@ -2030,7 +2031,7 @@ class Communicator(Uncopied):
         exact = {rule: whole(value, rule) for rule, value in zip(rules, values, strict=True)}
         layout, buckets = contribution.layout, contribution.boundaries
         options: dict[str, Any] = {**exact, "fixed": fixed, "weighted": weighted, "buckets": buckets}
-        operation = Operation(text(name, "name"), layout, op, opening, **options)
+        operation = Operation(text(name, "name"), layout, op, opening, epoch=self._epoch, **options)
         check_operation(operation, self.size)
         if {*map(type, values)} <= {int} and type(name) is str:
             self._core.remember(given, operation)

@@ -93,6 +93,7 @@ class Meeting:
             x.nbytes,
             Traffic(),
             Traffic(),
+            epoch=0,
         )
         self.meetings, self.staging, self.x, self.number = meetings_of(staging, _core.native), staging, x, number
         self.has_arrived = self.is_over = False

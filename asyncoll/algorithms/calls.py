@@ -65,7 +65,8 @@ class Calls:
         """
         self._member.check_caller()
         self.check_started()
-        self.unstarted = call = Signature(operation, self._numbers.last + 1, dtype, count, detail, site)
+        number, epoch = self._numbers.last + 1, self._member.group.epoch
+        self.unstarted = call = Signature(operation, number, dtype, count, detail, site, epoch)
         self._numbers.last = call.number  # after `unstarted`: no number is taken that it does not tell
         return call
 
@@ -233,8 +234,7 @@ class Calls:
         number = self._receives.number_now(source, tag)
         if number is None:
             number = await self._wait_for_number(call, source, tag, pending)
-        operation, _, dtype, elements, detail, site = call
-        call = Signature(operation, number, dtype, elements, detail, site)
+        call = call._replace(number=number)
         self._pending.replace(pending, call)
         context = pair_context(self._member.communicator, source, self._member.group.rank, tag)
         pair = self._backend.pair(call, context, source, staged[0] if staged else None)

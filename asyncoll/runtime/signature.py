@@ -94,6 +94,7 @@ class Signature(NamedTuple):
     elements: int  # -1: not compared
     detail: str
     site: Site
+    epoch: int = 0  # that of `Group`
 
     def fingerprint(self) -> int:
         """A hash of 64 bits, equal at all ranks that make the same call.
@@ -101,7 +102,7 @@ class Signature(NamedTuple):
         The line of code is not part of it: ranks may make a call at different lines. Nor is the number: ranks compare
         only calls with the same number.
         """
-        return _fingerprint(self.operation, self.dtype, self.elements, self.detail)
+        return _fingerprint(self.operation, self.dtype, self.elements, self.detail, self.epoch)
 
     @property
     def key(self) -> str:
@@ -112,9 +113,11 @@ class Signature(NamedTuple):
         what = "" if self.elements < 0 else f" of {self.elements}"
         more = f", {self.detail}" if self.detail else ""
         number = f" #{self.number}" if self.number else ""
-        return f"{self.operation}{number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ").replace(" ,", ",")
+        epoch = f" in epoch {self.epoch}" if self.epoch else ""
+        text = f"{self.operation}{number}{what} {self.dtype}{more}{epoch} at {self.site}"
+        return text.replace("  ", " ").replace(" ,", ",")
 
 
 @lru_cache(maxsize=1024)
-def _fingerprint(operation: str, dtype: str, count: int, detail: str) -> int:
-    return digest(operation, dtype, count, detail)
+def _fingerprint(operation: str, dtype: str, count: int, detail: str, epoch: int) -> int:
+    return digest(operation, dtype, count, detail, epoch)

@@ -285,7 +285,8 @@ class Calls:
         return handle
 
     def _message(self, block: Block, number: int, detail: str, site: Site | None = None) -> Signature:
-        return Signature("send/recv", number, block.dtype, block.packed.numel(), detail, site or site_of_user())
+        site, epoch = site or site_of_user(), self._core.member.group.epoch
+        return Signature("send/recv", number, block.dtype, block.packed.numel(), detail, site, epoch)
 
     def _pass(self, detail: str, start: Callable[[], Any]) -> Handle[Any]:
         """Start a call of two ranks."""

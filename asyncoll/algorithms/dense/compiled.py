@@ -150,7 +150,7 @@ class CompiledCalls:
                 traffic.received(received)
         kind, reduce = call[:1] + call[2:5], reducer(op, call.dtype, self._core) if op else None
         divisor, done = size if op is ReduceOp.AVG else 1, nbytes or 1
-        plan = Plan(kind, fingerprint, reduce, kernel, divisor, done, reducing, receiving)
+        plan = Plan(kind, fingerprint, reduce, kernel, divisor, done, reducing, receiving, call.epoch)
         for key in keys:
             self.calls.learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel)
 

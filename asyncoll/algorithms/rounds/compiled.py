@@ -60,6 +60,7 @@ DECLARED = frozenset(
         "fixed",
         "weighted",
         "buckets",
+        "epoch",
     )
 )
 
