@@ -7,6 +7,9 @@
  */
 #include "native.h"
 
+#include <stddef.h>
+#include <structmember.h>
+
 typedef struct {
     PyObject_HEAD
     PyObject *result; /* NULL once it has been handed over */
@@ -133,10 +136,16 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef members[] = {
+    {"result", T_OBJECT, offsetof(Answer, result), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot slots[] = {
     {Py_tp_new, create},
     {Py_tp_dealloc, destroy},
     {Py_tp_methods, methods},
+    {Py_tp_members, members},
     {Py_tp_iter, PyObject_SelfIter},
     {Py_tp_iternext, advance},
     {Py_am_await, PyObject_SelfIter},

@@ -98,6 +98,9 @@ class Rounds:
     def at_once(self, array: Any, /) -> Answer | Exception | None:
         """As `Rounds.at_once`."""
 
+    def trace(self, sink: Any, make: Callable[[int, float, int], Any], /) -> None:
+        """As `ShortCalls.trace`, of the rounds that this rank opens: with the number in place of the entry."""
+
     def is_needed(self, number: int, /) -> bool:
         """Whether a call that waits for round `number` has to look again. Without the lock the answer is a hint."""
 
@@ -107,6 +110,7 @@ class Rounds:
 class Answer(Coroutine[Any, Any, Any]):
     """A call that is over, as an awaitable."""
 
+    result: Any  # None once it has been handed over
     def __await__(self) -> Generator[Any, None, Any]: ...
     def send(self, value: Any, /) -> Any: ...
     def throw(self, error: Any, /, *more: Any) -> Any: ...
@@ -218,6 +222,11 @@ class ShortCalls:
     ) -> None: ...
     def counts(self) -> list[tuple[Any, int, int]]: ...
     def latest(self) -> tuple[Any, float] | None: ...
+    def trace(self, sink: Any, make: Callable[[int, float, Any], Any], /) -> None:
+        """Append the events of calls to `sink`, each as `(make, what, at_s, entry)`, from which `make` makes it.
+
+        None: tell nothing. `make` gets what follows it there; see `runtime.trace`.
+        """
 
 class Pieces:
     """The steps of `algorithms.dense.pieces` at one rank."""

@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from asyncoll.arguments import digest
+from asyncoll.tensors.reductions import storage
 
 Place = tuple[CodeType, int]  # the code that makes a call, and the instruction of the call in it
 _TRAINERS = f"{Path(__file__).parents[1]}/training"  # make their calls for the user's line that awaits them
@@ -103,6 +104,20 @@ class Signature(NamedTuple):
         only calls with the same number.
         """
         return _fingerprint(self.operation, self.dtype, self.elements, self.detail, self.epoch)
+
+    @property
+    def verb(self) -> str:
+        """As of `trace.Traced`, like `name`."""
+        return self.operation
+
+    @property
+    def name(self) -> str:
+        return self.detail
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the elements; 0 if they are not compared."""
+        return self.elements * storage(self.dtype).itemsize if self.dtype and self.elements > 0 else 0
 
     @property
     def key(self) -> str:

@@ -25,6 +25,7 @@ from asyncoll.algorithms.rounds.round_cells import BlockLayout, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.trace import Event, What
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import until
@@ -119,6 +120,7 @@ class CompiledRounds(OneSidedRounds):
         arena, _, group = setting.memory
         self._is_short = self._layout.nbytes <= SHORT_BYTES
         self._compiled = rounds_of(core, arena, group, operation, self._layout, self._rounds)
+        setting.trace.compiled(lambda sink: self._compiled.trace(sink, self._opened))
         # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
         self.is_prompt = not self._control_block.interleaved
         self.at_once = self._whole_calls(core) if self._rounds.reduces_at_once else None
@@ -133,6 +135,11 @@ class CompiledRounds(OneSidedRounds):
         turns = order.numbers, order.now, order.over, order.waiting
         self._compiled.attach(core.Answer, Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
         return self._compiled.at_once
+
+    def _opened(self, what: int, at_s: float, number: int) -> Event:
+        """The event of a round that the core has opened."""
+        rank = self._trace.rank
+        return Event(What(what), at_s, rank, self.operation, 0, number, (rank,))
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
         """As far as a call comes without waiting: its delivery, or the coroutine of the rest, which ends the turn."""

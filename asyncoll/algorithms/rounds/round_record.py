@@ -19,6 +19,7 @@ from asyncoll.algorithms.rounds.round_cells import COLUMN, KEPT, BlockLayout, Ch
 from asyncoll.algorithms.rounds.unpublished import unpublished
 from asyncoll.arguments import digest
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.trace import Trace, What
 from asyncoll.transport import Arena
 
 CHUNK_BYTES = 1 << 17  # one rank reduces so much at a time
@@ -44,6 +45,7 @@ class RoundRecord:
         operation: Operation,
         layout: BlockLayout,
         reduce: Callable[[int, Sequence[int]], None],
+        trace: Trace,
         *,
         contributors: int = 0,
         more: int = 0,
@@ -55,6 +57,7 @@ class RoundRecord:
         """
         arena, registry, group = memory
         self._operation = operation
+        self._trace = trace
         self._rank = group.rank
         self.size = size = group.size
         self._contributors = contributors or size
@@ -220,8 +223,14 @@ class RoundRecord:
 
         Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
         """
-        if self.reduces_at_once:
-            return self._open_and_publish(now_ns)
+        number, start = self.number, self._start_and_publish if self.reduces_at_once else self._start
+        missing = start(now_ns)
+        if not missing and self._trace.sink is not None:
+            self._trace.tell(What.OPEN, self._operation, number=number)
+        return missing
+
+    def _start(self, now_ns: int) -> int:
+        """As `_open`, of a round that ranks reduce together."""
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
@@ -266,7 +275,7 @@ class RoundRecord:
         """Whether a contribution that is alone is the result of its round."""
         return block != LENT
 
-    def _open_and_publish(self, now_ns: int) -> int:
+    def _start_and_publish(self, now_ns: int) -> int:
         """As `_open`, of a round of short contributions: reduces it and publishes it, too."""
         cells, table, blocks, latest = self.cells, self._table, self.blocks, self._head.latest
         number = cells[latest] + 1
