@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +24,10 @@ from asyncoll.testing import Network, run_ranks, simulate
 SCRIPT = str(Path(__file__).parent / "scripts" / "traced_ranks.py")
 RANKS = [1, 2, 3, 4, 5, 8, 13]
 WEATHER = Network(latency_s=20e-6, jitter_s=1e-3)
+
+
+PAGE = (Path(__file__).parents[1] / "docs" / "design" / "extending.md").read_text()
+COUNTER = re.search(r"## A counter over events\n.*?```python\n(.*?)```", PAGE, re.DOTALL)[1]
 
 
 def hosts(size):
@@ -95,6 +101,25 @@ def test_a_call_without_a_result_ends_by_cancel_or_fail(carrier, kind, error):
     outcome = What.CANCEL if error is asyncio.CancelledError else What.FAIL
     events, _ = CARRIERS[carrier](2, main)
     assert events == [What.BEGIN, What.ARRIVE, outcome]
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+@looped("size", [1, 2, 3, 8])
+@looped("elements", [8, 30_000])
+def test_the_counter_of_the_page_counts_contributions_that_came_late(carrier, size, elements):
+    page: dict[str, Any] = {}
+    exec(COUNTER, page)
+
+    async def main(comm):
+        with page["Late"](comm) as counter:
+            for _ in range(3):
+                for rank in range(size):
+                    if comm.rank == rank:
+                        await comm.solo_allreduce(np.ones(elements))
+                    await comm.barrier()
+            return counter.late
+
+    assert CARRIERS[carrier](size, main) == [0, *[3] * (size - 1)]
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ int rounds_start(Rounds *self, int64_t number, int64_t now_ns)
     self->head[RUNNING] = number;
     self->head[CLAIMED] = self->head[DONE] = 0;
     *beginning_of(self, number) = now_ns;
-    if (self->trace.sink)
+    if (self->trace.append)
         rounds_tell_opened(self, number);
     pass_point(ROUND_OPENED);
     for (int64_t group = 0; group < self->group_count; group++) {

@@ -100,8 +100,8 @@ enum What { TRACE_BEGIN, TRACE_ARRIVE, TRACE_OPEN, TRACE_REDUCE, TRACE_END };
 
 /* Where the events of an object's calls go. Both are NULL while nothing is traced. */
 typedef struct {
-    PyObject *sink;
-    PyObject *make; /* make(what, at_s, about): the event */
+    PyObject *append; /* of the sink */
+    PyObject *make;   /* make(what, at_s, about): the event */
 } Tracing;
 
 /* Tell that there is an event at `at_s`, in seconds of CLOCK_MONOTONIC. The caller has found a sink, and holds the GIL. A
@@ -110,7 +110,7 @@ void trace_event(const Tracing *trace, enum What what, double at_s, PyObject *ab
 
 void trace_forget(Tracing *trace);
 
-/* `trace(sink, make)`, a method: from now on events go there; None: nowhere. */
+/* `trace(append, make)`, a method: from now on events go there; None: nowhere. */
 PyObject *trace_switch(Tracing *trace, PyObject *arguments);
 
 /* -- control_block.c ------------------------------------------------------------------------- */

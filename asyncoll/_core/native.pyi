@@ -98,7 +98,7 @@ class Rounds:
     def at_once(self, array: Any, /) -> Answer | Exception | None:
         """As `Rounds.at_once`."""
 
-    def trace(self, sink: Any, make: Callable[[int, float, int], Any], /) -> None:
+    def trace(self, append: Callable[[Any], object] | None, make: Callable[[int, float, int], Any], /) -> None:
         """As `ShortCalls.trace`, of the rounds that this rank opens: with the number in place of the entry."""
 
     def is_needed(self, number: int, /) -> bool:
@@ -222,10 +222,10 @@ class ShortCalls:
     ) -> None: ...
     def counts(self) -> list[tuple[Any, int, int]]: ...
     def latest(self) -> tuple[Any, float] | None: ...
-    def trace(self, sink: Any, make: Callable[[int, float, Any], Any], /) -> None:
-        """Append the events of calls to `sink`, each as `(make, what, at_s, entry)`, from which `make` makes it.
+    def trace(self, append: Callable[[Any], object] | None, make: Callable[[int, float, Any], Any], /) -> None:
+        """From now on pass the events of calls to `append`, if it is not None.
 
-        None: tell nothing. `make` gets what follows it there; see `runtime.trace`.
+        Each is a tuple `(make, what, at_s, entry)`, which stands for `make(what, at_s, entry)`: see `runtime.trace`.
         """
 
 class Pieces:

@@ -259,7 +259,7 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
 {
     int64_t absent = rounds_count_gone(self);
     *beginning_of(self, number) = now_ns;
-    if (self->trace.sink)
+    if (self->trace.append)
         rounds_tell_opened(self, number);
     pass_point(ROUND_OPENED);
     for (int64_t group = 0; group < self->group_count; group++) {

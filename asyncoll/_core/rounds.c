@@ -245,7 +245,7 @@ static PyObject *plan(PyObject *object, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-/* `trace(sink, make)` */
+/* `trace(append, make)` */
 static PyObject *trace(PyObject *object, PyObject *arguments)
 {
     return trace_switch(&((Rounds *)object)->trace, arguments);
@@ -383,7 +383,7 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Rounds *self = (Rounds *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->block);
-    Py_VISIT(self->trace.sink);
+    Py_VISIT(self->trace.append);
     Py_VISIT(self->trace.make);
     return rounds_visit_attached(self, visit, arg);
 }

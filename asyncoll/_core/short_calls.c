@@ -268,7 +268,7 @@ static int end(ShortCall *call, bool is_last)
     forget(call);
     *(is_last ? &call->kind->reduced : &call->kind->received) += 1;
     self->ended_s = now_s();
-    if (self->trace.sink) {
+    if (self->trace.append) {
         trace_event(&self->trace, TRACE_REDUCE, self->ended_s, call->entry);
         trace_event(&self->trace, TRACE_END, self->ended_s, call->entry);
     }
@@ -375,7 +375,7 @@ static PyObject *begin(ShortCalls *self, ShortCall *call, PyObject *loop)
         Py_RETURN_NONE;
     self->last = call->number;
     replace(&self->parts[ENTRY], Py_NewRef(call->entry));
-    if (self->trace.sink) {
+    if (self->trace.append) {
         double at_s = now_s();
         trace_event(&self->trace, TRACE_BEGIN, at_s, call->entry);
         trace_event(&self->trace, TRACE_ARRIVE, at_s, call->entry);
@@ -567,7 +567,7 @@ static PyObject *latest(PyObject *object, PyObject *unused)
     return self->parts[ENTRY] ? Py_BuildValue("Od", self->parts[ENTRY], self->ended_s) : Py_NewRef(Py_None);
 }
 
-/* `trace(sink, make)` */
+/* `trace(append, make)` */
 static PyObject *trace(PyObject *object, PyObject *arguments)
 {
     return trace_switch(&((ShortCalls *)object)->trace, arguments);
@@ -923,7 +923,7 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     ShortCalls *self = (ShortCalls *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->meetings);
-    Py_VISIT(self->trace.sink);
+    Py_VISIT(self->trace.append);
     Py_VISIT(self->trace.make);
     for (int i = 0; i < PARTS; i++)
         Py_VISIT(self->parts[i]);

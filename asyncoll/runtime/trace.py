@@ -77,7 +77,7 @@ class Sink(Protocol):
         """An event, or what stands for one (`events_of`). In the thread in which it happens, also under locks."""
 
 
-Switch = Callable[["Sink | None"], object]
+Switch = Callable[[Callable[[Any], object] | None], object]
 
 
 class Trace:
@@ -105,12 +105,12 @@ class Trace:
     def _switch(self, sink: Sink | None) -> None:
         self.sink = sink
         for switch in self._switches:
-            switch(sink)
+            switch(None if sink is None else sink.append)
 
     def compiled(self, switch: Switch) -> None:
-        """Call `switch(sink)` now and at each change: it tells the compiled core where the events of its calls go."""
+        """Tell the compiled core where the events of its calls go, by `switch(append)`, now and at each change."""
         self._switches.append(switch)
-        switch(self.sink)
+        switch(None if self.sink is None else self.sink.append)
 
     @property
     def everyone(self) -> tuple[int, ...]:

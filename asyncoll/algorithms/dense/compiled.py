@@ -118,7 +118,7 @@ class CompiledCalls:
             array_type=np.ndarray,
             may_raise=may_interrupt,
         )
-        member.trace.compiled(lambda sink: self.calls.trace(sink, self._event))
+        member.trace.compiled(lambda append: self.calls.trace(append, self._event))
 
     def learn(self, call: Signature) -> None:
         """From now on calls as `call` begin here with their arguments alone.

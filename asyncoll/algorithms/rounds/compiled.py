@@ -120,7 +120,7 @@ class CompiledRounds(OneSidedRounds):
         arena, _, group = setting.memory
         self._is_short = self._layout.nbytes <= SHORT_BYTES
         self._compiled = rounds_of(core, arena, group, operation, self._layout, self._rounds)
-        setting.trace.compiled(lambda sink: self._compiled.trace(sink, self._opened))
+        setting.trace.compiled(lambda append: self._compiled.trace(append, self._opened))
         # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
         self.is_prompt = not self._control_block.interleaved
         self.at_once = self._whole_calls(core) if self._rounds.reduces_at_once else None
