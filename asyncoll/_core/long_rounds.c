@@ -105,6 +105,8 @@ int rounds_start(Rounds *self, int64_t number, int64_t now_ns)
     self->head[HEAD_RUNNING] = number;
     self->head[HEAD_CLAIMED] = self->head[HEAD_DONE] = 0;
     *beginning_of(self, number) = now_ns;
+    if (self->trace.append)
+        rounds_tell_opened(self, number);
     pass_point(ROUND_OPENED);
     for (int64_t group = 0; group < self->group_count; group++) {
         int64_t more = take_group(self, group, number, absent);

@@ -9,6 +9,7 @@
  *   awaitables.c      what the callers of whole calls await
  *   reductions.c      elementwise reductions of several arrays
  *   sparse.c          passes of the sparse allreduces over long vectors
+ *   trace.c           events of calls, for a record of them
  *   points.c          named moments inside all of them, for fault tests
  *   native.c          the module
  *
@@ -104,6 +105,26 @@ static inline void pass_point(enum Point point)
 /* `native.watch` and `native.points`. */
 PyObject *watch_in_python(PyObject *module, PyObject *callable);
 PyObject *points_in_python(void);
+
+/* -- trace.c ---------------------------------------------------------------------------------- */
+
+/* `What` of asyncoll/runtime/trace.py: the events that are told here. */
+enum What { TRACE_BEGIN, TRACE_ARRIVE, TRACE_OPEN, TRACE_REDUCE, TRACE_END };
+
+/* Where the events of an object's calls go. Both are NULL while nothing is traced. */
+typedef struct {
+    PyObject *append; /* of the sink */
+    PyObject *make;   /* make(what, at_s, about): the event */
+} Tracing;
+
+/* Tell that there is an event at `at_s`, in seconds of CLOCK_MONOTONIC. The caller has found a sink, and holds the GIL. A
+ * ring runs no bytecode: Python makes the event when it is taken out. */
+void trace_event(const Tracing *trace, enum What what, double at_s, PyObject *about);
+
+void trace_forget(Tracing *trace);
+
+/* `trace(append, make)`, a method: from now on events go there; None: nowhere. */
+PyObject *trace_switch(Tracing *trace, PyObject *arguments);
 
 /* -- control_block.c ------------------------------------------------------------------------- */
 

@@ -176,6 +176,14 @@ void rounds_forget_results(Rounds *self, int64_t number)
     }
 }
 
+void rounds_tell_opened(const Rounds *self, int64_t number)
+{
+    PyObject *about = PyLong_FromLongLong(number);
+    if (about)
+        trace_event(&self->trace, TRACE_OPEN, 1e-9 * (double)clock_ns(), about);
+    Py_XDECREF(about);
+}
+
 /* -- opening a round -------------------------------------------------------------------------- */
 
 /* Reduce the staged contributions of `group` into a block, which has one keeper. Returns NONE if there are none, and -1
@@ -260,6 +268,8 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
 {
     int64_t absent = rounds_count_gone(self);
     *beginning_of(self, number) = now_ns;
+    if (self->trace.append)
+        rounds_tell_opened(self, number);
     pass_point(ROUND_OPENED);
     for (int64_t group = 0; group < self->group_count; group++) {
         int contributors;

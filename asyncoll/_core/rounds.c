@@ -245,6 +245,12 @@ static PyObject *plan(PyObject *object, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
+/* `trace(append, make)` */
+static PyObject *trace(PyObject *object, PyObject *arguments)
+{
+    return trace_switch(&((Rounds *)object)->trace, arguments);
+}
+
 /* -- the type --------------------------------------------------------------------------------- */
 
 /* Where everything lies among the cells. */
@@ -378,6 +384,8 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Rounds *self = (Rounds *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->block);
+    Py_VISIT(self->trace.append);
+    Py_VISIT(self->trace.make);
     return rounds_visit_attached(self, visit, arg);
 }
 
@@ -394,6 +402,7 @@ static void destroy(PyObject *object)
     PyMem_Free(self->sources);
     PyMem_Free(self->parts);
     rounds_detach(self);
+    trace_forget(&self->trace);
     Py_XDECREF((PyObject *)self->block);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(object);
@@ -407,6 +416,7 @@ static PyMethodDef methods[] = {
     {"plan", plan, METH_VARARGS, NULL},
     {"attach", rounds_attach, METH_VARARGS, NULL},
     {"at_once", rounds_at_once, METH_O, NULL},
+    {"trace", trace, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -41,6 +41,7 @@ from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.operands import bundle
 from asyncoll.tensors.reductions import ReduceOp, kernel_number
 from asyncoll.transport.control_block import DOORBELLS, control_block_bytes
@@ -348,7 +349,8 @@ class _planned:  # noqa: N801 (stands in for an object of the core)
 def _one_sided(arena: HostArena, operation: Operation) -> OneSidedRounds:
     group = Group(arena.ranks, arena.local_rank, 7)
     registry = OperationRegistry(arena, len(arena.ranks), arena.local_rank, 7)
-    return OneSidedRounds(Setting(Memory(arena, registry, group), str, lambda: False), operation)
+    setting = Setting(Memory(arena, registry, group), str, Trace(group.rank, group.size), lambda: False)
+    return OneSidedRounds(setting, operation)
 
 
 def _call(rounds: OneSidedRounds, operation: Operation) -> None:

@@ -200,6 +200,7 @@ class NextRound(ABC):
     """The next round of an operation by message, as one rank knows it. It is a `rules.RoundView`."""
 
     has_begun = False  # whether the round runs, as far as this rank knows
+    is_opener = False  # whether this rank has opened it
 
     def __init__(self, operation: Operation, number: int, size: int, rank: int) -> None:
         self.number = number
@@ -267,7 +268,7 @@ class CoordinatedRound(NextRound):
             self._note(rank, ARRIVED)
         if not self.may_open():
             return []
-        self.has_begun = True
+        self.has_begun = self.is_opener = True
         return [Begin()]
 
 
@@ -309,6 +310,7 @@ class ActivatedRound(NextRound):
     def _fire(self, step: ActivationStep) -> list[Instruction]:
         """`step` has happened: signals along the tree, and this rank's part, as the schedule says."""
         instructions: list[Instruction] = []
+        self.is_opener |= step == OPEN
         for fired in self._schedule.fire(step):
             if fired.kind == "forward":
                 instructions.append(Tell((self._rank + (1 << fired.edge)) % self.size, fired.edge))

@@ -55,7 +55,7 @@ class HostRounds(OneSidedRounds):
             self._agent.look()  # ranks of this host may have left before
 
     def _record(self) -> RoundRecord:
-        return HostRecord(self._memory, self.operation, self._layout, self._reduce_blocks, self._hosts)
+        return HostRecord(self._memory, self.operation, self._layout, self._reduce_blocks, self._trace, self._hosts)
 
     # -- calls ------------------------------------------------------------------------------------
 

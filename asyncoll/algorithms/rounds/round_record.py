@@ -40,6 +40,7 @@ from asyncoll.algorithms.rounds.round_cells import (
 from asyncoll.algorithms.rounds.unpublished import unpublished
 from asyncoll.arguments import digest
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.trace import Trace, What
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena
 
@@ -83,6 +84,7 @@ class RoundRecord:
         operation: Operation,
         layout: BlockLayout,
         reduce: Callable[[int, Sequence[int]], None],
+        trace: Trace,
         *,
         contributors: int = 0,
         more: int = 0,
@@ -94,6 +96,7 @@ class RoundRecord:
         """
         arena, registry, group = memory
         self._operation = operation
+        self._trace = trace
         self._rank = group.rank
         self.size = size = group.size
         self._contributors = contributors or size
@@ -255,8 +258,14 @@ class RoundRecord:
 
         Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
         """
-        if self.reduces_at_once:
-            return self._open_and_publish(now_ns)
+        number, start = self.number, self._start_and_publish if self.reduces_at_once else self._start
+        missing = start(now_ns)
+        if not missing and self._trace.sink is not None:
+            self._trace.tell(What.OPEN, self._operation, number=number)
+        return missing
+
+    def _start(self, now_ns: int) -> int:
+        """As `_open`, of a round that ranks reduce together."""
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
@@ -301,7 +310,7 @@ class RoundRecord:
         """Whether a contribution that is alone is the result of its round."""
         return block != LENT
 
-    def _open_and_publish(self, now_ns: int) -> int:
+    def _start_and_publish(self, now_ns: int) -> int:
         """Open the next round, of short contributions, reduce it and publish it, all in this critical section.
 
         Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.

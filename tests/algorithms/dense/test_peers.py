@@ -92,6 +92,7 @@ class Meeting:
             x.nbytes,
             Traffic(),
             Traffic(),
+            epoch=0,
         )
         self.meetings, self.area, self.x, self.number = meetings_of(area, _core.native), area, x, number
         self.has_arrived = self.is_over = False
