@@ -106,7 +106,7 @@ def forked_world(template, tmp_path):
 
     Each is a process of its own. All are killed in the end.
     """
-    from asyncoll.launch.environment import reserve_port
+    from asyncoll.launch.rank_environment import reserve_port
 
     with contextlib.ExitStack() as stack:
 

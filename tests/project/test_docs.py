@@ -40,7 +40,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 import asyncoll
 import trainers.runs
 from asyncoll import notebook, rpc, testing, training
-from asyncoll.launch.environment import reserve_port
+from asyncoll.launch.rank_environment import reserve_port
 from tests.support.places import ROOT
 from tests.support.processes import LIGHT, PATIENCE_S, TRAINING
 

@@ -10,7 +10,7 @@ from torch.optim import lr_scheduler
 
 import asyncoll
 from asyncoll.testing import run_ranks
-from asyncoll.torch.hooks.schedule import Schedule
+from asyncoll.torch.hooks.option_schedule import OptionSchedule
 from asyncoll.training import DCASGD, SGP, OkTopkSGD, Trainer
 from tests.support.damage import damaged
 from tests.support.training_loops import ALGORITHMS, AT_OWN_PACE, loss, momentum, network
@@ -76,14 +76,14 @@ SCHEDULERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_hook_goes_on_with_the_state_of_every_kind_of_scheduler(kind: str) -> None:
-    def scheduled() -> Schedule:
+    def scheduled() -> OptionSchedule:
         optimizer = momentum(network())
-        return Schedule(optimizer, SCHEDULERS[kind](optimizer))
+        return OptionSchedule(optimizer, SCHEDULERS[kind](optimizer))
 
     one, other = scheduled(), scheduled()
     one._optimizer.step()
-    for _ in range(3):
-        one.step()
+    for round_ in (1, 2, 3):
+        one.step(round_)
     other.load(one.state())
     assert other.state() == one.state()
 

@@ -20,7 +20,7 @@ import torch
 import asyncoll
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 from asyncoll.training import DCASGD, ParameterServerSGD
-from asyncoll.training.parameter_server import Server
+from asyncoll.training.parameter_server import ModelServer
 from asyncoll.training.replicas import weights
 from tests.support.cases import case, looped
 from tests.support.places import SCRIPTS
@@ -299,7 +299,7 @@ def test_the_scheduler_of_rank_0_follows_the_clock_of_the_server() -> None:
 # -- staleness -----------------------------------------------------------------------------------
 
 
-class Observed(Server):
+class Observed(ModelServer):
     """A server that records how far ahead of the slowest each worker is when its gradient comes, and its staleness."""
 
     def __init__(self, trainer: ParameterServerSGD, staleness: int | None) -> None:
@@ -319,7 +319,7 @@ class Observed(Server):
 
 
 class Observing(ParameterServerSGD):
-    def _make_server(self) -> Server:
+    def _make_server(self) -> ModelServer:
         self.observed = Observed(self, self._staleness)
         return self.observed
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from asyncoll.launch.environment import reserve_port
+from asyncoll.launch.rank_environment import reserve_port
 from asyncoll.transport.keys import write_key
 from tests.support.places import ROOT, SCRIPTS
 from tests.support.processes import DEBUG, LIGHT, PATIENCE_S, ForkedRank

@@ -55,7 +55,7 @@ from asyncoll.algorithms.rounds.agent_signals import (
     step_of,
 )
 from asyncoll.algorithms.rounds.alarm import Alarm
-from asyncoll.algorithms.rounds.attempt import Attempt, Exchange, Part
+from asyncoll.algorithms.rounds.attempt import Attempt, HostExchange, HostPart
 from asyncoll.algorithms.rounds.engine import ARRIVED, CoordinatedRound
 from asyncoll.algorithms.rounds.host_record import HostRecord
 from asyncoll.algorithms.rounds.operation import Operation
@@ -64,6 +64,7 @@ from asyncoll.algorithms.rounds.watch import Situation, Watch
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
+from asyncoll.runtime.trace import What
 from asyncoll.transport.wire import Buffer
 
 Key = tuple[int, int]  # a round, and an attempt at it
@@ -85,7 +86,7 @@ class Agent:
         operation: Operation,
         hosts: Hosts,
         record: HostRecord,
-        part: Part,
+        part: HostPart,
         describe: Callable[[], str],
     ) -> None:
         """`describe` gives the operation and its first call, for errors and for the report of a deadlock."""
@@ -95,7 +96,7 @@ class Agent:
         self._record = record
         self._part = part
         self._size = port.group.size
-        self._exchange = Exchange(port, operation, hosts, part, describe)
+        self._exchange = HostExchange(port, operation, hosts, part, describe)
         self._rules = SignalRules(hosts, self._exchange.short_bytes())
         self._watch = Watch(
             self._situation, self._ask, self._try_again, port.now_s, self._alarm(WATCH), operation.nbytes
@@ -221,6 +222,8 @@ class Agent:
         with self._record.control_block:
             is_opener = self._record.open_for_all(number)
         if is_opener:
+            if self._port.trace.sink is not None:
+                self._port.trace.tell(What.OPEN, self._operation, number=number)
             self._begin(number, 1)
         self._watch.begin(number)
 

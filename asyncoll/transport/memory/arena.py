@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from asyncoll import _core, forks
-from asyncoll._core import Core
+from asyncoll._core import NativeCore
 from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Loss
@@ -30,10 +30,11 @@ from asyncoll.transport.control_block import (
     Wait,
     control_block_bytes,
 )
+from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory import futex
 from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
 from asyncoll.transport.memory.heap import Heap
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, AbandonedMutex, LockPolicy, RobustMutex
+from asyncoll.transport.memory.mutex import AbandonedMutex, LockPolicy, RobustMutex
 from asyncoll.transport.memory.pages import check_room, commit, give_back, mib, too_much
 from asyncoll.transport.memory.segment import HEAD_BYTES, Segment, capacity_of, close_segment, make_segment, map_segment
 
@@ -60,7 +61,7 @@ _NO_POLLING_S = 0.1
 
 @contextlib.contextmanager
 def local_world(
-    size: int, natives: Sequence[Core | None] = (_core.native,), ranks: Sequence[int] = ()
+    size: int, natives: Sequence[NativeCore | None] = (_core.native,), ranks: Sequence[int] = ()
 ) -> Iterator[list[HostArena]]:
     """One arena for each of `size` ranks inside this process, over real shared memory.
 
@@ -95,7 +96,7 @@ class HostArena:
         local_rank: int,
         ranks: tuple[int, ...],
         segments: Sequence[Segment],
-        native: Core | None = _core.native,
+        native: NativeCore | None = _core.native,
     ) -> None:
         """`segments` has one entry for each rank, by local rank. Their descriptors are copied. `native` is the compiled
         core, or None to do without it.

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from asyncoll import AVG, AbortedError
-from asyncoll.algorithms.alone import AloneBackend
-from asyncoll.algorithms.by_message import MessageBackend
+from asyncoll.algorithms.alone_backend import AloneBackend
 from asyncoll.algorithms.choice import choose_backend
-from asyncoll.algorithms.in_memory import MemoryBackend
+from asyncoll.algorithms.memory_backend import MemoryBackend
+from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing import run_ranks

@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import asyncoll
 from asyncoll.testing import fake_device
-from asyncoll.torch.group import ProcessGroup
+from asyncoll.torch.process_group import ProcessGroup
 from tests.support.emulated_cuda import Event, Stream, emulated_cuda
 from tests.support.raising import caught
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import asyncoll
 import asyncoll.torch
-from asyncoll.launch.environment import reserve_port
+from asyncoll.launch.rank_environment import reserve_port
 from tests.support.raising import caught
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
