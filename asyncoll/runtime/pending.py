@@ -114,28 +114,26 @@ class PendingCalls:
         endpoint.router.on_control(Here, group.communicator, self._on_answer)
 
     def enter(
-        self, call: Described, number: int = 0, ranks: tuple[int, ...] = (), *, from_any: bool = False
+        self,
+        call: Described,
+        number: int = 0,
+        ranks: tuple[int, ...] = (),
+        *,
+        from_any: bool = False,
+        since: tuple[float, float | None] | None = None,
     ) -> PendingCall:
         """A call begins. Runs in the caller's thread and context, where `asyncoll.deadline` is set.
 
         `number` counts the calls that all ranks make, from 1; 0 for another call (send, recv, a round). `ranks` are the
         world ranks that take part, by default all of the communicator. A call of certain ranks needs all of them; one
-        `from_any` needs one other rank.
+        `from_any` needs one other rank. A call that is entered late gives `since`: when it began, and its deadline.
         """
+        since_s, expires_s = (self._now_s(), deadlines.expires_s()) if since is None else since
         kind = Kind.COLLECTIVE if number else Kind.PAIR if ranks else Kind.FROM_ANY if from_any else Kind.ROUND
-        return self._enter(call, number, self._now_s(), deadlines.expires_s(), ranks or self._group.ranks, kind)
-
-    def enter_late(self, call: Described, number: int, since_s: float, expires_s: float | None) -> PendingCall:
-        """A collective is entered late: it began at `since_s`, in a context whose deadline is at `expires_s`."""
-        return self._enter(call, number, since_s, expires_s, self._group.ranks, Kind.COLLECTIVE)
-
-    def _enter(
-        self, call: Described, number: int, since_s: float, expires_s: float | None, ranks: tuple[int, ...], kind: Kind
-    ) -> PendingCall:
         patience_s = since_s + self._patience_s
         if expires_s is None or expires_s > patience_s:
             expires_s = patience_s
-        pending = PendingCall(call, number, ranks, since_s, expires_s, kind)
+        pending = PendingCall(call, number, ranks or self._group.ranks, since_s, expires_s, kind)
         self._pending[pending] = None
         self.note(call, number)
         if pending.expires_s < self._next_check_s:
