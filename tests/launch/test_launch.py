@@ -301,7 +301,7 @@ ENDINGS = [
     ("message", 1, ["rank 1 failed (exit code 1)", "rank one gives up"]),
     ("abrupt", 9, ["rank 1 failed (exit code 9)"]),
     ("kill", 137, ["rank 1 was killed by SIGKILL"]),
-    ("crash", 139, ["rank 1 was killed by SIGSEGV", "Segmentation fault", "endings.py"]),
+    ("crash", 139, ["rank 1 was killed by SIGSEGV", "Segmentation fault", "ends_as_told.py"]),
 ]
 
 

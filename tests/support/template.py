@@ -16,6 +16,7 @@ import runpy
 import sys
 import tempfile
 import threading
+import weakref
 
 from asyncoll.launch import process_tree
 from asyncoll.launch.template import preload
@@ -59,8 +60,13 @@ def run(command: list[str]) -> None:
 
 
 def end_shortly() -> None:
-    """As the interpreter, up to where it would clear modules. Objects that are not closed warn here as there."""
+    """As the interpreter, up to where it would clear modules. Objects that are not closed warn here as there.
+
+    torch would take back each of its operators.
+    """
     threading._shutdown()
+    for finalizer in INHERITED:
+        finalizer.atexit = False
     atexit._run_exitfuncs()
     gc.collect()
     sys.stdout.flush()
@@ -69,6 +75,7 @@ def end_shortly() -> None:
 
 
 assert preload()
+INHERITED = [*weakref.finalize._registry]
 run(serve())
 if "WHOLE_END" not in os.environ:  # an exception of the program ends the rank as any other
     end_shortly()

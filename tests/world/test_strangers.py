@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
 import pytest
-
-from tests.support.processes import PATIENCE_S
 
 RANK = """
 import sys
@@ -66,21 +62,16 @@ def serve(listener: socket.socket, act: Callable[[socket.socket], None]) -> None
     ],
     ids=["a web server", "one that speaks first", "one that says nothing"],
 )
-def test_a_program_that_is_no_store_is_named(act, text):
+def test_a_program_that_is_no_store_is_named(act, text, forked, tmp_path):
+    (tmp_path / "rank.py").write_text(RANK)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=serve, args=(listener, act), daemon=True).start()
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
-        done = subprocess.run(
-            [sys.executable, "-c", RANK, "0.2", "0.2"],
-            env=os.environ | place | {"RANK": "1", "WORLD_SIZE": "2", "ASYNCOLL_DEADLINE_S": "60"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=PATIENCE_S,
-        )
+        environment = os.environ | place | {"RANK": "1", "WORLD_SIZE": "2", "ASYNCOLL_DEADLINE_S": "60"}
+        code, _, err = forked(environment, tmp_path / "rank.py", "0.2", "0.2")
         listener.shutdown(socket.SHUT_RDWR)
-    assert done.returncode == 1
-    (said,) = [line for line in done.stderr.splitlines() if line.startswith("asyncoll.errors.")]
+    assert code == 1
+    (said,) = [line for line in err.splitlines() if line.startswith("asyncoll.errors.")]
     assert said.startswith(f"asyncoll.errors.UsageError: what listens at 127.0.0.1, MASTER_PORT={place['MASTER_PORT']}")
     assert text in said
     assert "Choose another port" in said

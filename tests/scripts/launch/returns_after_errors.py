@@ -1,4 +1,4 @@
-"""Rank 1 stops itself. The others catch what follows from it and return normally: `forgiving.py [DEADLINE_S]`."""
+"""Rank 1 stops itself. The others catch what follows from it and return: `returns_after_errors.py [DEADLINE_S]`."""
 
 import contextlib
 import os

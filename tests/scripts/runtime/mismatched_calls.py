@@ -45,7 +45,7 @@ for call, calls_before, is_reported in itertools.product(CALLS, (0, 4), (False, 
     part = comm.split(0).wait()
     with reported_at(PLACE) if is_reported else contextlib.nullcontext():
         text = told(part, call, x, calls_before)
-    reported, own = (f"sites.py:{line}" for line in (Site(*PLACE).line, CALLS[call].__code__.co_firstlineno))
+    reported, own = (f"mismatched_calls.py:{line}" for line in (Site(*PLACE).line, CALLS[call].__code__.co_firstlineno))
     assert text.count(reported) == (2 if is_reported else 0), (call, calls_before, is_reported, text)
     assert (own in text) == (not is_reported), (call, calls_before, is_reported, text)
 comm.close()

@@ -191,7 +191,7 @@ def refused_by_one():
                 failing = [right]
             error = caught(asyncoll.MismatchError, lambda failing=failing: [act().wait() for act in failing])
             assert isinstance(error, dist.DistBackendError)
-            for expected in (f"rank {bad} called", "refused at torch_refusals.py:", text):
+            for expected in (f"rank {bad} called", "refused at wrong_arguments.py:", text):
                 assert expected in str(error), (expected, error)
             pg.shutdown()
 

@@ -1,6 +1,6 @@
 """Refuse system calls, as the seccomp profile of a container does, and run a program.
 
-refused.py ERRNO CALL... -- COMMAND...: a CALL is a name of `NUMBERS`; ERRNO is a name, such as EPERM.
+with_refused_system_calls.py ERRNO CALL... -- COMMAND...: a CALL is a name of `NUMBERS`; ERRNO is a name, such as EPERM.
 """
 
 from __future__ import annotations

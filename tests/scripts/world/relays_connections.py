@@ -1,4 +1,7 @@
-"""Passes on connections, as a NAT does: `relay.py ADDRESS TARGET PORT...`. Prints a line once it listens at ADDRESS."""
+"""Passes on connections, as a NAT does: `relays_connections.py ADDRESS TARGET PORT...`.
+
+Prints a line once it listens at ADDRESS.
+"""
 
 import asyncio
 import contextlib

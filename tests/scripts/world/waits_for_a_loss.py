@@ -1,4 +1,4 @@
-"""Say "ready", go on until a rank is gone, and say what was heard of it: `mourners.py [CALL]`."""
+"""Say "ready", go on until a rank is gone, and say what was heard of it: `waits_for_a_loss.py [CALL]`."""
 
 import sys
 

@@ -492,6 +492,7 @@ def test_any_other_breach_breaks_a_cell(cell, what, complaint):
     assert any(complaint in each for each in broken)
 
 
+CHOSEN_CELLS = SCRIPTS / "testing/faults/chosen_cells.py"
 CELLS = ("kill/allreduce/inside", "exit/solo/after", "raise/alltoallv/inside", "disconnect/send_recv/inside")
 CELLS += ("slow/ddp_step/inside", "kill/eager_step/before", "raise/sparse/inside", "exit/broadcast/inside")
 CELLS += ("interrupt/solo/inside", "terminate/majority/after", "crash/rpc/inside", "fatal/allreduce/before")
@@ -520,18 +521,12 @@ CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-co
         pytest.param("shm-mixed", ("kill/quorum/inside", *CORE_CELLS), marks=needs_core),
     ],
 )
-def test_a_few_cells_among_processes(transport, cells, tmp_path):
+def test_a_few_cells_among_processes(transport, cells, forked, tmp_path):
     """Times are not checked: that needs an idle machine, and is the job of the command."""
     with tempfile.TemporaryDirectory() as temporary:  # its path is shorter than that of `tmp_path`: sockets are in it
-        done = subprocess.run(
-            [sys.executable, SCRIPTS / "testing/faults/chosen_cells.py", transport, "3", *cells],
-            env=os.environ | {"TMPDIR": temporary, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} | ONE_THREAD,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=True,
-        )
-        assert json.loads(done.stdout) == {cell: [] for cell in cells}
+        environment = os.environ | {"TMPDIR": temporary, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)} | ONE_THREAD
+        code, out, err = forked(environment, CHOSEN_CELLS, transport, "3", *cells)
+        assert (code, json.loads(out)) == (0, {cell: [] for cell in cells}), err
         assert os.listdir(temporary) == []
 
 
@@ -639,17 +634,10 @@ def test_an_error_names_the_host_that_has_vanished(more, complaint):
 
 
 @pytest.mark.slow
-def test_hosts_that_vanish_among_processes():
+def test_hosts_that_vanish_among_processes(forked):
     """Times are not checked. Two hosts are network namespaces; an exit code of 77 tells that they cannot be made."""
     cells = ("kill-host/solo/inside", "kill-host/allreduce/inside")  # a silence is noticed after ASYNCOLL_FREEZE_S
-    done = subprocess.run(
-        [sys.executable, SCRIPTS / "testing/faults/chosen_cells.py", "shm", "4", "--hosts", *cells],
-        env=os.environ | ONE_THREAD,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    if done.returncode == 77:
-        pytest.skip(done.stderr)
-    assert json.loads(done.stdout) == {cell: [] for cell in cells}, done.stderr
+    code, out, err = forked(os.environ | ONE_THREAD, CHOSEN_CELLS, "shm", "4", "--hosts", *cells)
+    if code == 77:
+        pytest.skip(err)
+    assert json.loads(out) == {cell: [] for cell in cells}, err

@@ -107,7 +107,10 @@ async def deadline(comm: Communicator) -> None:
     part = await comm.split(0)
     await warm(part)
     if comm.rank == 0:
-        called, place = r"allreduce #7 of 10 float32, SUM at short_call_ways.py:\d+", r"at short_call_ways.py:\d+"
+        called, place = (
+            r"allreduce #7 of 10 float32, SUM at short_calls_in_every_way.py:\d+",
+            r"at short_calls_in_every_way.py:\d+",
+        )
         told = f"{called} was not over after .*; arrived: 0; missing: rank 1 .*, after barrier #6 {place}"
         with pytest.raises(DeadlineError, match=told), asyncoll.deadline(0.05):
             await part.allreduce(ones())
@@ -120,7 +123,7 @@ async def mismatch(comm: Communicator) -> None:
     with pytest.raises(MismatchError) as caught:
         await (part.barrier() if comm.rank == 0 else part.allreduce(ones()))
     for call in ("barrier #7 at", "allreduce #7 of 10 float32, SUM at"):
-        assert f"{call} short_call_ways.py:" in str(caught.value)
+        assert f"{call} short_calls_in_every_way.py:" in str(caught.value)
     await comm.barrier()
 
 

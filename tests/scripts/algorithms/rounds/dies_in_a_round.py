@@ -1,4 +1,4 @@
-"""Call until a rank has died in a round, and judge the record: `left_record.py KIND LENGTH VICTIM POINT PASSING`.
+"""Call until a rank has died in a round, and judge the record: `dies_in_a_round.py KIND LENGTH VICTIM POINT PASSING`.
 
 The victim is killed as it passes POINT for the PASSING-th time: a point of the core; "opcode", of the record in Python;
 or "instruction", which is after so many tenths of a millisecond.

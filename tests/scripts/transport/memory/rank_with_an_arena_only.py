@@ -1,4 +1,4 @@
-"""One rank of a host that has nothing but an arena: `shares.py FOLDER RANK SIZE WHAT`."""
+"""One rank of a host that has nothing but an arena: `rank_with_an_arena_only.py FOLDER RANK SIZE WHAT`."""
 
 import asyncio
 import os
