@@ -81,8 +81,7 @@ class LoneRounds:
             self._kept.append(tuple.__new__(_KeptRound, (number, [array.flatten()], 1.0)))
             engine.deliver_own(number)
         synchronous = self.operation.is_synchronous(number)
-        waited_s = self._now_s() - came_s
-        reduction = reduction_of(number, 1, True, 0, synchronous, (), _ALONE, _ALONE, 0, waited_s, array)
+        reduction = _own_round(number, synchronous, self._now_s() - came_s, array)
         return self._runner.done(reduction, partial(engine.owed.append, (1, number)))
 
     async def call(self, contribution: Contribution) -> Delivery:
@@ -115,7 +114,14 @@ class LoneRounds:
         return self._engine.statistics(rounds, {1: rounds} if rounds else {}, (0.0,), (0.0,))
 
     def _result(self, kept: _KeptRound) -> Result:
+        # In their order and not by name: that takes a third of the time. The round is the ticket of its contribution.
         number, parts, weight = kept
-        synchronous = self.operation.is_synchronous(number)
-        # The round is the ticket of its one contribution.
-        return result_of((number, parts, _ALONE, _ALONE, number, synchronous, weight, False, False, False, 0))
+        taken, synchronous = number, self.operation.is_synchronous(number)
+        deserted, lent, averaged, block = False, False, False, 0
+        return result_of((number, parts, _ALONE, _ALONE, taken, synchronous, weight, deserted, lent, averaged, block))
+
+
+def _own_round(number: int, synchronous: bool, waited_s: float, x: Array) -> Reduction:
+    """The answer to a call in time: its own contribution, alone. By position: keywords take twice as long."""
+    active, included, skipped, missed, lag = 1, True, 0, (), 0
+    return reduction_of(number, active, included, skipped, synchronous, missed, _ALONE, _ALONE, lag, waited_s, x)
