@@ -110,11 +110,20 @@ def key(file: Path) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--gpu", is_flag=True, help="Open the devices of CUDA, and show the routes of copies.")
-def doctor(as_json: bool, gpu: bool) -> None:
+@click.option("--ways", is_flag=True, help="Show instead which way each call takes, and why.")
+@click.option(
+    "-n",
+    "ranks",
+    type=_COUNT,
+    default=2,
+    envvar="WORLD_SIZE",
+    help="Number of ranks, for --ways.  [default: WORLD_SIZE, or 2]",
+)
+def doctor(as_json: bool, gpu: bool, ways: bool, ranks: int) -> None:
     """Show what asyncoll finds on this host, and what it would choose for a job."""
-    from asyncoll.doctor import examine, render
+    from asyncoll import doctor
 
-    click.echo(render(examine(with_gpu=gpu), as_json))
+    click.echo(doctor.ways(ranks, as_json) if ways else doctor.render(doctor.examine(with_gpu=gpu), as_json))
 
 
 @main.command()

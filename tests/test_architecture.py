@@ -194,7 +194,17 @@ PACKAGES: dict[str, set[str]] = {
         "transport.staging",
         "world",
     },
-    "doctor": {"", "_core", "errors", "launch", "transport", "transport.staging", "world"},
+    "doctor": {
+        "",
+        "_core",
+        "algorithms",
+        "algorithms.seam",
+        "errors",
+        "launch",
+        "transport",
+        "transport.staging",
+        "world",
+    },
     "bench": {
         "",
         "algorithms.dense",
@@ -260,7 +270,7 @@ REPLACED = {
     },
     "test_bench.py": {"algorithms.allreduce": _LAW},
     "test_cancellation.py": {"join.meet": "the moment at which the ranks have met"},
-    "test_collectives.py": {"on_lane.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"},
+    "test_collectives.py": {"by_size.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"},
     "test_standstill.py": {
         "SharedLoop.is_stuck": "ranks on one loop never know it; the test does",
         "standstill.STILL_S": "so that ranks of drawn worlds stand still",

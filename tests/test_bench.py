@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner
 from conftest import LIGHT, PATIENCE_S
 
-from asyncoll.algorithms.dense import on_lane as algorithms
+from asyncoll.algorithms.dense import by_size as algorithms
 from asyncoll.bench.dense_calls import bus_bandwidth
 from asyncoll.bench.plan import BenchPlan, parse_duration, parse_sizes
 from asyncoll.bench.skewed import MODES, bound, expected

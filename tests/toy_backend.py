@@ -81,4 +81,4 @@ class ToyBackend(MessageBackend):
         self._table = table
 
     def collectives(self, call):
-        return ToyCollectives(self._member, self._table, call)
+        return ToyCollectives(self._member, self._table, call.signature)

@@ -7,7 +7,7 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from functools import cache, partial
 from types import TracebackType
 from typing import Any, TypeVar, cast
 
@@ -23,7 +23,7 @@ from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.pair_memory import PairMemory
 from asyncoll.algorithms.dense.rendezvous import DisagreementError, RendezvousArea
 from asyncoll.algorithms.dense.shared_call import SharedCall, keep_nothing
-from asyncoll.algorithms.dense.tuning import choose
+from asyncoll.algorithms.dense.tuning import Sizes, choose
 from asyncoll.algorithms.rounds.compiled_rounds import rounds_in_memory
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.one_sided import OneSidedRounds, Setting
@@ -32,6 +32,7 @@ from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.short_calls import Entry, Host, ShortCalls, signature_of
+from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, NonFiniteError, ProtocolError
 from asyncoll.rpc.carrier import Carrier
@@ -231,19 +232,26 @@ class MemoryBackend:
         return self._compiled.calls
 
     def collectives(self, call: Call[Any]) -> MemoryCall:
-        if call.overlapping is not None and self._overlaps(call.overlapping.mirror.nbytes):
-            call.overlapping.defer(may_share=not self._devices.is_refused)
-            self._recent.append(call.signature)
-            return OverlappedCall(self._member, self._area, call.signature, call.overlapping, self._devices)
+        if call.overlapping is not None:
+            return begin(device_ways(self._area.sizes), Shape(call.overlapping.mirror.nbytes), self, call)
         if self._compiled is not None:
             self._compiled.learn(call.signature)
         return self.collectives_of(call.signature)
 
-    def _overlaps(self, nbytes: int) -> bool:
-        """Whether a tensor of a device is long enough to be used while it arrives."""
-        sizes = self._area.sizes
-        least = sizes.staged if self._devices.is_refused else min(sizes.staged, sizes.device)
-        return nbytes > max(least, sizes.short)
+    def in_device_memory(self, call: Call[Any]) -> MemoryCall | None:
+        """Collectives that show the call's tensor where it is. Declines if device memory cannot be shared here."""
+        return None if self._devices.is_refused else self.in_windows(call)
+
+    def in_windows(self, call: Call[Any]) -> MemoryCall:
+        """Collectives that use the call's tensor while it arrives."""
+        assert call.overlapping is not None
+        call.overlapping.defer(may_share=not self._devices.is_refused)
+        self._recent.append(call.signature)
+        return OverlappedCall(self._member, self._area, call.signature, call.overlapping, self._devices)
+
+    def of_mirror(self, call: Call[Any]) -> MemoryCall:
+        """Collectives that use the call's tensor at the host, once it has arrived."""
+        return self.collectives_of(call.signature)
 
     def collectives_of(self, call: Signature) -> MemoryCall:
         self._recent.append(call)
@@ -360,3 +368,27 @@ def _dispute(member: Member, context: int, number: int, description: str, rank: 
     # Posted to the runtime's loop: this may run in the caller's thread, which must not use the router.
     question = Dispute(member.communicator, context, number, description)
     member.post(lambda: member.tell(rank, question))
+
+
+@cache
+def device_ways(sizes: Sizes) -> tuple[Way[MemoryCall], ...]:
+    """The ways of a call whose only tensor is on a device. The ranks may differ in them."""
+    call = "one tensor of a device"
+    return (
+        Way(
+            call,
+            "device memory",
+            MemoryBackend.in_device_memory,
+            "no copy to the host",
+            over=max(sizes.device, sizes.short),
+            needs="devices that read each other's memory",
+        ),
+        Way(
+            call,
+            "windows",
+            MemoryBackend.in_windows,
+            "a part is reduced while the next one arrives",
+            over=max(sizes.staged, sizes.short),
+        ),
+        Way(call, "mirror", MemoryBackend.of_mirror, "a copy at the host, used once it is whole"),
+    )

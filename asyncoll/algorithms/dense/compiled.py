@@ -16,8 +16,10 @@ import numpy as np
 
 from asyncoll._core import NativeCore
 from asyncoll.algorithms.dense.rendezvous import DisagreementError, RendezvousArea, signed
+from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, Host, Plan, signature_of
+from asyncoll.algorithms.seam.ways import Shape, Way, own
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
@@ -32,6 +34,19 @@ if TYPE_CHECKING:
 
 _KINDS_MAX = 1024
 _SLEEP_NS = 200_000  # how long a call may block its caller's loop, after polling, instead of waking through the loop
+
+
+def whole_call(sizes: Sizes) -> Way[None]:
+    """An allreduce in C. In a call of the general way it declines: what it takes has not come there."""
+    return Way(
+        "allreduce",
+        "whole call in C",
+        lambda *_: None,
+        "3 us instead of 50",
+        over=0,
+        up_to=sizes.long,
+        needs="a kernel in the core, a call like one before",
+    )
 
 
 class Closing(Protocol):
@@ -137,7 +152,12 @@ class CompiledCalls:
         if op is None:
             return  # of several arrays, or followed by something
         nbytes, kernel = call.elements * storage(dtype).itemsize, kernel_number(op, dtype, self._core)
-        if kernel and 0 < nbytes <= self._area.sizes.long:
+        shape = Shape(nbytes, dtype)
+        if (
+            kernel
+            and whole_call(self._area.sizes).takes(shape)
+            and not any(way.takes(shape) for way in own("allreduce"))
+        ):
             tensor, array = sys.intern(dtype), np.dtype(dtype) if dtype != BFLOAT16 else None
             self._teach((tensor,) if array is None else (tensor, array), call, op, nbytes, kernel)
 

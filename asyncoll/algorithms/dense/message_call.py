@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from types import TracebackType
 
-from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.dense import by_size, on_lane
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors import reductions
@@ -49,14 +49,14 @@ class MessageCall:
         await on_lane.barrier(self._lane)
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str, whole: int = 0) -> None:
-        """`whole`, here and in other collectives: see `on_lane.allreduce`."""
+        """`whole`, here and in other collectives: see `by_size.allreduce`."""
         total, combine = self._accumulator(x, op, dtype)
-        await on_lane.allreduce(self._lane, total, combine, whole)
+        await by_size.allreduce(self._lane, total, combine, whole)
         self._finish(x, total, op, dtype)
 
     async def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int, whole: int = 0) -> None:
         total, combine = self._accumulator(x, op, dtype)
-        await on_lane.reduce(self._lane, total, combine, root, whole)
+        await by_size.reduce(self._lane, total, combine, root, whole)
         if self._lane.rank == root:
             self._finish(x, total, op, dtype)
 
@@ -70,7 +70,7 @@ class MessageCall:
         self._finish(shard, total, op, dtype)
 
     async def broadcast(self, x: Array, root: int, whole: int = 0) -> None:
-        await on_lane.broadcast(self._lane, x, root, whole)
+        await by_size.broadcast(self._lane, x, root, whole)
 
     async def gather(self, mine: Array, blocks: Sequence[Array], root: int) -> None:
         await on_lane.gather(self._lane, mine, blocks, root)
@@ -79,7 +79,7 @@ class MessageCall:
         await on_lane.scatter(self._lane, blocks, mine, root)
 
     async def allgather(self, blocks: Sequence[Array]) -> None:
-        await on_lane.allgather(self._lane, blocks)
+        await by_size.allgather(self._lane, blocks)
 
     async def alltoall(self, outgoing: Sequence[Array], incoming: Sequence[Array]) -> None:
         await on_lane.alltoall(self._lane, outgoing, incoming)

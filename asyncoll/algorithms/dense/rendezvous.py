@@ -272,13 +272,11 @@ class RendezvousArea:
             self._spare.append((address, room))
 
     def copy(self, raw: Array) -> Copy | None:
-        """Copy these bytes into shared memory, if they are at most `Sizes.whole` and if there is room; else None.
+        """Copy these bytes into shared memory, if there is room; else None.
 
         `give_back` follows, unless the call fails: other ranks may still write into the copy then, so its memory is
         never used again.
         """
-        if raw.size > self.sizes.whole:
-            return None
         try:
             address, room = self.block(raw.size)
         except UsageError:

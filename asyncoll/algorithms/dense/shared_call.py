@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import errno
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +23,9 @@ from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.pieces import Summand
 from asyncoll.algorithms.dense.rendezvous import PATIENCE, Copy, Rendezvous, RendezvousArea, signed
+from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.seam.short_calls import Plan
+from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer
 from asyncoll.tensors.staged import Staged
@@ -86,23 +90,42 @@ class SharedCall:
 
     async def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> None:
         """Reduce `x` over all ranks, in place. A long `x` that is registered at all ranks is not copied."""
-        if 0 < x.nbytes <= self._area.sizes.short:
-            await self._allreduce_shortly(x, op, dtype)
-            return
-        what, total = self._reduction(x, op, dtype), x.nbytes
+        await begin(allreduce_ways(self._area.sizes), Shape(x.nbytes, dtype), self, x, op, dtype)
+
+    def reduce_registered(self, x: Array, op: ReduceOp, dtype: str) -> Coroutine[Any, Any, None] | None:
+        """Allreduce of `x` where it is. Declines unless `x` lies in shared memory."""
         address = self._area.arena.locate(x)
-        if address is None and (copy := self._area.copy(what.raw)):
-            await self._reduce_copy(what, copy)
-            return
-        if address is None and self._area.sizes.is_private(total) and self._can_read_all(what):
-            rendezvous = await self.come()
-            self.traffic.sent(total)
-            rendezvous.arrive(x.ctypes.data, total, private=True)
-            self._lent.append(rendezvous)
-        elif address is None:
-            rendezvous = await self._come_with_slot(what)
-        else:
-            rendezvous = await self._come_directly(address, total)
+        return None if address is None else self._reduce_at(address, self._reduction(x, op, dtype))
+
+    def reduce_copy(self, x: Array, op: ReduceOp, dtype: str) -> Coroutine[Any, Any, None] | None:
+        """Allreduce of a copy in shared memory, as of a registered array. Declines if that has no room."""
+        what = self._reduction(x, op, dtype)
+        copy = self._area.copy(what.raw)
+        return None if copy is None else self._reduce_and_return(copy, what)
+
+    def reduce_private(self, x: Array, op: ReduceOp, dtype: str) -> Coroutine[Any, Any, None] | None:
+        """Allreduce of `x` where it is, in private memory. Declines if the ranks cannot read or reduce each other's."""
+        what, peers = self._reduction(x, op, dtype), self._area.peers
+        return self._show_privately(x, what) if peers is not None and what.kernel > 0 and peers.can_read() else None
+
+    async def reduce_through_slots(self, x: Array, op: ReduceOp, dtype: str) -> None:
+        """Allreduce of `x` in pieces, which pass through slots."""
+        what = self._reduction(x, op, dtype)
+        await self._reduce_shown(await self._come_with_slot(what), what)
+
+    async def _reduce_at(self, address: int, what: Summand) -> None:
+        await self._reduce_shown(await self._come_directly(address, what.raw.size), what)
+
+    async def _reduce_and_return(self, copy: Copy, what: Summand) -> None:
+        await self._reduce_at(copy.address, what._replace(raw=copy.raw))
+        what.raw[...] = copy.raw
+        self._area.give_back(copy.address, copy.room)
+
+    async def _show_privately(self, x: Array, what: Summand) -> None:
+        rendezvous = await self.come()
+        self.traffic.sent(x.nbytes)
+        rendezvous.arrive(x.ctypes.data, x.nbytes, private=True)
+        self._lent.append(rendezvous)
         await self._reduce_shown(rendezvous, what)
 
     async def _come_directly(self, address: int, total: int) -> Rendezvous:
@@ -112,13 +135,6 @@ class SharedCall:
         rendezvous.arrive(address, total, direct=True, helpers=self._helpers(total))
         self._lent.append(rendezvous)  # if all ranks have arrived, they may write into it from now on
         return rendezvous
-
-    async def _reduce_copy(self, what: Summand, copy: Copy) -> None:
-        """Allreduce of a copy in shared memory, as of a registered array."""
-        rendezvous = await self._come_directly(copy.address, copy.raw.size)
-        await self._reduce_shown(rendezvous, what._replace(raw=copy.raw))
-        what.raw[...] = copy.raw
-        self._area.give_back(copy.address, copy.room)
 
     async def _reduce_shown(self, rendezvous: Rendezvous, what: Summand) -> None:
         """The rest of an allreduce of a long array: this rank has arrived with it, or with a slot."""
@@ -166,13 +182,8 @@ class SharedCall:
         await rendezvous.all_arrived(PATIENCE)  # the others end the window before
         await self._reduce_together(rendezvous, what)
 
-    def _can_read_all(self, what: Summand) -> bool:
-        """Whether the ranks can read each other's private memory, and reduce it."""
-        peers = self._area.peers
-        return peers is not None and what.kernel > 0 and peers.can_read()
-
-    async def _allreduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
-        """Allreduce of a short array (`meetings`)."""
+    async def reduce_shortly(self, x: Array, op: ReduceOp, dtype: str) -> None:
+        """Allreduce of a short array, which the last rank to come reduces for all (`meetings`)."""
         rendezvous = await self.come()
         what = self._reduction(x, op, dtype)
         is_last = rendezvous.arrive_shortly(x, self._area.address_of_short(x))
@@ -555,3 +566,29 @@ def _into(raws: Sequence[Array]) -> Take:
 
 def keep_nothing(source: int, start: int, piece: Array) -> None:
     del source, start, piece
+
+
+@cache
+def allreduce_ways(sizes: Sizes) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
+    """Ranks may take different ways: those of long arrays see at the first rendezvous what the others show."""
+    way = partial(Way[Coroutine[Any, Any, None]], "allreduce")
+    return (
+        way("meeting", SharedCall.reduce_shortly, "one step for all ranks", over=0, up_to=sizes.short),
+        way("in place", SharedCall.reduce_registered, "no copy", needs="registered memory"),
+        way(
+            "whole copy",
+            SharedCall.reduce_copy,
+            "no rank waits for each piece",
+            up_to=sizes.whole,
+            needs="room in shared memory",
+        ),
+        way(
+            "private memory",
+            SharedCall.reduce_private,
+            "each byte is copied twice, not three times",
+            over=sizes.private - 1,
+            up_to=sizes.private_max,
+            needs="a kernel in the core, and leave to read the others",
+        ),
+        way("slots", SharedCall.reduce_through_slots, "pieces stay in the cache"),
+    )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.dense import by_size
 from asyncoll.algorithms.rounds import tally
 from asyncoll.algorithms.rounds.agent_signals import CLAIM, ranks_of, step_of
 from asyncoll.algorithms.rounds.attempts import ATTEMPTS_MAX
@@ -231,7 +231,7 @@ class Attempt:
         with exchange.port.lane(group, lane_number, partial(exchange.text, number), participation) as lane:
             self.traffic = lane.traffic
             for array, combine in zip(exchange.part.arrays(block), exchange.combines, strict=True):
-                await on_lane.allreduce(lane, array, combine)
+                await by_size.allreduce(lane, array, combine)
         return share._replace(block=block)
 
 

@@ -44,14 +44,6 @@ class _SentContribution(NamedTuple):
     payload: bytes
 
 
-def suits(operation: Operation, size: int) -> bool:
-    """Whether a coordinator is faster for rounds of `operation` among `size` ranks than the activation tree.
-
-    Never for rounds in groups: each group would need a coordinator of its own.
-    """
-    return not operation.group_size and size * operation.nbytes <= COORDINATED_MAX_BYTES
-
-
 class CoordinatedRounds(WaitAvoiding):
     """An operation whose rounds are carried out by one rank for all. On the runtime's loop."""
 

@@ -24,6 +24,7 @@ from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
 from asyncoll.algorithms.rounds.round_cells import BlockLayout, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
+from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.runtime.group import Group
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport import Arena
@@ -71,12 +72,34 @@ def rounds_in_memory(setting: Setting, operation: Operation, prompt_max: int) ->
 
     Raises what `OneSidedRounds` does.
     """
+    return begin(ROUNDS_WAYS, Shape(BlockLayout.of(operation).nbytes), setting, operation, prompt_max)
+
+
+def _compiled(setting: Setting, operation: Operation, prompt_max: int) -> OneSidedRounds | None:
+    """Declines what the core does not carry out."""
     core = setting.memory.arena.native
     if core is None or not is_known(core, operation):
-        return OneSidedRounds(setting, operation)
+        return None
     rounds = CompiledRounds(setting, operation, core)
     rounds.is_prompt = rounds.is_prompt and BlockLayout.of(operation).nbytes <= prompt_max
     return rounds
+
+
+def _in_python(setting: Setting, operation: Operation, prompt_max: int) -> OneSidedRounds:
+    del prompt_max  # all calls of Python are driven from their callers' loops
+    return OneSidedRounds(setting, operation)
+
+
+ROUNDS_WAYS: tuple[Way[OneSidedRounds], ...] = (
+    Way(
+        "rounds",
+        "memory, in C",
+        _compiled,
+        "a call is one step in C",
+        needs="an operation that the core knows",
+    ),
+    Way("rounds", "memory, in Python", _in_python, "the reference"),
+)
 
 
 def is_known(core: NativeCore, operation: Operation) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from asyncoll.algorithms.dense.on_lane import DOUBLING_MAX_BYTES
+from asyncoll.algorithms.dense.by_size import DOUBLING_MAX_BYTES
 from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
