@@ -70,7 +70,7 @@ class PendingCall:
 
 
 @dataclass(slots=True)
-class _Question:
+class _OverdueQuestion:
     """What this rank has asked others about one overdue call, and what they have answered so far."""
 
     number: int  # of the call; 0 for every round and message
@@ -110,7 +110,7 @@ class PendingCalls:
         self._timer: asyncio.TimerHandle | None = None
         self._asking = asyncio.Lock()
         self._recent: deque[tuple[int, Described]] = deque(maxlen=_RECENT_MAX)  # the last calls with a number
-        self._question: _Question | None = None  # the one that is open
+        self._question: _OverdueQuestion | None = None  # the one that is open
         self._departed: dict[int, tuple[int, Departed]] = {}  # by world rank: its last call
         self._lacking: dict[int, Kind] = {}  # by world rank: the last kind of calls in which it has no part any more
         self._deserter: Departed | None = None  # the first rank that has not left in order
@@ -294,7 +294,7 @@ class PendingCalls:
 
     async def _ask(self, overdue: PendingCall) -> dict[int, Here]:
         """Ask the ranks of `overdue` where they are. Returns the answers that came in time, by world rank."""
-        question = self._question = _Question(overdue.number, set(overdue.ranks) - {self._endpoint.rank})
+        question = self._question = _OverdueQuestion(overdue.number, set(overdue.ranks) - {self._endpoint.rank})
         for rank in question.unanswered:
             self._endpoint.router.tell(rank, Where(self._group.communicator, question.number))
         try:

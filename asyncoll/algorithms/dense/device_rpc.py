@@ -34,7 +34,7 @@ _WINDOWS = 1  # the step of the first window, in both directions: where it is, a
 _END = -1  # in the place of a window
 
 
-class Answer(IntEnum):
+class WindowAnswer(IntEnum):
     """The reader's answer to one window."""
 
     REFUSED = 0  # it cannot open the block: both ranks use mirrors from now on
@@ -86,7 +86,8 @@ class DeviceRpc:
         return transfer.error if transfer.moved < transfer.nbytes else None
 
     async def _read(self, source: int, number: int, nbytes: int, landing: LandingTensor | None) -> None:
-        memory, where, answer = self.memory, np.empty(1, np.int64), Answer.UNREAD if landing is None else Answer.READ
+        memory, where = self.memory, np.empty(1, np.int64)
+        answer = WindowAnswer.UNREAD if landing is None else WindowAnswer.READ
         with self.lane(source, self.member.group.rank, number, nbytes) as lane:
             ready = asyncio.ensure_future(self._grant_once_ready(lane, source, landing))
             for index, start in enumerate(self.windows(nbytes), _WINDOWS):
@@ -101,9 +102,9 @@ class DeviceRpc:
                     raise ProtocolError(
                         f"byte {part.offset} of a block of device memory that has {memory.nbytes}", source
                     )
-                if landing is not None and answer == Answer.READ:
+                if landing is not None and answer == WindowAnswer.READ:
                     answer = await self._copy(part, landing)
-                    landing.is_whole = answer == Answer.READ and start + part.nbytes == nbytes
+                    landing.is_whole = answer == WindowAnswer.READ and start + part.nbytes == nbytes
                 await lane.send(source, index, np.array([answer]))
 
     async def _grant_once_ready(self, lane: Lane, source: int, landing: LandingTensor | None) -> None:
@@ -113,17 +114,17 @@ class DeviceRpc:
                 await self.wait_until_moved(landing.mark.come())
             lane.grant(source, _READY)
 
-    async def _copy(self, part: BlockPart, landing: LandingTensor) -> Answer:
+    async def _copy(self, part: BlockPart, landing: LandingTensor) -> WindowAnswer:
         """Copy a window to its tensor. Returns the answer."""
         if not self.memory.opens(part.rank, landing.device):
-            return Answer.REFUSED
+            return WindowAnswer.REFUSED
         self.member.check()  # nothing is read from a rank that is lost
         # An error of the device is not raised here: the tensor comes through the host then, and that copy tells more.
         try:
             transfer = self.memory.exchange.read(landing.mark, [part])
         except Exception:
-            return Answer.UNREAD
-        return Answer.READ if await self.wait_until_moved(transfer) is None else Answer.UNREAD
+            return WindowAnswer.UNREAD
+        return WindowAnswer.READ if await self.wait_until_moved(transfer) is None else WindowAnswer.UNREAD
 
 
 class DeviceShowing:
@@ -216,8 +217,8 @@ class DeviceShowing:
         """Wait for the oldest answer, and tell it to `PairMemory`. Returns whether the peer has read the window."""
         receive, answer = self._shown.popleft()
         await lane.wait(receive)
-        has_read = bool(answer[0] == Answer.READ)
-        if answer[0] != Answer.UNREAD:
+        has_read = bool(answer[0] == WindowAnswer.READ)
+        if answer[0] != WindowAnswer.UNREAD:
             self._memory.answered(self._dest, has_read=has_read)
         return has_read
 
