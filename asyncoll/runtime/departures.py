@@ -149,7 +149,8 @@ class Departures:
         self._ended[source] = ending
         for communicator in list(self._open.values()):
             communicator.ended(source, ending)
-        if source not in self._unanswered:  # otherwise it takes the Ending of this rank for the answer
+        # Otherwise that rank takes the Ending of this one for the answer.
+        if source not in self._unanswered:
             self._router.tell(source, EndingSeen(source))
         self.answered(source)
 

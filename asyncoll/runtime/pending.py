@@ -34,7 +34,8 @@ _ANSWER_S = 0.25
 
 # A call may be over without a rank that has left, if all that it needs has come. It has this long to end.
 _COMPLETION_S = 0.02
-_COMPLETION_TURNS = 4  # of the loop, which may have been busy for all that time
+# The loop may have been busy for all of that time, so it also has to turn so often.
+_COMPLETION_TURNS = 4
 _DEFAULT_S = 1700.0  # defaults of deadlines are half an hour: a shorter one is the program's own
 _SHOWN_MAX = 8  # ranks of a communicator that an error lists
 _RECENT_MAX = 64  # numbered calls whose names are known, for the answer what this rank has called instead
@@ -232,7 +233,8 @@ class PendingCalls:
     def _wait(self, pending: PendingCall) -> ToldCall:
         communicator, key = self._group.communicator, pending.call.key
         if pending.kind is Kind.PAIR:
-            key = "{} to {}".format(*pending.ranks)  # the same for a send and its receive
+            # It is the same for a send and for its receive.
+            key = "{} to {}".format(*pending.ranks)
         return ToldCall(communicator, pending.number, _NEEDS[pending.kind], len(pending.ranks), key)
 
     def among(self) -> str:

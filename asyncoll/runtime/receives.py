@@ -159,7 +159,8 @@ class Receives:
         if receive.is_complete:
             self._undo(receive)
         elif receive.task is None:
-            receive.is_undone = True  # before its first step
+            # The task has not made its first step yet.
+            receive.is_undone = True
         else:
             receive.task.cancel()
 

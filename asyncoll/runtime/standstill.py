@@ -168,7 +168,8 @@ class Standstill:
         elif not self._is_idle():
             self._watch()
         else:
-            self.is_asleep = True  # first: from here on a change wakes this
+            # First: from here on a change wakes this object.
+            self.is_asleep = True
             self._stamp += 1
             self._tell(self._lowest(), self._still(0))
 

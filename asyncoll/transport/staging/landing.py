@@ -33,7 +33,8 @@ class Landing:
 
     def advance(self, moved: int) -> None:
         """The host has seen that the first `moved` bytes have landed."""
-        if self.error is None:  # else a part in between may be missing
+        # After an error a part in between may be missing.
+        if self.error is None:
             self.moved = moved
         self._tell()
 
@@ -95,7 +96,8 @@ class Watcher:
         """Until the end. `broken` is why the thread is not in `inside`: then all that is watched fails."""
         while (watched := self._watched.get()) is not None:
             try:
-                watched.event.synchronize()  # also then: until now the device uses the memory
+                # Also if this thread is broken: until the event has come, the device uses the memory.
+                watched.event.synchronize()
                 if broken is not None:
                     raise broken
                 watched.landed()
