@@ -41,7 +41,8 @@ def checker(annotation: Any) -> Check:
             if type(value) is not annotation and not isinstance(value, allowed):
                 raise UsageError(f"{what} must be {text(annotation)}, got {type(value).__name__}")
     else:
-        import typeguard  # at its first use: to load it takes a fifth of the time that the rest of the package takes
+        # It is imported at its first use: to load it takes a fifth of the time that the rest of the package takes.
+        import typeguard
 
         def check(value: Any, what: str) -> None:
             try:

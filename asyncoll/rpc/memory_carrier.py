@@ -69,7 +69,8 @@ class MemoryCarrier:
         self._check_world = check
         self._broken = broken
         self._inbox = self._inbox_of(arena.ranks[arena.local_rank])
-        self.sends_in_any_thread = not self._inbox.control_block.interleaved  # else there is no lock
+        # Where ranks share a thread, the control block has no lock.
+        self.sends_in_any_thread = not self._inbox.control_block.interleaved
         self._lender = Lender(arena, self._inbox.control_block, RETURNED)
         self._borrower = Borrower(arena)
         self._outboxes: dict[int, _Outbox] = {}
