@@ -61,7 +61,8 @@ class DDPStrategy(_Base):  # type: ignore[misc]
         super().setup(trainer)
         if self._register_hook is not None and isinstance(self.model, DistributedDataParallel):
             for optimizer in self.optimizers:
-                optimizer.register_step_pre_hook(_evaluate_closure)  # before those of the communication hook
+                # Before the hooks of the communication hook, which act between the gradients and the step.
+                optimizer.register_step_pre_hook(_evaluate_closure)
             self._register_hook(self.model, self.optimizers)
             _leave_out_broadcast(trainer)
 
@@ -81,7 +82,8 @@ def _evaluate_closure(
     optimizer: Optimizer, args: tuple[Any, ...], settings: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Take the closure out of a step: a communication hook acts between the gradients and the step."""
-    if closure := settings.pop("closure", None):  # not in the steps that a hook makes
+    # A step that a hook makes has no closure: its gradients are there already.
+    if closure := settings.pop("closure", None):
         with torch.enable_grad():
             closure()  # Lightning keeps what it returns
     return args, settings

@@ -65,7 +65,8 @@ class DeviceRpc:
         source = self.member.group.ranks.index(peer)
         try:
             await self.member.runner.start(self._read(source, number, nbytes, landing))
-        except Exception as error:  # if it is the communicator's, its calls raise it
+        # If the failure is the communicator's, its calls raise it.
+        except Exception as error:
             self.member.failed("a tensor of RPC", error)
 
     def lane(self, source: int, dest: int, number: int, nbytes: int) -> Lane:
@@ -109,7 +110,8 @@ class DeviceRpc:
 
     async def _grant_once_ready(self, lane: Lane, source: int, landing: LandingTensor | None) -> None:
         """The sender may give up meanwhile. An error of the device shows in the copy that follows."""
-        with contextlib.suppress(AsyncollError):  # of the communicator, which ends the wait for windows
+        # A failure of the communicator ends the wait for windows, too.
+        with contextlib.suppress(AsyncollError):
             if landing is not None:
                 await self.wait_until_moved(landing.mark.come())
             lane.grant(source, _READY)

@@ -27,7 +27,8 @@ from asyncoll.runtime.member import Member
 from asyncoll.transport.staging import HANDLE_BYTES, Exchange, RefusedError, arrived
 
 _NO_HANDLE = bytes(HANDLE_BYTES)
-_PATIENCE_S = 5.0  # for the copies that are under way when a rank leaves the world, of this rank and of others
+# When a rank leaves, it waits so long for the copies under way, of itself and of others.
+_PATIENCE_S = 5.0
 _AGAIN_S = 0.002  # between two looks whether others have closed the block
 logger = logging.getLogger("asyncoll")
 

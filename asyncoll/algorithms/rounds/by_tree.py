@@ -133,7 +133,8 @@ class ActivatedRounds(WaitAvoiding):
         if self._reached and self._number % max(1, wait_avoiding.EARLY_MAX // 4) == 0:
             for rank in _neighbours(self._group, -1):
                 self._port.send(rank, self._number, REACHED)
-        self._handle_signals()  # those for the next round, which arrived while this one was running
+        # Signals for the next round, which arrived while this one was running.
+        self._handle_signals()
 
     # -- executing it -----------------------------------------------------------------------------
 

@@ -140,7 +140,8 @@ class OneSidedRounds:
             delivery = await self._conclude()
             return delivery
         finally:
-            if delivery is None:  # otherwise `release` ends the call
+            # Otherwise `release` ends the call.
+            if delivery is None:
                 self._order.end(turn)
 
     async def _conclude(self) -> Delivery | None:
