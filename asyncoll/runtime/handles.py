@@ -581,7 +581,7 @@ def _see(task: asyncio.Task[Any]) -> None:
 
 
 def _threads_of_program() -> list[threading.Thread]:
-    """Those that may make calls."""
+    """The threads that may make calls."""
     return [each for each in threading.enumerate() if each.name not in _OWN_THREADS]
 
 

@@ -100,7 +100,7 @@ class Placed(Protocol):
 
 
 def staged_parts(operands: Iterable[Placed]) -> list[Staged]:
-    """Those of the operands that are on devices."""
+    """The tensors among the operands that are on devices."""
     return [operand.staged for operand in operands if operand.staged is not None]
 
 

@@ -35,7 +35,7 @@ EXCHANGES = 2  # windows that are between the hosts at a time: while the message
 
 
 class LocalCollectives(Protocol):
-    """Those of `Collectives` that the ranks of a host use among each other. Ranks are places of `Hosts`."""
+    """The collectives that the ranks of a host use among each other. Ranks are places of `Hosts`."""
 
     @property
     def traffic(self) -> Traffic: ...

@@ -58,7 +58,7 @@ class _PayloadPeer:
         self.cause = _CLOSED  # of its loss, if one of the connections ends
 
     def connections(self) -> list[socket.socket]:
-        """Those that are open."""
+        """The connections that are open."""
         ends = (self.writer.connection, self.reader.connection if self.reader is not None else None)
         return [connection for connection in ends if connection is not None]
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple, Protocol
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """A point of a stream of the device."""
 
     def synchronize(self) -> None:
@@ -52,7 +52,7 @@ class Landing:
 
 
 class _Watched(NamedTuple):
-    event: Event
+    event: CopyEvent
     landed: Callable[[], None]
     failed: Callable[[BaseException], None]
 
@@ -70,7 +70,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name=f"asyncoll-{name}", daemon=True)
         self._thread.start()
 
-    def watch(self, event: Event, landed: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+    def watch(self, event: CopyEvent, landed: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
         """In the thread: call `landed` once the event has come, or `failed` if the device, `inside` or that fails."""
         self._watched.put(_Watched(event, landed, failed))
 
