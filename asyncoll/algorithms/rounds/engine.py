@@ -118,7 +118,7 @@ class Engine(Generic[R]):
         return told
 
     def deliver_own(self, number: int) -> None:
-        """Count the frequent case: the call is given round `number`, its aim, with its contribution; nothing is owed."""
+        """Count the frequent case: a call is given round `number`, its aim, with its contribution; nothing is owed."""
         self.cells[AIM] = number + 1
         self.cells[LAGS] += 1
 
