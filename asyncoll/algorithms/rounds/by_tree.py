@@ -60,7 +60,8 @@ class ActivatedRounds(WaitAvoiding):
         next_takes_it = self._staged is None and not self._round.has_begun
         lent = contribution.lend() if may_lend and next_takes_it and not outlives else None
         if lent is None:
-            # Staging adds to the staged arrays. If they are lent, their caller waits and must not see them change.
+            # A later contribution is added to the staged arrays. If they are lent, their caller waits and must not see
+            # them change.
             self._keep_staged()
             return super()._stage(contribution)
         contribution.scale_lent()
