@@ -42,6 +42,7 @@ from asyncoll.algorithms.rounds.round_cells import ENGINE_CELLS
 from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.testing import fuzz_core
 from asyncoll.transport.control_block import control_block_bytes
@@ -329,7 +330,7 @@ def test_a_declaration_has_the_same_value_in_c(tmp_path):
             assert in_c(*map(ctypes.c_int64, drawn)) == function(*drawn), (function.__name__, drawn)
     enums = dict(re.findall(r"enum \{ (\w+) = (-?\d+) \};", source))
     assert enums["WITHDRAWN"] == "8"
-    assert enums["ROW_LATE_NS"] == str(DECLARING["algorithms/rounds/round_cells.py"].COLUMN.late_ns)
+    assert enums["RANK_CELLS_LATE_NS"] == str(DECLARING["algorithms/rounds/round_cells.py"].COLUMN.late_ns)
 
 
 @pytest.mark.parametrize("rule", ["x = 1\n    return x", "return [a]", "return -a", "return a < 1 < 2", "return a / 2"])
@@ -428,7 +429,7 @@ def arguments_of_rounds():
     with local_world(2, (None,)) as arenas:
         group = Group((0, 1), 0, 7)
         memory = Memory(arenas[0], OperationRegistry(arenas[0], 2, 0, 7), group)
-        record = RoundRecord(memory, operation, BlockLayout.of(operation), lambda into, sources: None)
+        record = RoundRecord(memory, operation, BlockLayout.of(operation), lambda into, sources: None, Trace(0, 2))
         given = {"find_kernel": _core.native.find_kernel, "openings": _core.native.openings, "Rounds": dict}
         arguments = rounds_of(SimpleNamespace(**given), arenas[0], group, operation, BlockLayout.of(operation), record)
         image = memoryview(bytearray(MUTEX_BYTES + control_block_bytes(len(record.cells), 2)))
