@@ -36,9 +36,13 @@ _ANSWER_S = 0.25
 _COMPLETION_S = 0.02
 # The loop may have been busy for all of that time, so it also has to turn so often.
 _COMPLETION_TURNS = 4
-_DEFAULT_S = 1700.0  # defaults of deadlines are half an hour: a shorter one is the program's own
+
+# Defaults of deadlines are half an hour. A shorter one is the program's own.
+_DEFAULT_S = 1700.0
 _SHOWN_MAX = 8  # ranks of a communicator that an error lists
-_RECENT_MAX = 64  # numbered calls whose names are known, for the answer what this rank has called instead
+
+# So many numbered calls are remembered by name, for the answer what this rank has called instead.
+_RECENT_MAX = 64
 
 
 class Described(Protocol):
@@ -140,6 +144,7 @@ class PendingCalls:
     def _enter(
         self, call: Described, number: int, since_s: float, expires_s: float | None, ranks: tuple[int, ...], kind: Kind
     ) -> PendingCall:
+        # The patience of the world bounds every call, also where the program has set a later deadline.
         patience_s = since_s + self._patience_s
         if expires_s is None or expires_s > patience_s:
             expires_s = patience_s
@@ -151,6 +156,7 @@ class PendingCalls:
             # Last: if a signal handler raises before the check is posted, the next call posts one.
             self._next_check_s = pending.expires_s
         self._changed()
+        # A rank that the call needs may have left already: then nothing else tells of it.
         if self._departed:
             self._post(self._look_soon)
         return pending
@@ -282,6 +288,7 @@ class PendingCalls:
     async def _report_overdue(self, overdue: PendingCall) -> None:
         """Fail the communicator with the arrived and the missing ranks, unless the call ends while this rank asks."""
         answers = await self._ask(overdue)
+        # It may have ended while the others were asked. The timer was not set meanwhile.
         if overdue not in self._pending:
             self._check_overdue()
             return

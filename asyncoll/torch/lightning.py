@@ -69,6 +69,7 @@ class DDPStrategy(_Base):  # type: ignore[misc]
 
 def _leave_out_broadcast(trainer: Any) -> None:
     """Leave out the exchange before each batch, whether rank 0 has received SIGTERM."""
+    # Lightning has no setting for it. A version without this method would keep the exchange without a word.
     loop = trainer.fit_loop.epoch_loop
     if not hasattr(loop, _BROADCAST):
         raise RuntimeError(

@@ -99,6 +99,7 @@ class DeviceRpc:
                 if where[0] == _END:
                     return
                 part = BlockPart(source, int(where[0]), start, min(memory.window, nbytes - start))
+                # A peer that breaks the protocol must not make this rank read outside of the block.
                 if not 0 <= part.offset <= memory.nbytes - part.nbytes:
                     raise ProtocolError(
                         f"byte {part.offset} of a block of device memory that has {memory.nbytes}", source
@@ -120,7 +121,8 @@ class DeviceRpc:
         """Copy a window to its tensor. Returns the answer."""
         if not self.memory.opens(part.rank, landing.device):
             return WindowAnswer.REFUSED
-        self.member.check()  # nothing is read from a rank that is lost
+        # Nothing is read from a rank that is lost: its memory may be gone, or used for something else.
+        self.member.check()
         # An error of the device is not raised here: the tensor comes through the host then, and that copy tells more.
         try:
             transfer = self.memory.exchange.read(landing.mark, [part])
@@ -182,7 +184,8 @@ class DeviceShowing:
     async def _show(self, lane: Lane, place: int) -> bool:
         """Show the windows, to the last one if all goes well. Returns whether the peer has read all of them."""
         memory, nbytes = self._memory, self._tensor.mark.nbytes
-        ahead = 2 if memory.is_read_by(self._dest) else 1  # windows that are shown at a time
+        # As in a message of two ranks: one window is written while the other is read, once the peer has read one.
+        ahead = 2 if memory.is_read_by(self._dest) else 1
         for index, start in enumerate(self._route.windows(nbytes)):
             if len(self._shown) == ahead and not await self._take_answer(lane):
                 return False

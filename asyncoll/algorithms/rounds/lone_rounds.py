@@ -75,6 +75,7 @@ class LoneRounds:
 
     def _at_once(self, array: Array) -> Coroutine[Any, Any, Reduction] | None:
         """A whole call of one array, or None. The array is the result as it is, also of an average of one rank."""
+        # With answers that were not received (`owed`), the call has results to tell, and goes the general way.
         flags, engine = array.flags, self._engine
         if array.size != self._count or not flags.c_contiguous or not flags.writeable or engine.owed:
             return None
