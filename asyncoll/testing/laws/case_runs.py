@@ -120,7 +120,8 @@ async def _part(comm: Communicator, case: Case) -> Any:
     if comm.rank not in case.on_devices:
         return await trainer(comm, case).run()
     with device_of(comm, case.seed) as device:
-        return await trainer(comm, case, device).run()  # in the end of the block the answers get their values
+        # At the end of the block the answers get their values.
+        return await trainer(comm, case, device).run()
 
 
 def _story(

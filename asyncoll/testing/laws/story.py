@@ -182,7 +182,8 @@ def _draw_network(kind: str, size: int, seed: int, network: Network) -> Network:
 
 def _draw_hosts(size: int, seed: int) -> dict[str, Any]:
     """At most five hosts, of uneven sizes. Their ranks follow each other or are mixed. One may have no arena."""
-    generator = np.random.default_rng([seed, size])  # of its own: the rest of a case is the same on any hosts
+    # With a generator of its own, the rest of a case is the same on any hosts.
+    generator = np.random.default_rng([seed, size])
     hosts = generator.integers(1 + generator.integers(min(size, 5)), size=size)
     hosts = np.sort(hosts) if generator.integers(2) else hosts
     bare = int(hosts[0]) if generator.integers(4) == 0 else None
@@ -312,7 +313,8 @@ class StoryTrainer:
                 await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
         self._look_after_child()
         if self._gathers:
-            await self._comm.barrier()  # so no round comes after the last one
+            # No round comes after the last one.
+            await self._comm.barrier()
         joined = [await self._join()] if case.joins and self._aims else []
         return *self._part(), joined
 
