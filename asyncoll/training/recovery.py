@@ -128,7 +128,8 @@ class Recovery:
         try:
             return await question.answer
         finally:
-            with self._lock, contextlib.suppress(ValueError):  # it was answered
+            # The question was answered meanwhile.
+            with self._lock, contextlib.suppress(ValueError):
                 self._questions.remove(question)
 
     # -- this rank is late ------------------------------------------------------------------------

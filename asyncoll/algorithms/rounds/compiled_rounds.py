@@ -247,7 +247,8 @@ class CompiledRounds(OneSidedRounds):
         operation = self.operation
         members = operation.members(number, self._size, self._rank) if self._keeps else self._all_ranks
         synchronous = operation.sync_every > 0 and operation.is_synchronous(number) and not ended.absent
-        fields = (number, own, ranks, members, ended.taken, synchronous, ended.weight, False, False, False, NONE)
+        deserted, lent, averaged, block = False, False, False, NONE
+        fields = (number, own, ranks, members, ended.taken, synchronous, ended.weight, deserted, lent, averaged, block)
         result = result_of(fields)
         kept = self._with_owed([Kept(*old) for old in missed] if missed else (), number)
         told = self._engine.deliver(ended.ticket, result, kept)

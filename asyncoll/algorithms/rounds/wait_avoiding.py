@@ -293,7 +293,8 @@ class WaitAvoiding(ABC):
         self._latest = result
         # At once, whether or not a caller waits: this rank takes part in the next round in any case.
         self._round = self._arm()
-        self._early.pop(result.number, None)  # these signals came too late, and have no effect any more
+        # These signals came too late, and have no effect any more.
+        self._early.pop(result.number, None)
         waiter = self._waiting.get(result.number)
         if waiter is not None and not waiter.done():
             self._handed = result
