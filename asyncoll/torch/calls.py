@@ -23,10 +23,10 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.tensors.staged import Staged, stagers
 from asyncoll.torch import bodies
 from asyncoll.torch.memory import Block, Row, described, row_of
-from asyncoll.torch.places import LIBRARIES, site_of_user
+from asyncoll.torch.sites import LIBRARIES, site_of_user
 
 
-class Calls:
+class GroupCalls:
     """The calls of one group at one rank. They may be made in any thread."""
 
     def __init__(self, comm: BlockingCommunicator) -> None:

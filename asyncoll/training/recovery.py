@@ -20,7 +20,7 @@ import asyncoll
 State = dict[str, Any]  # of a replica, as values that calls of functions carry
 
 
-class Calls(Protocol):
+class RpcCalls(Protocol):
     """What this module needs of an `asyncoll.rpc.Rpc`."""
 
     def register(self, what: Any, *, name: str | None = None) -> Any: ...
@@ -57,7 +57,7 @@ class Recovery:
         self._questions: list[_Question] = []
         self._is_served = False
 
-    def serve(self, calls: Calls) -> None:
+    def serve(self, calls: RpcCalls) -> None:
         """Let the other ranks ask this one. All do it before the first round that a rank can miss.
 
         Idempotent: a training whose beginning was interrupted begins again.
@@ -134,7 +134,7 @@ class Recovery:
     # -- this rank is late ------------------------------------------------------------------------
 
     def is_due(self, round_: int, needed: int) -> bool:
-        """Whether this rank, whose state is that of `round_`, has lost results before that of round `needed`."""
+        """Whether this rank, which is in round `round_`, has lost results of the rounds up to `needed`."""
         return self.is_used and round_ < needed
 
     async def take(self, needed: int) -> State:

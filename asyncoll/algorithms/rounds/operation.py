@@ -139,7 +139,7 @@ class JoinCall(NamedTuple):
 
     @property
     def key(self) -> str:
-        """As of `RoundCall`."""
+        """What the report of an overdue call identifies it by: it differs from a call of the operation."""
         return f"join {self.operation.name!r}"
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Memory of a GPU that the processes of a host read from each other: raw blocks of CUDA, by torch and CUDA IPC.
 
-**Nothing here has run on a GPU.** `tests/test_ipc.py` checks what needs none: errors of the
+**Nothing here has run on a GPU.** `tests/transport/staging/test_ipc.py` checks what needs none: errors of the
 driver, handles, and the bits of reductions. Handles are plain bytes. Blocks come from `cudaMalloc`, because torch's
 allocator moves and frees the memory of tensors, and torch's own sharing of tensors is private, and needs file
 descriptors with expandable segments.
@@ -218,12 +218,12 @@ class Gpu:
         Raises RefusedError if torch copies it.
         """
 
-        class Memory:
+        class IpcMemory:
             def __init__(self) -> None:
                 shape, data = (nbytes,), (address, False)
                 self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": data, "version": 3}
 
-        x = torch.as_tensor(Memory(), device=self.place)
+        x = torch.as_tensor(IpcMemory(), device=self.place)
         if x.data_ptr() != address:
             raise RefusedError(
                 f"torch {torch.__version__} copies the memory of another GPU instead of using it: torch 2.9 or newer "
