@@ -5,7 +5,7 @@ VENV := .venv
 CONSTRAINTS := constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-C := $(wildcard asyncoll/_core/*.[ch] tests/stand_in/*.cpp)
+C := $(filter-out %/declared.h,$(wildcard asyncoll/_core/*.[ch] tests/stand_in/*.cpp))
 
 # The fast tests of `make check`: unit tests, and the laws in a few worlds. `make test` runs everything.
 FAST := $(addprefix tests/,algorithms/dense/test_collectives.py::test_every_dtype_and_reduction \
@@ -60,7 +60,7 @@ check: lint core
 sanitize: $(READY)
 	BIN=$(abspath $(BIN)) .ci/sanitize
 
-# Builds the compiled core if a file in C has changed. Without a compiler this prints a warning.
+# Builds the compiled core if a file in C, or a declaration that it is generated from, has changed. Without a compiler this prints a warning.
 core: $(READY)
 	$(BIN)/python hatch_build.py
 
@@ -89,4 +89,4 @@ $(VENV)/.frameworks: $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist asyncoll/_core/*.abi3.so .mypy_cache .ruff_cache .pytest_cache runs
+	rm -rf $(VENV) build dist asyncoll/_core/*.abi3.so asyncoll/_core/declared.h .mypy_cache .ruff_cache .pytest_cache runs

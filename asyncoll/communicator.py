@@ -108,6 +108,7 @@ class Communicator(Uncopied):
         self._core = core
         self._calls = core.calls
         self._short = core.calls.short
+        self._epoch = core.member.group.epoch
 
     @property
     def rpc(self) -> Rpc:
@@ -1307,7 +1308,7 @@ class Communicator(Uncopied):
             world_ranks = tuple(self._core.member.group.ranks[rank] for rank in members)
             # The same at all members without communication, and different for every split and color.
             context = digest(self._core.member.communicator, "split", call.number, color)
-            group = Group(world_ranks, members.index(self.rank), context)
+            group = Group(world_ranks, members.index(self.rank), context, epoch=self._epoch)
             hosts = tuple(self.hosts[rank] for rank in members)
             return type(self)(self._core.split(group), hosts)
 
@@ -1460,7 +1461,7 @@ class Communicator(Uncopied):
         exact = {rule: whole(value, rule) for rule, value in zip(rules, values, strict=True)}
         layout, buckets = contribution.layout, contribution.boundaries
         options: dict[str, Any] = {**exact, "fixed": fixed, "weighted": weighted, "buckets": buckets}
-        operation = Operation(text(name, "name"), layout, op, opening, **options)
+        operation = Operation(text(name, "name"), layout, op, opening, epoch=self._epoch, **options)
         check_operation(operation, self.size)
         if {*map(type, values)} <= {int} and type(name) is str:
             self._core.remember(given, operation)

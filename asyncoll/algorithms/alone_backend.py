@@ -72,7 +72,7 @@ class AloneCalls:
 
     def _end(self, operation: str, result: T) -> Coroutine[Any, Any, T] | None:
         host, member = self._host, self._member
-        if host.unstarted is not None or host.unused or member.has_failed:
+        if host.unstarted is not None or host.unused or member.has_failed or member.trace.sink is not None:
             return None
         member.check_caller()
         self.last += 1
@@ -116,7 +116,7 @@ class AloneBackend:
 
     async def open(self, operation: Operation, site: str) -> Rounds:
         text = f"{operation} at {site}"
-        rounds = LoneRounds(operation, lambda: text, self._member.runner)
+        rounds = LoneRounds(operation, lambda: text, self._member.runner, self._member.trace)
         self.operations.add(rounds)
         return rounds
 

@@ -50,7 +50,7 @@ class HostMemory:
         """
         arena, endpoint = cast(Arena, self._lease), self._host.endpoint
         memory = Memory(arena, self._registry, self._host.group)
-        setting = Setting(memory, describe, lambda: bool(endpoint.membership.lost))
+        setting = Setting(memory, describe, port.trace, lambda: bool(endpoint.membership.lost))
         check = partial(endpoint.failures.check, self._host.communicator)
 
         def drive(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:

@@ -52,7 +52,7 @@ class Messages:
             await pair.pass_on(x.flat, dest, None, dest)
 
         def start() -> Coroutine[Any, Any, None]:
-            call = _signature(x, self._calls.number_send(dest, tag), detail, site)
+            call = self._signature(x, self._calls.number_send(dest, tag), detail, site)
             if not staged and self._calls.send_directly(call, dest, tag, x.flat):
                 return self._member.runner.done(None)
             return self._calls.start_send(call, dest, tag, body, staged)
@@ -69,7 +69,7 @@ class Messages:
             x.write_back()
             return result
 
-        call = _signature(x, 0, detail, site)
+        call = self._signature(x, 0, detail, site)
         return self._start(detail, partial(self._calls.start_receive, call, source, tag, body, staged_parts([x])))
 
     def recv_any(self, x: Content, tag: int, site: Site, result: Callable[[int], T]) -> Coroutine[Any, Any, T]:
@@ -78,7 +78,7 @@ class Messages:
 
         def call(source: int | None, number: int) -> Signature:
             sender = "any rank" if source is None else f"rank {source}"
-            return _signature(x, number, f"from {sender} to rank {self._rank}, tag {tag}", site)
+            return self._signature(x, number, f"from {sender} to rank {self._rank}, tag {tag}", site)
 
         def received(source: int) -> T:
             x.write_back()
@@ -95,6 +95,5 @@ class Messages:
             self._member.abort(f"send/recv {detail} was interrupted: {describe(error)}")
             raise
 
-
-def _signature(x: Content, number: int, detail: str, site: Site) -> Signature:
-    return Signature("send/recv", number, x.dtype, x.elements, detail, site)
+    def _signature(self, x: Content, number: int, detail: str, site: Site) -> Signature:
+        return Signature("send/recv", number, x.dtype, x.elements, detail, site, self._member.group.epoch)

@@ -15,6 +15,7 @@ from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import Runner
 from asyncoll.runtime.router import Handled
 from asyncoll.runtime.signature import Signature
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.wire import Abort, Control
 
@@ -25,13 +26,14 @@ class Member:
     The methods may be called from any thread. They post their work to the runtime's loop.
     """
 
-    __slots__ = ("_aborted", "_forget", "communicator", "endpoint", "group", "is_closed", "ports", "runner")
+    __slots__ = ("_aborted", "_forget", "communicator", "endpoint", "group", "is_closed", "ports", "runner", "trace")
 
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
         self.endpoint = endpoint
         self.group = group
         self.runner = runner
         self.communicator = group.communicator
+        self.trace = Trace(group.rank, group.size)
         self.is_closed = False  # this rank makes no more calls
         self.ports = 0  # open ones of operations in which the runtime takes part for the other ranks
         self._aborted: str | None = None  # the reason for which this rank has aborted the communicator

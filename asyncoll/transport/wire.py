@@ -114,6 +114,7 @@ class Announce(NamedTuple):
     fixed: bool
     weighted: bool
     buckets: str
+    epoch: int
     site: str
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import itertools
 import logging
@@ -190,6 +191,37 @@ def test_a_mismatch_over_sockets(kind, run):
     raised = failures(3, MISMATCHES[kind][0], run)
     assert sorted(raised) == [0, 1, 2]
     assert {type(error) for error in raised.values()} == {MismatchError}
+
+
+async def send_around(comm: Communicator) -> None:
+    await asyncio.gather(
+        comm.send(np.ones(3), (comm.rank + 1) % comm.size), comm.recv(np.ones(3), (comm.rank - 1) % comm.size)
+    )
+
+
+OF_AN_EPOCH: dict[str, Act] = {
+    "allreduce": lambda comm: comm.allreduce(np.ones(3)),
+    "barrier": lambda comm: comm.barrier(),
+    "send/recv": send_around,
+    "solo allreduce": lambda comm: comm.solo_allreduce(np.ones(3), sync_every=1),
+    "group allreduce": lambda comm: comm.group_allreduce(np.ones(3), group_size=comm.size, sync_every=1),
+}
+
+
+@pytest.mark.parametrize("run", [run_simulated, run_in_memory, run_shm, run_zmq])
+@pytest.mark.parametrize("kind", OF_AN_EPOCH)
+def test_a_call_of_another_epoch_is_a_mismatch_that_names_it(kind, run):
+    async def act(comm: Communicator) -> None:
+        group = dataclasses.replace(comm._core.member.group, communicator=7, epoch=int(comm.rank == 1))
+        of_epoch = Communicator(comm._core.split(group), comm.hosts)
+        await OF_AN_EPOCH[kind](of_epoch)
+        await of_epoch.barrier()
+
+    raised = failures(3, act, run)
+    assert {type(error) for error in raised.values()} == {MismatchError}
+    text = str(raised[0])
+    assert kind in text
+    assert "epoch 1" in text.replace("=", " ")
 
 
 @anyhow

@@ -15,7 +15,8 @@ import pytest
 from asyncoll import _core
 from asyncoll.errors import AsyncollError
 from asyncoll.transport.control_block import DOORBELLS, PythonControlBlock, control_block_bytes
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, RobustMutex
+from asyncoll.transport.lock_cells import MUTEX_BYTES
+from asyncoll.transport.memory.mutex import RobustMutex
 from tests.support.cases import case
 
 ITEMS = 0  # the cell with the number of items that nobody has taken

@@ -26,6 +26,7 @@ from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.shared_work import Driven, SharedWork
 from asyncoll.runtime.signature import Signature, place_outside
+from asyncoll.runtime.trace import Event, What
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import BFLOAT16, ReduceOp, kernel_number, reducer, storage
 
@@ -132,6 +133,7 @@ class CompiledCalls:
             array_type=np.ndarray,
             may_raise=may_interrupt,
         )
+        member.trace.compiled(lambda append: self.calls.trace(append, self._event))
 
     def learn(self, call: Signature) -> None:
         """From now on calls as `call` begin here with their arguments alone.
@@ -170,7 +172,7 @@ class CompiledCalls:
                 traffic.received(received)
         kind, reduce = call[:1] + call[2:5], reducer(op, call.dtype, self._core) if op else None
         divisor, done = size if op is ReduceOp.AVG else 1, nbytes or 1
-        plan = Plan(kind, fingerprint, reduce, kernel, divisor, done, reducing, receiving)
+        plan = Plan(kind, fingerprint, reduce, kernel, divisor, done, reducing, receiving, call.epoch)
         for key in keys:
             self.calls.learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel)
 
@@ -199,4 +201,14 @@ class CompiledCalls:
 
     def interrupted(self, begun: BegunShortCall) -> None:
         """End the communicator: an exception has come between the beginning of the call and its rest."""
-        self._member.abort(f"{signature_of(begun.entry)} was interrupted")
+        call, trace = signature_of(begun.entry), self._member.trace
+        if trace.sink is not None:
+            trace.tell(What.FAIL, call, call.number, call.number)
+        self._member.abort(f"{call} was interrupted")
+
+    def _event(self, what: int, at_s: float, entry: Entry) -> Event:
+        """The event of a call that the core has told."""
+        call, trace = signature_of(entry), self._member.trace
+        ranks = trace.everyone if what == What.REDUCE else (trace.rank,)
+        nbytes = entry[0].done if what == What.BEGIN and call.dtype else 0
+        return Event(What(what), at_s, trace.rank, call, call.number, call.number, ranks, nbytes)

@@ -64,6 +64,7 @@ from asyncoll.algorithms.rounds.watch import Situation, Watch
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
+from asyncoll.runtime.trace import What
 from asyncoll.transport.wire import Buffer
 
 Key = tuple[int, int]  # a round, and an attempt at it
@@ -221,6 +222,8 @@ class Agent:
         with self._record.control_block:
             is_opener = self._record.open_for_all(number)
         if is_opener:
+            if self._port.trace.sink is not None:
+                self._port.trace.tell(What.OPEN, self._operation, number=number)
             self._begin(number, 1)
         self._watch.begin(number)
 

@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from asyncoll._core import NativeCore
-from asyncoll.algorithms.rounds.block_table import NONE
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.one_sided import OneSidedCall, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
-from asyncoll.algorithms.rounds.round_cells import BlockLayout, Kept
+from asyncoll.algorithms.rounds.round_cells import NONE, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.trace import Event, What
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import until
@@ -61,6 +62,7 @@ DECLARED = frozenset(
         "fixed",
         "weighted",
         "buckets",
+        "epoch",
     )
 )
 
@@ -141,6 +143,7 @@ class CompiledRounds(OneSidedRounds):
         arena, _, group = setting.memory
         self._is_short = self._layout.nbytes <= SHORT_BYTES
         self._compiled = rounds_of(core, arena, group, operation, self._layout, self._rounds)
+        setting.trace.compiled(lambda append: self._compiled.trace(append, self._opened))
         # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
         self.is_prompt = not self._control_block.interleaved
         self.at_once = self._whole_calls(core) if self._rounds.reduces_at_once else None
@@ -150,11 +153,15 @@ class CompiledRounds(OneSidedRounds):
         operation, order, engine = self.operation, self._order, self._engine
         if operation.group_size or operation.history or operation.weighted or len(operation.layout) > 1:
             return None
-        Coroutine.register(core.Answer)  # a task takes it only then
         divisor = {ReduceOp.AVG: self._size, ReduceOp.AVG_ACTIVE: 0}.get(operation.op, 1)
         turns = order.numbers, order.now, order.over, order.waiting
-        self._compiled.attach(core.Answer, Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
+        self._compiled.attach(Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
         return self._compiled.at_once
+
+    def _opened(self, what: int, at_s: float, number: int) -> Event:
+        """The event of a round that the core has opened."""
+        rank = self._trace.rank
+        return Event(What(what), at_s, rank, self.operation, 0, number, (rank,))
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
         """As far as a call comes without waiting: its delivery, or the coroutine of the rest, which ends the turn."""

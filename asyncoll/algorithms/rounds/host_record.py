@@ -13,11 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll.algorithms.rounds.attempts import Attempts
-from asyncoll.algorithms.rounds.block_table import NONE
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.round_cells import COLUMN, BlockLayout, Groups
-from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
+from asyncoll.algorithms.rounds.round_cells import COLUMN, NONE
+from asyncoll.algorithms.rounds.round_record import Groups, Memory, RoundRecord
 from asyncoll.runtime.hosts import Hosts
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import Array
 
 GONE, JOINED = 1, 2  # in the cell of a rank that makes no more calls; JOINED: it waits until no rank does
@@ -81,13 +82,14 @@ class HostRecord(RoundRecord):
         operation: Operation,
         layout: BlockLayout,
         reduce: Callable[[int, Sequence[int]], None],
+        trace: Trace,
         hosts: Hosts,
     ) -> None:
         """`memory` is that in which the ranks of this host meet. Raises DisagreementError if they disagree."""
         ranks, here = sum(map(len, hosts.ranks)), len(hosts.here)
         attempts = _MORE.ends + 3 * ranks
         more = attempts + Attempts.cells(here)
-        super().__init__(memory, operation, layout, reduce, contributors=ranks, more=more)
+        super().__init__(memory, operation, layout, reduce, trace, contributors=ranks, more=more)
         self.reduces_at_once = False
         self._here = hosts.here
         self._ranks = ranks
@@ -161,7 +163,7 @@ class HostRecord(RoundRecord):
 
     def _open_here(self, number: int, now_ns: int) -> None:
         """Open round `number` on this host, and take all that is staged."""
-        self._open(now_ns)
+        self._start(now_ns)  # its opener tells of that
         times_s = self._table[:, COLUMN.waited_ns : COLUMN.late_ns + 1].T / 1e9
         blocks = [NONE] * self.size
         for _, places, _ in self.sections(number):

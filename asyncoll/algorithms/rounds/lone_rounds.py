@@ -20,6 +20,7 @@ from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.progress import Runner
+from asyncoll.runtime.trace import Trace, What
 from asyncoll.tensors.reductions import Array, storage
 
 _ALONE = (0,)  # the contributors and the members of every round
@@ -39,9 +40,10 @@ class LoneRounds:
     is_prompt = True
     arena = None
 
-    def __init__(self, operation: Operation, describe: Callable[[], str], runner: Runner) -> None:
+    def __init__(self, operation: Operation, describe: Callable[[], str], runner: Runner, trace: Trace) -> None:
         self.operation = operation
         self._runner = runner
+        self._trace = trace
         self.describe = describe
         self._now_s = deadlines.clock()
         self._engine: Engine[Result] = Engine(operation)
@@ -63,6 +65,8 @@ class LoneRounds:
             self._engine.step_back()
             missed = self._missed(self._latest)
             number = self._latest = self._latest + 1
+            if self._trace.sink is not None:
+                self._trace.tell(What.OPEN, self.operation, number=number)
             result = self._result(_KeptRound(number, parts, contribution.weight))
             # Copied now: after the call the caller's memory is divided, and the caller's own.
             self._kept.append(_KeptRound(number, [part.copy() for part in parts], contribution.weight))
@@ -73,6 +77,8 @@ class LoneRounds:
         """A whole call of one array, or None. The array is the result as it is, also of an average of one rank."""
         flags, engine = array.flags, self._engine
         if array.size != self._count or not flags.c_contiguous or not flags.writeable or engine.owed:
+            return None
+        if self._trace.sink is not None:  # `begin` tells of the round
             return None
         came_s = self._now_s()
         with self._lock:

@@ -22,15 +22,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from asyncoll.algorithms.rounds.block_table import LENT, NONE
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.call_order import CallOrder
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.engine import Engine, Told
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.round_cells import BlockLayout, Chunk, Kept, StagedCells
-from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
+from asyncoll.algorithms.rounds.round_cells import LENT, NONE, Kept
+from asyncoll.algorithms.rounds.round_record import Chunk, Memory, RoundRecord, StagedCells
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import combiner, reducer, storage
 from asyncoll.transport.control_block import checkpoint, until
 
@@ -53,6 +54,7 @@ class Setting(NamedTuple):
 
     memory: Memory
     describe: Callable[[], str]  # the operation, for errors
+    trace: Trace
     has_lost: Callable[[], bool]  # whether a rank is lost: that rank may never finish a chunk that it has claimed
 
 
@@ -69,7 +71,7 @@ class OneSidedRounds:
 
     def __init__(self, setting: Setting, operation: Operation) -> None:
         """Raises DisagreementError if the ranks of the host know the operation as another."""
-        self._memory, self.describe, self._has_lost = setting
+        self._memory, self.describe, self._trace, self._has_lost = setting
         arena, _, group = self._memory
         self.operation = operation
         self.arena = arena
@@ -89,7 +91,7 @@ class OneSidedRounds:
         self._order = CallOrder()
 
     def _record(self) -> RoundRecord:
-        return RoundRecord(self._memory, self.operation, self._layout, self._reduce_blocks)
+        return RoundRecord(self._memory, self.operation, self._layout, self._reduce_blocks, self._trace)
 
     def is_idle(self) -> bool:
         """Whether no call is under way at this rank."""

@@ -6,9 +6,10 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from asyncoll.algorithms.rounds.grouping import partition
+from asyncoll.algorithms.rounds.round_cells import is_synchronous
 from asyncoll.arguments import digest
 from asyncoll.errors import UsageError
 from asyncoll.runtime.signature import Site
@@ -52,6 +53,13 @@ class Operation:
     fixed: bool = False  # the same groups in every round
     weighted: bool = False  # each contribution has a weight, by which AVG multiplies, and by whose sum it divides
     buckets: str = ""  # the boundaries between tensors, if a contribution consists of several
+    epoch: int = 0  # that of `Group`
+    site: ClassVar[None] = None  # a round has no place in the program
+
+    @property
+    def verb(self) -> str:
+        """As of `runtime.trace.Traced`."""
+        return f"{'group' if self.group_size else self.opening.value} allreduce"
 
     @cached_property
     def nbytes(self) -> int:
@@ -78,7 +86,7 @@ class Operation:
 
     def is_synchronous(self, number: int) -> bool:
         """Whether round `number` waits for every rank."""
-        return self.sync_every > 0 and (number + self.sync_offset) % self.sync_every == 0
+        return is_synchronous(number, self.sync_every, self.sync_offset)
 
     def drawn(self, number: int, size: int) -> tuple[int, ...]:
         """The distinct ranks that all ranks draw for round `number` (Floyd's sampling).
@@ -110,10 +118,9 @@ class Operation:
         return partition(size, self.group_size, 1 if self.fixed else number)
 
     def __str__(self) -> str:
-        kind = "group" if self.group_size else self.opening.value
         arrays = " + ".join(f"{count} {dtype}" for dtype, count in self.layout)
         more = "".join(f", {name}={value}" for name, value in self.options().items())
-        return f"{kind} allreduce {self.name!r} of {arrays}, {self.op.name}{more}"
+        return f"{self.verb} {self.name!r} of {arrays}, {self.op.name}{more}"
 
 
 class RoundCall(NamedTuple):
@@ -121,6 +128,19 @@ class RoundCall(NamedTuple):
 
     operation: Operation
     site: Site
+
+    @property
+    def verb(self) -> str:
+        """As of `runtime.trace.Traced`, like `name` and `epoch`."""
+        return self.operation.verb
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    @property
+    def epoch(self) -> int:
+        return self.operation.epoch
 
     @property
     def key(self) -> str:
@@ -136,6 +156,19 @@ class JoinCall(NamedTuple):
 
     operation: Operation
     site: Site
+
+    @property
+    def verb(self) -> str:
+        """As of `runtime.trace.Traced`, like `name` and `epoch`."""
+        return "join"
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    @property
+    def epoch(self) -> int:
+        return self.operation.epoch
 
     @property
     def key(self) -> str:

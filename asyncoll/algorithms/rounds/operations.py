@@ -30,6 +30,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.shared_work import SharedWork
 from asyncoll.runtime.signature import Site
+from asyncoll.runtime.trace import What
 from asyncoll.tensors.operands import Bundle, Single, bundle
 from asyncoll.tensors.reductions import ReduceOp, storage
 
@@ -44,9 +45,10 @@ class Receipt:
     same time, and in any order.
     """
 
-    __slots__ = ("_given", "_is_unwanted")
+    __slots__ = ("_given", "_is_unwanted", "key")
 
     def __init__(self) -> None:
+        self.key = 0  # of the call in a trace
         self._given: list[tuple[Rounds, Delivery]] = []
         self._is_unwanted = False
 
@@ -71,6 +73,7 @@ class Operations:
 
     def __init__(self, member: Member, backend: RoundsBackend, pending: PendingCalls) -> None:
         self.member = member
+        self.trace = member.trace
         self._backend = backend
         self.pending = pending
         self._known = backend.operations.known
@@ -103,7 +106,7 @@ class Operations:
         receipt = Receipt()
         pending = self.pending.enter(call)
         try:
-            work = self._contribute(call, given, receipt, pending)
+            work = self._traced(call, receipt, self._contribute(call, given, receipt, pending))
             return self._backend.start(work, call.__str__, spec.nbytes, receipt.take_back)
         except BaseException:
             self.pending.leave(pending)
@@ -119,8 +122,8 @@ class Operations:
         self.pending.arrives(pending, given.staged)
         self.repeats.pop(call.operation.name, None)  # they would not wait for their turn
         work = partial(self._contribute, call, given, receipt, pending)
-        started = runner.start(self._in_turn(turn, arrival, call, work, pending), receipt.take_back)
-        return runner.resuming(started, arrival.join)
+        rest = self._traced(call, receipt, self._in_turn(turn, arrival, call, work, pending))
+        return runner.resuming(runner.start(rest, receipt.take_back), arrival.join)
 
     async def _in_turn(
         self,
@@ -152,6 +155,8 @@ class Operations:
     def _begin(self, rounds: Rounds, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
         """Begin a call of `rounds` now, in the caller's thread."""
         receipt = Receipt()
+        if self.trace.sink is not None:
+            receipt.key = self.trace.begin(call, call.operation.nbytes)
         return self.member.runner.drive(_PromptCall(self, call, rounds, given, receipt), receipt.take_back)
 
     def expect(self, spec: Operation, arguments: tuple[object, ...], x: object) -> None:
@@ -180,6 +185,8 @@ class Operations:
         """
         try:
             self.member.check()
+            if self.trace.sink is not None:
+                self.trace.tell(What.ARRIVE, call, receipt.key)
             rounds = await self._find_or_open(call)
             return await self._receive(call, rounds, rounds.call(given), given, receipt, pending)
         except Exception as error:
@@ -220,6 +227,31 @@ class Operations:
             receipt.sign(rounds, delivery)
             rounds.release(delivery)
 
+    # -- events -----------------------------------------------------------------------------------
+
+    def _traced(
+        self, call: RoundCall | JoinCall, receipt: Receipt, work: Coroutine[Any, Any, T]
+    ) -> Coroutine[Any, Any, T]:
+        """`work`, which carries out `call`. In a trace the call begins here, and the other events of it follow."""
+        if self.trace.sink is None:
+            return work
+        receipt.key = self.trace.begin(call, call.operation.nbytes)
+        return self.followed(call, receipt, work)
+
+    def followed(
+        self, call: RoundCall | JoinCall, receipt: Receipt, work: Coroutine[Any, Any, T]
+    ) -> Coroutine[Any, Any, T]:
+        """`work`, which carries out `call` or the rest of it. If there is a trace, its end is told."""
+        trace = self.trace
+        return work if trace.sink is None else trace.follow(call, receipt.key, work, partial(self.tell_end, call))
+
+    def tell_end(self, call: RoundCall | JoinCall, key: int, reduction: object) -> None:
+        """The call is over, and its caller gets `reduction`; None if there was nothing to tell."""
+        if isinstance(reduction, Reduction):
+            self.trace.tell(What.END, call, key, reduction.round, included=reduction.included)
+        else:
+            self.trace.tell(What.END, call, key)
+
     def failed(self, call: RoundCall | JoinCall, error: BaseException) -> None:
         """Abort the communicator, unless this host has no room for the contribution: the others' rounds can go on."""
         if not isinstance(error, UsageError):
@@ -251,7 +283,7 @@ class Operations:
         try:
             if given.staged or name in self._turns:
                 return self._join_in_turn(call, given, pending)
-            work = self._conclude(call, given, pending)
+            work = self._traced(call, Receipt(), self._conclude(call, given, pending))
             return self._backend.start(work, call.__str__, spec.nbytes, _nothing)
         except BaseException:
             self.pending.leave(pending)
@@ -265,7 +297,8 @@ class Operations:
         turn = self._turns.setdefault(call.operation.name, asyncio.Lock())
         self.pending.arrives(pending, given.staged)
         work = partial(self._conclude, call, given, pending)
-        return runner.resuming(runner.start(self._in_turn(turn, arrival, call, work, pending), _nothing), arrival.join)
+        rest = self._traced(call, Receipt(), self._in_turn(turn, arrival, call, work, pending))
+        return runner.resuming(runner.start(rest, _nothing), arrival.join)
 
     async def _conclude(self, call: JoinCall, given: Bundle | Single, pending: PendingCall) -> Reduction | None:
         """The whole call, on whichever loop drives it. A cancellation aborts the communicator, as of a collective."""
@@ -288,6 +321,9 @@ class Operations:
     def hand_over(self, spec: Operation, delivery: Delivery, given: Bundle | Single, waited_s: float) -> Reduction:
         """Write the result into `given`, and copy the missed results: `release` ends their memory's use."""
         results, included, skipped, lag = delivery
+        if self.trace.sink is not None:
+            for result in results:
+                self.trace.tell(What.REDUCE, spec, number=result.number, ranks=result.ranks)
         result = results[-1]
         ranks = result.ranks
         if ranks:  # a round without contributors has no result, and leaves `given` as it is
@@ -361,9 +397,11 @@ class _PromptCall(SharedWork[Reduction]):
     def begin(self) -> None:
         """Complete the call, or make the coroutine and run that until it waits. An exception is kept for `result`."""
         operations, call, rounds, given = self._operations, self._call, self._rounds, self._given
-        came_s = operations.now_s()
+        came_s, trace = operations.now_s(), operations.trace
         try:
             operations.member.check()
+            if trace.sink is not None:
+                trace.tell(What.ARRIVE, call, self._receipt.key)
             answer = rounds.begin(given)
             if isinstance(answer, Delivery):
                 operations.pending.note(call)
@@ -373,14 +411,18 @@ class _PromptCall(SharedWork[Reduction]):
                     self._receipt.sign(rounds, answer)
                     rounds.release(answer)
                 self.is_over = True
+                if trace.sink is not None:
+                    operations.tell_end(call, self._receipt.key, self._result)
                 return
         except BaseException as error:
             if isinstance(error, Exception):
                 operations.failed(call, error)
+            if trace.sink is not None:
+                trace.give_up(call, self._receipt.key, error)
             self._error = error
             self.is_over = True
             return
         assert rounds.arena is not None
-        body = operations.wait(call, rounds, answer, given, self._receipt)
+        body = operations.followed(call, self._receipt, operations.wait(call, rounds, answer, given, self._receipt))
         super().__init__(rounds.arena, body, operations.member.check, call.__str__)
         super().begin()

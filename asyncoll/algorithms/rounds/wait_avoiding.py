@@ -35,6 +35,7 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.port import Port
+from asyncoll.runtime.trace import What
 from asyncoll.tensors.reductions import Array, combiner, fill_neutral, storage
 from asyncoll.transport.wire import Buffer
 
@@ -330,6 +331,8 @@ class WaitAvoiding(ABC):
             if isinstance(instruction, Tell):
                 self._port.send(instruction.rank, self._number, instruction.step, self._payload(instruction.step))
             else:
+                if self._port.trace.sink is not None and self._round.is_opener:
+                    self._port.trace.tell(What.OPEN, self.operation, number=self._number)
                 self._tally.began(self._port.now_s())
                 self._port.spawn(self._carry_out())
 

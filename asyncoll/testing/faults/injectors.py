@@ -269,7 +269,7 @@ def fault(
     if at in MOMENTS:
         points = InjectionPoints(comm, passed)
     else:
-        points = StagingPoint(at, passed) if at in STAGING_POINTS else CorePoint(at, passed)
+        points = StagingPoint(comm, at, passed) if at in STAGING_POINTS else CorePoint(at, passed)
     try:
         with points if at != "after" else contextlib.nullcontext():
             yield

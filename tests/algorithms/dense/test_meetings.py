@@ -13,7 +13,8 @@ import pytest
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.rendezvous import _CLAIMED, _HEAD, DisagreementError, Rendezvous, RendezvousArea
+from asyncoll.algorithms.dense.meeting_cells import CLAIMED, RECORD_HEAD
+from asyncoll.algorithms.dense.rendezvous import DisagreementError, Rendezvous, RendezvousArea
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer_in_python
 from asyncoll.transport.memory.arena import local_world
@@ -28,7 +29,7 @@ if _core.native is not None:
 cores = pytest.mark.parametrize("natives", CORES.values(), ids=CORES)
 
 
-WAITING, LAST, NOT_FREE, OVER = range(4)  # what `arrive` returns
+WAITING, NOT_FREE, OVER, LAST = range(4)  # what `arrive` returns; LAST only in Python: this rank is to reduce
 
 
 class PythonMeetings:
@@ -271,7 +272,7 @@ def test_chunks_that_do_not_exist_are_not_reduced(garbage):
         x, y = (rank.array(np.ones(LONG // 8), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
         cells = first.area.control_block.cells
-        cells[first.area.base(2 * (1 % SIZES.calls)) + _CLAIMED] = garbage
+        cells[first.staging.base(2 * (1 % SIZES.calls)) + CLAIMED] = garbage
         assert second.arrive(1, y) == WAITING
         assert not first.look(1, x)
         assert (x == 1).all()
@@ -284,8 +285,8 @@ def test_memory_that_does_not_exist_is_not_used(cell, garbage):
     with ranks(2, [_core.native]) as (first, second):
         x, y = (rank.array(np.ones(LONG // 8), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
-        cells, base = first.area.control_block.cells, first.area.base(2 * (1 % SIZES.calls))
-        cells[base + _HEAD + cell] = garbage
+        cells, base = first.area.control_block.cells, first.staging.base(2 * (1 % SIZES.calls))
+        cells[base + RECORD_HEAD + cell] = garbage
         with pytest.raises((ValueError, IndexError, OverflowError)):
             second.arrive(1, y)
         assert (y == 1).all()

@@ -11,7 +11,7 @@ import pytest
 
 from asyncoll import AbortedError, Communicator, _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.peers import _CAN_READ, _TOKEN, PEER_CELLS
+from asyncoll.algorithms.dense.meeting_cells import PEER_CAN_READ, PEER_CELLS, PEER_TOKEN
 from asyncoll.algorithms.dense.rendezvous import RendezvousArea, signed
 from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.algorithms.seam.short_calls import Plan
@@ -92,6 +92,7 @@ class Meeting:
             x.nbytes,
             Traffic(),
             Traffic(),
+            epoch=0,
         )
         self.meetings, self.area, self.x, self.number = meetings_of(area, _core.native), area, x, number
         self.has_arrived = self.is_over = False
@@ -238,9 +239,9 @@ def test_no_rank_shows_private_memory_before_all_can_read_that_of_all():
 def test_a_process_without_the_token_is_not_read(token):
     """It may have the number of a process in another namespace."""
     with rendezvous_areas(2, [_core.native], 1 << 12) as areas:
-        areas[0].control_block.cells[peer_cell(areas[0], 1, _TOKEN)] = token
+        areas[0].control_block.cells[peer_cell(areas[0], 1, PEER_TOKEN)] = token
         assert can_read(areas) == [False, False]
-        assert areas[0].control_block.cells[peer_cell(areas[0], 0, _CAN_READ)] == -1
+        assert areas[0].control_block.cells[peer_cell(areas[0], 0, PEER_CAN_READ)] == -1
 
 
 def test_a_world_with_a_rank_without_the_core_uses_slots():

@@ -21,6 +21,7 @@ from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.progress import SharedLoop
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.operands import bundle
 from asyncoll.testing import run_ranks
 from asyncoll.testing.laws import check_laws
@@ -42,7 +43,9 @@ class Rank:
         group = Group(tuple(range(size)), arena.local_rank, 7)
         self.registry = OperationRegistry(arena, size, arena.local_rank, 7)
         self.rounds = rounds_in_memory(
-            Setting(Memory(arena, self.registry, group), str, lambda: False), operation, 1 << 22
+            Setting(Memory(arena, self.registry, group), str, Trace(group.rank, group.size), lambda: False),
+            operation,
+            1 << 22,
         )
         self.operation = operation
         self.arena = arena
@@ -377,7 +380,7 @@ def in_memory(rank):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_rank_alone_is_told_what_it_would_be_told_in_memory(seed):
     async def main():
-        return alone(seed, lambda rank: LoneRounds(rank.operation, str, SharedLoop()))
+        return alone(seed, lambda rank: LoneRounds(rank.operation, str, SharedLoop(), Trace(0, 1)))
 
     told = asyncio.run(main())
     assert told == alone(seed, in_memory)

@@ -27,6 +27,7 @@ from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.unpublished import unpublished
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.operands import bundle
 from asyncoll.testing.faults.left_record import left_of
 from asyncoll.transport.memory.arena import local_world
@@ -89,7 +90,11 @@ class World:
     def join(self, arena, operation):
         group = Group(tuple(range(self.size)), arena.local_rank, 7)
         registry = OperationRegistry(arena, self.size, arena.local_rank, 7)
-        return rounds_in_memory(Setting(Memory(arena, registry, group), str, lambda: False), operation, 1 << 22)
+        return rounds_in_memory(
+            Setting(Memory(arena, registry, group), str, Trace(group.rank, group.size), lambda: False),
+            operation,
+            1 << 22,
+        )
 
     def array(self, arena):
         nbytes = 8 * self.elements

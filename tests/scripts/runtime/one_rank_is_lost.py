@@ -10,6 +10,7 @@ import numpy as np
 
 import asyncoll
 from asyncoll.runtime import pending
+from asyncoll.transport.lock_cells import HOLDER_OFFSET
 from asyncoll.transport.memory import mutex
 from asyncoll.transport.processes import is_gone
 
@@ -21,7 +22,7 @@ def exit_with_a_lock() -> None:
     def take_and_exit(lock: ctypes.Array) -> int:
         if failure := take(lock):
             return failure
-        ctypes.c_int64.from_buffer(lock, mutex._HOLDER).value = 0
+        ctypes.c_int64.from_buffer(lock, HOLDER_OFFSET).value = 0
         os._exit(0)
 
     mutex._try_lock = take_and_exit

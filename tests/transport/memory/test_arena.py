@@ -26,11 +26,12 @@ from asyncoll.testing.contract import check_arena
 from asyncoll.transport import joining
 from asyncoll.transport.control_block import Wait
 from asyncoll.transport.joining import Joining
+from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory import arena as arena_module
 from asyncoll.transport.memory import fd_passing, inproc, pages
 from asyncoll.transport.memory.arena import HostArena, local_world
 from asyncoll.transport.memory.fd_passing import ArenaUnavailable
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, LockPolicy, RobustMutex
+from asyncoll.transport.memory.mutex import LockPolicy, RobustMutex
 from asyncoll.transport.memory.segment import HEAD_BYTES, make_segment
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 from tests.support.places import SCRIPTS
@@ -142,7 +143,8 @@ def test_the_lock_of_a_dead_owner_always_raises():
 
 HOLD_AND_STOP = """
 import mmap, os, signal, sys
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, RobustMutex
+from asyncoll.transport.lock_cells import MUTEX_BYTES
+from asyncoll.transport.memory.mutex import RobustMutex
 memory = mmap.mmap(int(sys.argv[1]), mmap.PAGESIZE)
 RobustMutex(memoryview(memory)[:MUTEX_BYTES], 1, (5, 6)).acquire()
 os.kill(os.getpid(), signal.SIGSTOP)
