@@ -1335,7 +1335,7 @@ class Communicator(Uncopied):
         self._end(None)
 
     def _end(self, error: Reason | None) -> None:
-        """As `close`; because of an `error`, unless it is None: calls under way end, and the others are told of it."""
+        """Close the communicator. With an `error`, calls under way end, and the other ranks are told of it."""
         self._core.close(error)
         self._short = None  # new calls go the general way, which refuses them
 

@@ -111,7 +111,7 @@ class Calls:
         pending: PendingCall,
         here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
     ) -> Coroutine[Any, Any, T]:
-        """As `start`, on the runtime's loop: the caller's thread waits for no device.
+        """Start a call with tensors on devices, on the runtime's loop: the caller's thread waits for no device.
 
         The body runs once the tensors have arrived, unless `collectives` fetch what they use, and wait for it.
         """
@@ -208,7 +208,7 @@ class Calls:
         """Start a receive of `into` from any source: `call(None, 0)`, and `call(source, number)` once it has a message.
 
         `result(source)` is called when `into` is complete. If no caller gets it, the message goes to the next receive.
-        `staged` is that of `start_receive`.
+        `staged` has the tensor of `into`, if that is on a device.
         """
         ranks, unserved = self._member.group.ranks, call(None, 0)
 

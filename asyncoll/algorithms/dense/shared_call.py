@@ -38,9 +38,8 @@ Take = Callable[[int, int, Array], None]  # source, first byte of the piece in t
 class SharedCall:
     """The `Collectives` of one call at one rank, in memory.
 
-    The methods, their arguments and their results are those of `seam.Collectives`. All ranks of the
-    communicator call the same methods in the same order. Arrays are flat and contiguous. An array that gets a result
-    must not overlap another one.
+    All ranks of the communicator call the same methods in the same order. Arrays are flat and contiguous. An array that
+    gets a result must not overlap another one.
 
     The methods raise the failure of the communicator, and DisagreementError if another rank has made another call with
     the same number. After an exception or a cancellation, the caller must await `retreat` before it returns the memory

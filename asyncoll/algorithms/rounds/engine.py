@@ -118,7 +118,7 @@ class Engine(Generic[R]):
         return told
 
     def deliver_own(self, number: int) -> None:
-        """As `deliver`, of round `number`, at which the call aimed, which has its contribution, and nothing is owed."""
+        """Count a frequent call: it is given round `number`, its aim, with its contribution, and nothing is owed."""
         self.cells[AIM] = number + 1
         self.cells[LAGS] += 1
 

@@ -58,7 +58,6 @@ class Operation:
 
     @property
     def verb(self) -> str:
-        """As of `runtime.trace.Traced`."""
         return f"{'group' if self.group_size else self.opening.value} allreduce"
 
     @cached_property
@@ -131,7 +130,6 @@ class RoundCall(NamedTuple):
 
     @property
     def verb(self) -> str:
-        """As of `runtime.trace.Traced`, like `name` and `epoch`."""
         return self.operation.verb
 
     @property
@@ -159,7 +157,6 @@ class JoinCall(NamedTuple):
 
     @property
     def verb(self) -> str:
-        """As of `runtime.trace.Traced`, like `name` and `epoch`."""
         return "join"
 
     @property

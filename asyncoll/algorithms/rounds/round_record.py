@@ -265,7 +265,7 @@ class RoundRecord:
         return missing
 
     def _start(self, now_ns: int) -> int:
-        """As `_open`, of a round that ranks reduce together."""
+        """Open the next round of long contributions, which ranks then reduce together. Returns what `_open` does."""
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
