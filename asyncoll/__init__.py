@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from asyncoll import rpc as rpc
     from asyncoll.algorithms.gossip.pairwise import Gossip as Gossip
     from asyncoll.algorithms.rounds.reduction import Reduction as Reduction
-    from asyncoll.algorithms.sparse.operations import SparseReduction as SparseReduction
     from asyncoll.algorithms.sparse.selection import Feedback as Feedback
+    from asyncoll.algorithms.sparse.sparse_operations import SparseReduction as SparseReduction
     from asyncoll.blocking import BlockingCommunicator as BlockingCommunicator
     from asyncoll.blocking import init as init
     from asyncoll.communicator import Communicator as Communicator
@@ -86,7 +86,7 @@ _HOMES = {
     "algorithms.rounds.reduction": ("Reduction",),
     "runtime.handles": ("Handle",),
     "runtime.progress": ("offload",),
-    "algorithms.sparse.operations": ("SparseReduction",),
+    "algorithms.sparse.sparse_operations": ("SparseReduction",),
     "tensors.reductions": ("ReduceOp",),
     "world.join": ("connect", "run"),
 }

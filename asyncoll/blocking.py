@@ -71,9 +71,10 @@ def init() -> BlockingCommunicator:
 
 
 def join(environment: Environment | None, *, departs: bool = False, leaves_by: str = "`close`") -> BlockingCommunicator:
-    """As `init`, for the world of `environment`; None: that of the environment variables.
+    """Join the world of `environment`, or of the environment variables if it is None. Blocks until all have joined.
 
-    With `departs`, leaving is that of `World`. `leaves_by` is the call of the program by which it leaves, for errors.
+    With `departs`, leaving is not collective: this rank leaves once its calls are over. `leaves_by` is the call of the
+    program by which it leaves, for errors.
     """
     return _Session(departs, leaves_by).enter(environment)
 
@@ -230,8 +231,8 @@ class BlockingGossip(Gossip):
 class BlockingCommunicator(Communicator):
     """A `Communicator` for programs without an event loop: its calls may be made in any thread, and return handles.
 
-    `asyncoll.init` gives the communicator of all ranks, `split` one of some of them. All calls are those of
-    `Communicator`, with its arguments, results and errors; what those raise "when awaited", these raise in
+    `asyncoll.init` gives the communicator of all ranks, `split` one of some of them. It has all calls of a
+    `Communicator`, with the same arguments, results and errors; what those raise "when awaited", these raise in
     `Handle.wait`. Differences:
 
     *Threads.* A call needs no event loop. Calls of several threads are numbered in the order in which they are made,
@@ -335,9 +336,10 @@ class BlockingCommunicator(Communicator):
     push_sum = _with_handle(Communicator.push_sum)
 
     def recv_any(self, x: T, tag: int = 0) -> Handle[tuple[T, int]]:  # type: ignore[override]
-        """As `Communicator.recv_any`, with a handle for the end of the call.
+        """Receive a message of any other rank into `x`, in place. The handle's result is `x` and the sender's rank.
 
-        The message is taken even if the handle is dropped.
+        Arguments and errors are the same as those of `Communicator.recv_any`. The message is taken even if the handle
+        is dropped.
         """
         handle: Handle[tuple[T, int]] = _recv_any(self, x, tag)
         handle.claim()
@@ -346,11 +348,14 @@ class BlockingCommunicator(Communicator):
     def gossip(  # type: ignore[override]
         self, x: object, *, graph: str = "ring", seed: int = 0
     ) -> Handle[BlockingGossip]:
-        """As `Communicator.gossip`, for a gossip whose calls return handles."""
+        """Make a gossip of `x`, whose calls return handles. All ranks call it, as they do `Communicator.gossip`."""
         return _gossip(self, x, graph=graph, seed=seed)  # type: ignore[return-value]
 
     def split(  # type: ignore[override]
         self, color: int | None, key: int = 0
     ) -> Handle[BlockingCommunicator | None]:
-        """As `Communicator.split`, for a communicator whose calls return handles."""
+        """Make communicators of the ranks that give the same `color`, whose calls return handles; None for color None.
+
+        Collective: all ranks call it, in the order of their other calls. `key` orders the ranks of a group.
+        """
         return _split(self, color, key)  # type: ignore[return-value]

@@ -28,8 +28,8 @@ from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.sparse.oktopk import Rules
-from asyncoll.algorithms.sparse.operations import SparseReduction, Specification
 from asyncoll.algorithms.sparse.selection import Feedback
+from asyncoll.algorithms.sparse.sparse_operations import SparseReduction, Specification
 from asyncoll.arguments import digest, real, text, whole
 from asyncoll.errors import NonFiniteError, Reason, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc

@@ -8,7 +8,7 @@ import contextlib
 import numpy as np
 
 from asyncoll import AbortedError, Communicator
-from asyncoll.testing.faults.calls import OPERATIONS
+from asyncoll.testing.faults.checked_calls import OPERATIONS
 
 WAIT_AVOIDING = ("solo", "majority", "quorum", "group", "synchronous_solo", "eager_step")
 SYNCHRONOUS = [name for name in OPERATIONS if name not in (*WAIT_AVOIDING, "rpc")]

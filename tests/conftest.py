@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, settings
 
 from asyncoll import testing
 from asyncoll.errors import AsyncollError
-from asyncoll.launch.environment import reserve_port
+from asyncoll.launch.rank_environment import reserve_port
 from asyncoll.transport.messages import service_protocol
 
 # On a busy machine a deadline for each example makes tests flaky, and so does a different draw in each run. So there is

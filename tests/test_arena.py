@@ -82,7 +82,7 @@ class Copying(inproc.InprocArena):
 
 def test_the_contract_notices_a_broken_promise():
     def world(size):
-        memory = inproc._Memory(size)
+        memory = inproc._InprocMemory(size)
         return contextlib.nullcontext([Copying(rank, memory, lambda: 0.0, tuple(range(size))) for rank in range(size)])
 
     with pytest.raises(AssertionError, match="all ranks read what one rank has written"):

@@ -11,10 +11,10 @@ import pytest
 from toy_backend import ToyBackend
 
 from asyncoll import AVG, AbortedError
-from asyncoll.algorithms.alone import AloneBackend
-from asyncoll.algorithms.by_message import MessageBackend
+from asyncoll.algorithms.alone_backend import AloneBackend
 from asyncoll.algorithms.choice import choose_backend
-from asyncoll.algorithms.in_memory import MemoryBackend
+from asyncoll.algorithms.memory_backend import MemoryBackend
+from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing import run_ranks

@@ -15,9 +15,9 @@ import torch
 from click.testing import CliRunner
 from conftest import LIGHT, PATIENCE_S
 
-from asyncoll.algorithms.dense import on_lane as algorithms
-from asyncoll.bench.dense import bus_bandwidth
-from asyncoll.bench.plan import Plan, parse_duration, parse_sizes
+from asyncoll.algorithms.dense import by_size as algorithms
+from asyncoll.bench.dense_calls import bus_bandwidth
+from asyncoll.bench.plan import BenchPlan, parse_duration, parse_sizes
 from asyncoll.bench.skewed import MODES, bound, expected
 from asyncoll.bench.table import aligned
 from asyncoll.cli import main
@@ -91,8 +91,8 @@ def test_a_gpu_that_is_not_there_is_a_usage_error(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_is_unchanged_by_json() -> None:
-    plan = Plan("solo", 4, (4, 8), "tcp", 0.5, 7)
-    assert Plan.from_json(plan.to_json()) == plan
+    plan = BenchPlan("solo", 4, (4, 8), "tcp", 0.5, 7)
+    assert BenchPlan.from_json(plan.to_json()) == plan
 
 
 def test_expected_values_of_the_paper() -> None:

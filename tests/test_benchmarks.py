@@ -191,7 +191,7 @@ def test_a_script_writes_its_folder(tmp_path: Path) -> None:
 
 
 def test_skewed_arrivals_sums_up_repeats() -> None:
-    skewed, plan = load("skewed_arrivals"), load("skewed_arrivals").Plan("solo", 32, (4096,), skew_s=1e-3)
+    skewed, plan = load("skewed_arrivals"), load("skewed_arrivals").BenchPlan("solo", 32, (4096,), skew_s=1e-3)
 
     def found(mean_us: float) -> dict[str, float]:
         return {"mean_us": mean_us, "median_us": mean_us, "nap": 1.0}

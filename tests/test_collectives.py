@@ -11,7 +11,7 @@ from conftest import SIZES, case, looped
 
 import asyncoll
 from asyncoll import AVG, BAND, BOR, BXOR, MAX, MIN, PROD, SUM, UsageError
-from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.dense import by_size, on_lane
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.reductions import DTYPES, combiner, fill_neutral
@@ -52,7 +52,7 @@ def test_allreduce(size, run):
 @looped("count", [0, 1, 5, 100, 3001])
 def test_each_allreduce_gives_every_rank_the_same_bits(size, algorithm, count, monkeypatch):
     data = np.random.default_rng(count).standard_normal((size, count)).astype("complex64") * (1 + 0.3j)
-    monkeypatch.setattr(on_lane, "allreduce", lambda lane, x, combine, whole=0: algorithm(lane, x, combine))
+    monkeypatch.setattr(by_size, "allreduce", lambda lane, x, combine, whole=0: algorithm(lane, x, combine))
 
     async def main(comm):
         return await comm.allreduce(data[comm.rank].copy(), PROD)
@@ -68,7 +68,7 @@ def test_each_allreduce_gives_every_rank_the_same_bits(size, algorithm, count, m
 @looped("count", [0, 5, 3001])
 def test_piggybacked_data_reaches_every_rank(size, algorithm, count, monkeypatch):
     """A round's participation list, here among messages that overtake each other and come before they are asked for."""
-    monkeypatch.setattr(on_lane, "allreduce", lambda lane, x, combine, whole=0: algorithm(lane, x, combine))
+    monkeypatch.setattr(by_size, "allreduce", lambda lane, x, combine, whole=0: algorithm(lane, x, combine))
 
     async def main(comm):
         for _ in range(3):

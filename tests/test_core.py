@@ -22,7 +22,7 @@ from hatchling.builders.wheel import WheelBuilder
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.staging import StagingArea
+from asyncoll.algorithms.dense.rendezvous import RendezvousArea
 from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.testing import fuzz_core
@@ -256,7 +256,7 @@ def test_cells_that_change_meanwhile_are_used_or_refused():
 @pytest.mark.parametrize(("number", "address", "divisor"), [(-1, 0, 1), (1, -8, 1), (1, 0, 0)])
 def test_a_meeting_refuses_wrong_numbers(number, address, divisor):
     with local_world(1) as (arena,):
-        meetings = meetings_of(StagingArea(arena, 1, 0, 7, choose(2, {})), _core.native)
+        meetings = meetings_of(RendezvousArea(arena, 1, 0, 7, choose(2, {})), _core.native)
         with pytest.raises(ValueError, match=r"negative|positive"):
             meetings.arrive(number, 5, None, address, 0, divisor, True)
         del meetings

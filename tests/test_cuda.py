@@ -27,7 +27,7 @@ from asyncoll.cli import main
 from asyncoll.doctor import examine
 from asyncoll.errors import AbortedError, DeviceError, UsageError
 from asyncoll.testing import check_device, run_ranks
-from asyncoll.testing.devices.exchange import FakeExchange
+from asyncoll.testing.devices.fake_exchange import FakeExchange
 from asyncoll.training.trainer import computed
 from asyncoll.transport.staging import cuda, probe
 from asyncoll.transport.staging.cuda import CudaDevice

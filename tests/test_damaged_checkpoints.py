@@ -12,7 +12,7 @@ from training_loops import ALGORITHMS, AT_OWN_PACE, loss, momentum, network
 
 import asyncoll
 from asyncoll.testing import run_ranks
-from asyncoll.torch.hooks.schedule import Schedule
+from asyncoll.torch.hooks.option_schedule import OptionSchedule
 from asyncoll.training import DCASGD, SGP, OkTopkSGD, Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,9 +76,9 @@ SCHEDULERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_a_hook_goes_on_with_the_state_of_every_kind_of_scheduler(kind: str) -> None:
-    def scheduled() -> Schedule:
+    def scheduled() -> OptionSchedule:
         optimizer = momentum(network())
-        return Schedule(optimizer, SCHEDULERS[kind](optimizer))
+        return OptionSchedule(optimizer, SCHEDULERS[kind](optimizer))
 
     one, other = scheduled(), scheduled()
     one._optimizer.step()

@@ -15,7 +15,7 @@ from asyncoll.algorithms.dense import shared_block
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, PeerLostError, UsageError
 from asyncoll.tensors.reductions import DTYPES, check_reduction
 from asyncoll.testing import Crash, FakeDevice, Network, fake_device, run_ranks, simulate
-from asyncoll.testing.devices.exchange import blocks_in_use
+from asyncoll.testing.devices.fake_exchange import blocks_in_use
 
 SIZES = "short=64,device=64,device_window=1024,staged=4096,window=2048"
 COUNTS = [65, 257, 1500]  # of float32

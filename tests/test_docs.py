@@ -41,7 +41,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 import asyncoll
 import trainers.runs
 from asyncoll import notebook, rpc, testing, training
-from asyncoll.launch.environment import reserve_port
+from asyncoll.launch.rank_environment import reserve_port
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -65,8 +65,11 @@ CHANGES = {
         ('self.kind == "candidates"', '=self.kind in ("candidates", "led")'),
         ('\n    if case.kind == "solo":', CALL_IN_A_STORY),
     ],
-    "testing/laws/rules.py": [(")  # kinds", ', "led"')],
-    "testing/faults/calls.py": [("async def group(", CALL_IN_THE_MATRIX), ("        group,\n", "        led,\n")],
+    "testing/laws/rounds.py": [(")  # kinds", ', "led"')],
+    "testing/faults/checked_calls.py": [
+        ("async def group(", CALL_IN_THE_MATRIX),
+        ("        group,\n", "        led,\n"),
+    ],
 }
 
 

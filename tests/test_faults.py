@@ -35,13 +35,13 @@ from asyncoll.testing import (
     simulate,
 )
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.faults.calls import OPERATIONS, echo
-from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, Plan, select
-from asyncoll.testing.faults.checks import judge
-from asyncoll.testing.faults.core import PASSED
+from asyncoll.testing.faults.cell_processes import CellStory
+from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, CellPlan, select
+from asyncoll.testing.faults.checked_calls import OPERATIONS, echo
+from asyncoll.testing.faults.core_points import PASSED
 from asyncoll.testing.faults.host_faults import KillHost
 from asyncoll.testing.faults.injection_points import InjectionPoints
-from asyncoll.testing.faults.processes import Story
+from asyncoll.testing.faults.judging import judge
 from asyncoll.testing.faults.programs import PROGRAMS
 from asyncoll.testing.faults.staged_calls import STAGED
 
@@ -408,7 +408,7 @@ def test_cells_are_chosen_by_name_and_drawn_by_seed():
     assert [cell.seed for cell in drawn] == [5] * 10 + [6] * 10 + [7] * 10
     assert {cell.name for cell in drawn[:10]} != {cell.name for cell in drawn[10:20]}
     assert drawn[25] in select(drawn[25].name, 0, 1, 7, "zmq", 3), "one cell of many can be repeated alone"
-    assert len({Plan.draw(cell).victim for cell in everything}) == 4
+    assert len({CellPlan.draw(cell).victim for cell in everything}) == 4
 
 
 def test_a_pattern_that_matches_no_cell():
@@ -423,7 +423,7 @@ def told(rank, what, at_s=0.0, **more):
 
 def good_story(cell):
     """A story in which every survivor raises the right error 10 ms after the fault."""
-    victim, kind = Plan.draw(cell).victim, KINDS[cell.kind]
+    victim, kind = CellPlan.draw(cell).victim, KINDS[cell.kind]
     events = [told(victim, "struck", 1.0)]
     for rank in range(cell.size):
         if not kind.told:
@@ -431,7 +431,7 @@ def good_story(cell):
         elif rank != victim:
             events.append(told(rank, "error", 1.01, type=kind.told[0], named=victim, text="gone"))
     codes, output = dict.fromkeys(range(cell.size), 0), dict.fromkeys(range(cell.size), "")
-    return Story(told=events, codes=codes, output=output)
+    return CellStory(told=events, codes=codes, output=output)
 
 
 def spoiled(story, rank, **more):
@@ -463,13 +463,13 @@ def test_a_correct_story_passes(kind):
     ],
 )
 def test_a_wrong_error_breaks_a_cell(cell, what, complaint):
-    rank = next(rank for rank in range(3) if rank != Plan.draw(cell).victim)
+    rank = next(rank for rank in range(3) if rank != CellPlan.draw(cell).victim)
     (broken,) = judge(cell, spoiled(good_story(cell), rank, **what)).broken
     assert complaint in broken
 
 
 def test_a_late_error_is_late():
-    rank = next(rank for rank in range(3) if rank != Plan.draw(LETHAL).victim)
+    rank = next(rank for rank in range(3) if rank != CellPlan.draw(LETHAL).victim)
     verdict = judge(LETHAL, spoiled(good_story(LETHAL), rank, at_s=1.2))
     assert verdict.broken == ()
     assert verdict.late == (f"heard after 200 ms by rank {rank}: PeerLostError: gone",)
@@ -631,9 +631,9 @@ def test_an_error_names_the_host_that_has_vanished(more, complaint):
     survivors = [rank for rank in range(4) if rank not in VANISHED.lost]
     of_all = {"named": VANISHED.lost[0], "ranks": list(VANISHED.lost), "text": "gone", "type": "PeerLostError"}
     of_all["host"] = VANISHED.placement.host_of(VANISHED.lost[0])
-    events = [told(Plan.draw(VANISHED).victim, "struck", 1.0)]
+    events = [told(CellPlan.draw(VANISHED).victim, "struck", 1.0)]
     events += [told(rank, "error", 1.5, **of_all) for rank in range(4)]
-    story = Story(told=events, codes=dict.fromkeys(range(4), 0), output=dict.fromkeys(range(4), ""))
+    story = CellStory(told=events, codes=dict.fromkeys(range(4), 0), output=dict.fromkeys(range(4), ""))
     verdict = judge(VANISHED, spoiled(story, survivors[0], **more))
     assert [complaint in each for each in verdict.broken] == [True] * (complaint is not None)
     assert verdict.late == ()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_meetings import SIZES, Rank, cores, ranks
 
-from asyncoll.algorithms.dense.in_memory import SharedCall
+from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 SHORT, LONG = 100, 1 << 14  # elements of float32: copied as a whole, and passed in windows or pieces
@@ -31,7 +31,7 @@ class Caller:
     """One rank of one collective, which this test drives."""
 
     def __init__(self, rank: Rank, make: Make, size: int, count: int, is_registered: bool) -> None:
-        self.call = SharedCall(rank.staging, 1, 5)
+        self.call = SharedCall(rank.area, 1, 5)
         blocks = [rank.array(np.ones(count, np.float32), is_registered) for _ in range(size)]
         self.work = make(self.call, blocks)
         self.wait: Any = None

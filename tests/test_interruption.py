@@ -244,7 +244,7 @@ async def interrupt(thread: progress.ProgressThread, event: int) -> bool:
     task = asyncio.ensure_future(wait(call))
     await asyncio.wait([task], timeout=0)
     sys.settrace(None)
-    may_repeat = type(call) is progress._Begun
+    may_repeat = type(call) is progress._BegunCoroutine
     if may_repeat:
         assert isinstance(task.exception(), AlarmError)
         task = asyncio.ensure_future(wait(call))
@@ -333,7 +333,7 @@ def test_a_call_whose_await_is_interrupted_before_its_first_step_is_discarded():
 
     async def main():
         discarded = []
-        call = progress._Begun(Struck(), lambda: discarded.append(True))
+        call = progress._BegunCoroutine(Struck(), lambda: discarded.append(True))
         with pytest.raises(AlarmError):
             await call
         del call

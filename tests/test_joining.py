@@ -23,9 +23,9 @@ from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key, write_key
 from asyncoll.transport.meeting_folder import meeting_folder
 from asyncoll.transport.memory import fd_passing
-from asyncoll.world.attempt import Attempt
 from asyncoll.world.environment import Environment
-from asyncoll.world.rendezvous import meet
+from asyncoll.world.host_attempt import HostAttempt
+from asyncoll.world.meeting import meet
 from asyncoll.world.sealed_store import SealedStore
 
 ROOT = Path(__file__).parent.parent
@@ -131,7 +131,7 @@ def test_joining_can_be_cancelled(play):
 @pytest.mark.parametrize("interrupted", [0, 1])
 def test_ranks_meet_again_after_one_of_them_was_interrupted(tmp_path, interrupted):
     def attempts():
-        return [Attempt(tmp_path, rank, 2, Joining(rank, 2, 10.0)) for rank in (0, 1)]
+        return [HostAttempt(tmp_path, rank, 2, Joining(rank, 2, 10.0)) for rank in (0, 1)]
 
     first = attempts()
     entered = [attempt.__enter__().folder for attempt in first]
@@ -141,7 +141,7 @@ def test_ranks_meet_again_after_one_of_them_was_interrupted(tmp_path, interrupte
     with pytest.raises(PeerLostError, match=f"rank {interrupted} is gone: it was interrupted") as told:
         first[1 - interrupted]._joining.check(list, "not here")
     first[1 - interrupted].__exit__(PeerLostError, told.value, None)
-    early = Attempt(tmp_path, 1, 2, Joining(1, 2, 0.0))
+    early = HostAttempt(tmp_path, 1, 2, Joining(1, 2, 0.0))
     with pytest.raises(DeadlineError, match="missing: rank 0"):
         early.__enter__()
     again = [attempt.__enter__().folder for attempt in attempts()]
@@ -150,8 +150,8 @@ def test_ranks_meet_again_after_one_of_them_was_interrupted(tmp_path, interrupte
 
 def test_a_rank_tells_in_the_folder_once_why_it_ends_joining_and_may_do_so_before_its_attempt_ends(tmp_path):
     waiting, ending = Joining(1, 2, 10.0), Joining(0, 2, 10.0)
-    attempt = Attempt(tmp_path, 0, 2, ending).__enter__()
-    Attempt(tmp_path, 1, 2, waiting).__enter__()
+    attempt = HostAttempt(tmp_path, 0, 2, ending).__enter__()
+    HostAttempt(tmp_path, 1, 2, waiting).__enter__()
     asyncio.run(ending.fail(asyncio.CancelledError()))
     with pytest.raises(PeerLostError, match="rank 0 is gone: it was interrupted"):
         waiting.check(list, "not here")

@@ -20,8 +20,8 @@ from conftest import PATIENCE_S, case, children
 
 from asyncoll.errors import UsageError
 from asyncoll.launch import launch as launch_here
-from asyncoll.launch.environment import reserve_port, stopped_grace_s
 from asyncoll.launch.lines import LINE_BYTES_MAX, Lines
+from asyncoll.launch.rank_environment import reserve_port, stopped_grace_s
 from asyncoll.launch.supervisor import (
     BLAME_S,
     GIVE_UP_S,

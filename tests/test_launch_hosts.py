@@ -212,7 +212,7 @@ def test_nothing_is_left_on_any_host(how, hosts, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("has_job", [False, True], ids=["before the job", "after it"])
 def test_an_agent_that_does_not_understand_its_launcher_says_so_and_ends(has_job):
-    command = [sys.executable, "-c", "from asyncoll.launch import agent; agent.main()"]
+    command = [sys.executable, "-c", "from asyncoll.launch import host_agent; host_agent.main()"]
     environ = {**os.environ, "SSH_CONNECTION": "127.0.0.1 50000 127.0.0.1 22"}
     program = [str(SCRIPTS / "families.py")]
     job = {"argv": program, "module": False, "folder": os.getcwd(), "size": 1, "key": b"", "environment": LIGHT}

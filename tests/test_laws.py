@@ -18,16 +18,16 @@ from click.testing import CliRunner
 
 from asyncoll import Communicator, Metrics, NonFiniteError, Reduction, UsageError
 from asyncoll.algorithms.gossip.pairwise import Gossip
-from asyncoll.algorithms.sparse.operations import ALGORITHMS
+from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
 from asyncoll.cli import main
 from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.failures import Failures
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import LawBroken, check_laws
-from asyncoll.testing.laws import dense, ending, gossip, runs, sparse, training
-from asyncoll.testing.laws.dense_program import OPERATIONS, Program
-from asyncoll.testing.laws.rules import conservation, laws_of, staleness, synchrony
-from asyncoll.testing.laws.runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
+from asyncoll.testing.laws import case_runs, dense, ending, gossip, sparse, training
+from asyncoll.testing.laws.case_runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
+from asyncoll.testing.laws.dense_program import OPERATIONS, DenseProgram
+from asyncoll.testing.laws.rounds import conservation, laws_of, staleness, synchrony
 from asyncoll.testing.laws.sparse import SparseProgram
 from asyncoll.testing.laws.story import (
     ALL_KINDS,
@@ -38,7 +38,7 @@ from asyncoll.testing.laws.story import (
     NAP_S,
     SPARSE,
     TRAINING,
-    Call,
+    Answered,
     Cancelled,
     Story,
     draw,
@@ -138,7 +138,7 @@ def test_the_drawn_worlds_contain_late_cancelled_and_overlapping_calls(kind, tra
     assert {case.buckets for case in cases} == {1, 2}
     assert {case.quitter is None for case in cases} == {case.sleeper is None for case in cases} == {True, False}
     assert any(case.network.faults for case in cases)
-    assert len({len(case.staging) for case in cases}) > 2
+    assert len({len(case.on_devices) for case in cases}) > 2
 
 
 def what_happens(story):
@@ -349,7 +349,7 @@ def test_a_cancelled_call_may_have_taken_part_in_a_synchronous_round():
     def told(index, aim, number, holds):
         total = np.zeros((1, case.calls, 1), np.int64)
         total[0, holds] = 1
-        return Call(0, index, aim, total, (), Reduction(number, 1, index in holds, 0, False), 0.0, True)
+        return Answered(0, index, aim, total, (), Reduction(number, 1, index in holds, 0, False), 0.0, True)
 
     calls = [told(1, 1, 4, []), told(2, 5, 5, [1, 2])]  # and call 0, given up, was in round 3
     assert not list(staleness(Story(case, [calls], [Cancelled(0, 0, 1, 1)])))
@@ -364,7 +364,7 @@ def test_only_a_round_that_a_cancelled_call_has_waited_for_may_be_returned_by_no
     def told(index, number):
         total = np.zeros((1, case.calls, 1), np.int64)
         total[0, index] = 1
-        return Call(0, index, number, total, (), Reduction(number, 1, True, 0, False), 0.0, True)
+        return Answered(0, index, number, total, (), Reduction(number, 1, True, 0, False), 0.0, True)
 
     def missing(number, *turns):
         """Breaches if no call returned the round `number`, and a call with each of these `turns` was cancelled."""
@@ -384,7 +384,7 @@ def test_a_rank_contributes_to_a_synchronous_round_although_its_call_is_cancelle
         total = np.zeros((1, case.calls, 2), np.int64)
         total[0, index, ranks] = 1
         included = rank in ranks
-        return Call(rank, index, number, total, (), Reduction(number, len(ranks), included, 0, True), 0.0, True)
+        return Answered(rank, index, number, total, (), Reduction(number, len(ranks), included, 0, True), 0.0, True)
 
     def breaches(first_round):
         calls = [[told(0, 0, 1, first_round), told(0, 1, 2, [0, 1])], [told(1, 1, 2, [0, 1])]]
@@ -527,7 +527,7 @@ def test_every_law_of_dense_calls_is_broken_by_a_fault():
 
 def test_the_drawn_programs_have_all_operations_on_hosts_of_all_kinds():
     cases = [draw(DENSE, size, seed) for size in (2, 5, 9) for seed in range(40)]
-    calls = [call for case in cases for call in Program(case).calls]
+    calls = [call for case in cases for call in DenseProgram(case).calls]
     assert {call.operation for call in calls} == set(OPERATIONS)
     assert {call.dtype for call in calls} == set(DTYPES)
     assert {len(set(case.hosts)) for case in cases} == {1, 2, 3, 4, 5}
@@ -610,7 +610,7 @@ async def touches_the_memory_of_a_device(call, comm, x):
 
 def test_a_hazard_of_a_device_breaks_a_law(spread):
     spread("solo", touches_the_memory_of_a_device)
-    seed = next(seed for seed in range(9) if draw("solo", 3, seed).staging and draw("solo", 3, seed).buckets == 1)
+    seed = next(seed for seed in range(9) if draw("solo", 3, seed).on_devices and draw("solo", 3, seed).buckets == 1)
     check_laws("solo", 3, seed)
     with pytest.raises(LawBroken, match=f"(?s)Hazard: fake:.* memory of a tensor.*--seed {seed} --devices") as broken:
         check_laws("solo", 3, seed, devices=True)
@@ -634,8 +634,8 @@ def test_a_forged_record_of_a_process_is_noticed(monkeypatch, temporary):
         calls[0]["reduction"]["included"] ^= True
         record.write_text(json.dumps([calls, *rest]))
 
-    run_job = runs._run_job
-    monkeypatch.setattr(runs, "_run_job", run_and_forge)
+    run_job = case_runs._run_job
+    monkeypatch.setattr(case_runs, "_run_job", run_and_forge)
     with pytest.raises(LawBroken) as broken:
         check_laws("solo", 2, 0, transport="shm-processes")
     assert (broken.value.law, broken.value.rank) == ("inclusion", 1)

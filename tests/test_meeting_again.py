@@ -12,7 +12,7 @@ from conftest import PATIENCE_S
 from asyncoll.errors import AbortedError, ClosedError, DeadlineError, PeerLostError, UsageError
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.transport.joining import Joining
-from asyncoll.world import join, rendezvous
+from asyncoll.world import join, meeting
 from asyncoll.world.environment import Environment
 
 SIZE = 3
@@ -37,18 +37,18 @@ def opened(monkeypatch):
     """All transports that the ranks have made."""
     transports = []
 
-    class Recorded(rendezvous.ZeroMQTransport):
+    class Recorded(meeting.ZeroMQTransport):
         def __init__(self, *arguments, **more):
             super().__init__(*arguments, **more)
             transports.append(self)
 
-    monkeypatch.setattr(rendezvous, "ZeroMQTransport", Recorded)
+    monkeypatch.setattr(meeting, "ZeroMQTransport", Recorded)
     return transports
 
 
 def interrupt(monkeypatch, rank):
     """Have the joining of `rank` cancelled as it comes to share memory."""
-    share = rendezvous._share_memory
+    share = meeting._share_memory
 
     def cancelled(environment, folder, ranks, joining, **more):
         if environment.rank == rank:
@@ -56,7 +56,7 @@ def interrupt(monkeypatch, rank):
             joining.check(list, "")
         return share(environment, folder, ranks, joining, **more)
 
-    monkeypatch.setattr(rendezvous, "_share_memory", cancelled)
+    monkeypatch.setattr(meeting, "_share_memory", cancelled)
 
 
 @pytest.mark.parametrize("interrupted", range(SIZE))
@@ -69,7 +69,7 @@ def test_the_others_hear_at_once_of_an_interrupt(monkeypatch, opened, interrupte
 
     def be_rank(rank):
         try:
-            rendezvous.meet(Environment.of_store(store, rank, SIZE, {}), UntilInterrupted(rank, over))
+            meeting.meet(Environment.of_store(store, rank, SIZE, {}), UntilInterrupted(rank, over))
         except Exception as error:
             errors[rank] = error
         if rank == interrupted:
@@ -176,7 +176,7 @@ def test_a_rank_that_connects_after_the_other_has_closed_its_socket_hears_why(ca
     """The other rank is cancelled in the last step of its meeting, and the file of its socket is gone."""
     store, is_closed = NotedStore(), threading.Event()
 
-    class Noted(rendezvous.ZeroMQTransport):
+    class Noted(meeting.ZeroMQTransport):
         def _close(self, **more):
             super()._close(**more)
             if self.rank == cancelled:
@@ -187,7 +187,7 @@ def test_a_rank_that_connects_after_the_other_has_closed_its_socket_hears_why(ca
             super().fails_by(tell)
             assert is_closed.wait(PATIENCE_S)
 
-    monkeypatch.setattr(rendezvous, "ZeroMQTransport", Noted)
+    monkeypatch.setattr(meeting, "ZeroMQTransport", Noted)
     monkeypatch.setattr(join, "_joining", lambda environment: MeetsLast(environment.rank, 2))
 
     asyncio.run(one_gives_up(store, cancelled))

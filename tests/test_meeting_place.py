@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import asyncoll
 from asyncoll import UsageError, cli, notebook
-from asyncoll.world import rendezvous
+from asyncoll.world import meeting
 
 WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "ASYNCOLL_DEADLINE_S": "20"}
 
@@ -69,4 +69,4 @@ def test_a_folder_for_temporary_files_that_is_full_is_refused(monkeypatch):
 
     monkeypatch.setattr(tempfile, "gettempdir", full)
     with pytest.raises(UsageError, match="set TMPDIR to a folder"):
-        rendezvous._machine()
+        meeting._machine()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.staging import _CLAIMED, _HEAD, DisagreementError, Rendezvous, StagingArea
+from asyncoll.algorithms.dense.rendezvous import _CLAIMED, _HEAD, DisagreementError, Rendezvous, RendezvousArea
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer_in_python
 from asyncoll.transport.memory.arena import local_world
@@ -35,8 +35,8 @@ WAITING, LAST, NOT_FREE, OVER = range(4)  # what `arrive` returns
 class PythonMeetings:
     """The methods of `Meetings` in the steps of the general way, of arrays that are copied or registered."""
 
-    def __init__(self, staging: StagingArea) -> None:
-        self._staging = staging
+    def __init__(self, area: RendezvousArea) -> None:
+        self._area = area
 
     def arrive(
         self,
@@ -50,46 +50,46 @@ class PythonMeetings:
         /,
     ) -> int:
         del kernel, divisor, is_clear
-        staging = self._staging
-        rendezvous = staging.rendezvous(number, 0, fingerprint)
+        area = self._area
+        rendezvous = area.rendezvous(number, 0, fingerprint)
         if not rendezvous.is_free_now():
             return NOT_FREE
-        staging.note(number)
+        area.note(number)
         return LAST if rendezvous.arrive_shortly(array, address) else WAITING
 
     def publish(self, number: int, done: int, is_clear: bool, /) -> None:
-        del is_clear  # the staging area knows
-        self._staging.rendezvous(number, 0, 0).leave(reduced=done)
+        del is_clear  # the rendezvous area knows
+        self._area.rendezvous(number, 0, 0).leave(reduced=done)
 
     def complete(self, number: int, done: int, array: Array | None, is_clear: bool, /) -> bool:
         del is_clear
-        staging = self._staging
-        return staging.rendezvous(number, 0, 0).complete_shortly(done, array)
+        area = self._area
+        return area.rendezvous(number, 0, 0).complete_shortly(done, array)
 
     def look(self, number: int, done: int, polls: int, sleep_ns: int, kernel: int, divisor: int, /) -> bool:
         del polls, sleep_ns, kernel, divisor  # the arena's own numbers
-        rendezvous = self._staging.rendezvous(number, 0, 0)
-        return self._staging.arena.look(lambda: rendezvous.is_reduced(done))
+        rendezvous = self._area.rendezvous(number, 0, 0)
+        return self._area.arena.look(lambda: rendezvous.is_reduced(done))
 
 
 class Rank:
     """One rank of the meetings: it arrives, reduces if it is the last, and completes."""
 
-    def __init__(self, staging: StagingArea) -> None:
-        self.staging = staging
-        native = staging.arena.native
-        self.meetings = PythonMeetings(staging) if native is None else meetings_of(staging, native)
-        staging.short_array(staging.rank, 0, np.dtype(np.uint8), 1)  # allocates
+    def __init__(self, area: RendezvousArea) -> None:
+        self.area = area
+        native = area.arena.native
+        self.meetings = PythonMeetings(area) if native is None else meetings_of(area, native)
+        area.short_array(area.rank, 0, np.dtype(np.uint8), 1)  # allocates
 
     def arrive(self, number: int, x: Array | None, op: ReduceOp = ReduceOp.SUM, fingerprint: int = 5) -> int:
         dtype = "" if x is None else x.dtype.name
-        kernel = kernel_number(op, dtype, self.staging.arena.native) if x is not None else 0
-        divisor = self.staging.size if op is ReduceOp.AVG else 1
-        address = 0 if x is None else self.staging.address_of_short(x)
+        kernel = kernel_number(op, dtype, self.area.arena.native) if x is not None else 0
+        divisor = self.area.size if op is ReduceOp.AVG else 1
+        address = 0 if x is None else self.area.address_of_short(x)
         state = self.meetings.arrive(number, fingerprint, x, address, kernel, divisor, True)
         if state != LAST:
             return state
-        rendezvous = self.staging.rendezvous(number, 0, fingerprint)
+        rendezvous = self.area.rendezvous(number, 0, fingerprint)
         if x is not None and rendezvous.is_shown(x.nbytes):
             self.reduce_chunks(number, x, op)
             return state if self.complete(number, x) else WAITING  # another rank still reduces a chunk
@@ -100,22 +100,22 @@ class Rank:
 
     def reduce_chunks(self, number: int, x: Array, op: ReduceOp, count: int = sys.maxsize) -> None:
         """Claim and reduce at most `count` chunks, in Python."""
-        rendezvous = self.staging.rendezvous(number, 0, 5)
+        rendezvous = self.area.rendezvous(number, 0, 5)
         reduce = into_all(reducer_in_python(op, x.dtype.name), 0, None)
         while count and (chunk := rendezvous.claim(x.nbytes)):
-            divisor = self.staging.size if op is ReduceOp.AVG else 1
+            divisor = self.area.size if op is ReduceOp.AVG else 1
             rendezvous.reduce_chunk(chunk, rendezvous.arrays(x.nbytes, x.dtype), reduce, divisor)
             count -= 1
 
     def look(self, number: int, x: Array | None, polls: int = 1, sleep_ns: int = 1000) -> bool:
-        kernel = 0 if x is None else kernel_number(ReduceOp.SUM, x.dtype.name, self.staging.arena.native)
+        kernel = 0 if x is None else kernel_number(ReduceOp.SUM, x.dtype.name, self.area.arena.native)
         return self.meetings.look(number, _done(x), polls, sleep_ns, kernel, 1)
 
     def array(self, values: Array, is_registered: bool) -> Array:
         """A copy of `values`, in the arena if it is to be registered."""
         if not is_registered:
             return values.copy()
-        arena = self.staging.arena
+        arena = self.area.arena
         copy: Array = arena.view(arena.allocate(values.nbytes), values.nbytes).view(values.dtype)
         copy[...] = values
         return copy
@@ -138,7 +138,7 @@ def _done(x: Array | None) -> int:
 @contextlib.contextmanager
 def ranks(size: int, natives: Sequence[ModuleType | None]) -> Iterator[list[Rank]]:
     with local_world(size, natives) as arenas:
-        yield [Rank(StagingArea(arena, size, rank, 7, SIZES)) for rank, arena in enumerate(arenas)]
+        yield [Rank(RendezvousArea(arena, size, rank, 7, SIZES)) for rank, arena in enumerate(arenas)]
 
 
 @cores
@@ -241,11 +241,11 @@ def test_a_rank_that_looks_reduces_the_chunks_that_no_rank_has_claimed(nbytes):
         x, y = (rank.array(np.arange(nbytes // 8, dtype=np.float64), True) for rank in (first, second))
         expected = 2 * x
         assert first.arrive(1, x) == WAITING
-        rendezvous = second.staging.rendezvous(1, 0, 5)
+        rendezvous = second.area.rendezvous(1, 0, 5)
         if nbytes > SIZES.short:
-            rendezvous.arrive(second.staging.arena.locate(y), nbytes, direct=True)
+            rendezvous.arrive(second.area.arena.locate(y), nbytes, direct=True)
         else:
-            assert rendezvous.arrive_shortly(y, second.staging.arena.locate(y))
+            assert rendezvous.arrive_shortly(y, second.area.arena.locate(y))
         second.reduce_chunks(1, y, ReduceOp.SUM, count=1)
         assert not second.complete(1, y) or nbytes <= SIZES.chunk
         assert first.look(1, x)
@@ -259,7 +259,7 @@ def test_a_long_array_is_not_reduced_in_place_if_another_rank_shows_a_slot():
     with ranks(2, [_core.native]) as (first, second):
         x = first.array(np.ones(LONG), True)
         assert first.arrive(1, x) == WAITING
-        second.staging.rendezvous(1, 0, 5).arrive(second.staging.slot(0, 64)[0], 64)
+        second.area.rendezvous(1, 0, 5).arrive(second.area.slot(0, 64)[0], 64)
         assert not first.look(1, x, sleep_ns=10_000_000_000)  # at once
         assert not first.complete(1, x)
         assert (x == 1).all()
@@ -271,8 +271,8 @@ def test_chunks_that_do_not_exist_are_not_reduced(garbage):
     with ranks(2, [_core.native]) as (first, second):
         x, y = (rank.array(np.ones(LONG // 8), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
-        cells = first.staging.control_block.cells
-        cells[first.staging.base(2 * (1 % SIZES.calls)) + _CLAIMED] = garbage
+        cells = first.area.control_block.cells
+        cells[first.area.base(2 * (1 % SIZES.calls)) + _CLAIMED] = garbage
         assert second.arrive(1, y) == WAITING
         assert not first.look(1, x)
         assert (x == 1).all()
@@ -285,7 +285,7 @@ def test_memory_that_does_not_exist_is_not_used(cell, garbage):
     with ranks(2, [_core.native]) as (first, second):
         x, y = (rank.array(np.ones(LONG // 8), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
-        cells, base = first.staging.control_block.cells, first.staging.base(2 * (1 % SIZES.calls))
+        cells, base = first.area.control_block.cells, first.area.base(2 * (1 % SIZES.calls))
         cells[base + _HEAD + cell] = garbage
         with pytest.raises((ValueError, IndexError, OverflowError)):
             second.arrive(1, y)

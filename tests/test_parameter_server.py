@@ -22,7 +22,7 @@ from conftest import PATIENCE_S, ForkedRank, case, looped
 import asyncoll
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 from asyncoll.training import DCASGD, ParameterServerSGD
-from asyncoll.training.parameter_server import Server
+from asyncoll.training.parameter_server import ModelServer
 from asyncoll.training.replicas import weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -298,7 +298,7 @@ def test_the_scheduler_of_rank_0_follows_the_clock_of_the_server() -> None:
 # -- staleness -----------------------------------------------------------------------------------
 
 
-class Observed(Server):
+class Observed(ModelServer):
     """A server that records how far ahead of the slowest each worker is when its gradient comes, and its staleness."""
 
     def __init__(self, trainer: ParameterServerSGD, staleness: int | None) -> None:
@@ -318,7 +318,7 @@ class Observed(Server):
 
 
 class Observing(ParameterServerSGD):
-    def _make_server(self) -> Server:
+    def _make_server(self) -> ModelServer:
         self.observed = Observed(self, self._staleness)
         return self.observed
 

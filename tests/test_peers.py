@@ -12,34 +12,34 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_meetings import NOT_FREE, withdraw
-from test_pieces import interleave, staging_areas
+from test_pieces import interleave, rendezvous_areas
 
 from asyncoll import AbortedError, Communicator, _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.peers import _CAN_READ, _TOKEN, PEER_CELLS
-from asyncoll.algorithms.dense.staging import StagingArea, signed
+from asyncoll.algorithms.dense.rendezvous import RendezvousArea, signed
+from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.algorithms.seam.short_calls import Plan
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import ReduceOp, kernel_number, reducer, reducer_in_python, storage
 from asyncoll.testing import run_ranks
-from asyncoll.testing.faults.core import CorePoint
+from asyncoll.testing.faults.core_points import CorePoint
 
 pytestmark = pytest.mark.skipif(_core.native is None, reason="needs the compiled core")
 LONG = 5 << 16  # elements of float32 that are too many to be copied
 shared = pytest.mark.parametrize("transport", ["shm", "shm-mixed"])
 
 
-def can_read(areas: list[StagingArea]) -> list[bool]:
+def can_read(areas: list[RendezvousArea]) -> list[bool]:
     """What each rank finds once all have tried."""
-    for staging in areas:
-        assert staging.peers is not None
-        staging.peers.can_read()
-    return [staging.peers.can_read() for staging in areas if staging.peers]
+    for area in areas:
+        assert area.peers is not None
+        area.peers.can_read()
+    return [area.peers.can_read() for area in areas if area.peers]
 
 
-def peer_cell(staging: StagingArea, rank: int, cell: int) -> int:
-    return staging.device_cells + PEER_CELLS * (rank - staging.size) + cell
+def peer_cell(area: RendezvousArea, rank: int, cell: int) -> int:
+    return area.device_cells + PEER_CELLS * (rank - area.size) + cell
 
 
 @settings(max_examples=15, deadline=None)
@@ -61,17 +61,17 @@ def test_each_rank_gets_the_reduction_in_the_order_of_ranks_however_they_interle
     given = [[generator.integers(0, 99, count - less).astype(storage(dtype)) for _ in range(size)] for less in (0, 1)]
     mine = [[x.copy() for x in call] for call in given]
 
-    async def rank(staging):
+    async def rank(area):
         for number in range(2):
-            staging.begin(number)
-            await SharedCall(staging, number, 5).allreduce(mine[number][staging.rank], op, dtype)
-            staging.end(number)
+            area.begin(number)
+            await SharedCall(area, number, 5).allreduce(mine[number][area.rank], op, dtype)
+            area.end(number)
 
-    with staging_areas(size, [_core.native], 1 << 16, private=1 << 10) as areas:
+    with rendezvous_areas(size, [_core.native], 1 << 16, private=1 << 10) as areas:
         assert all(can_read(areas))
         if 0 <= unreadable < size:
             areas[unreadable].peers = None
-        interleave([rank(staging) for staging in areas], random.Random(seed))
+        interleave([rank(area) for area in areas], random.Random(seed))
     for call, before in zip(mine, given, strict=True):
         expected = np.empty_like(before[0])
         reducer_in_python(op, dtype)(expected, before, size if op is ReduceOp.AVG else 1)
@@ -81,8 +81,8 @@ def test_each_rank_gets_the_reduction_in_the_order_of_ranks_however_they_interle
 class Meeting:
     """One rank at a meeting with private arrays in the compiled core, step by step; then perhaps in Python."""
 
-    def __init__(self, staging: StagingArea, x, op: ReduceOp, number: int) -> None:
-        divisor = staging.size if op is ReduceOp.AVG else 1
+    def __init__(self, area: RendezvousArea, x, op: ReduceOp, number: int) -> None:
+        divisor = area.size if op is ReduceOp.AVG else 1
         kernel = kernel_number(op, str(x.dtype), _core.native)
         self.plan = Plan(
             ("allreduce", str(x.dtype), x.size, op.value),
@@ -95,7 +95,7 @@ class Meeting:
             Traffic(),
             epoch=0,
         )
-        self.meetings, self.staging, self.x, self.number = meetings_of(staging, _core.native), staging, x, number
+        self.meetings, self.area, self.x, self.number = meetings_of(area, _core.native), area, x, number
         self.has_arrived = self.is_over = False
         self.rest = None
         self.wait = None
@@ -103,11 +103,11 @@ class Meeting:
     def step(self, *, in_python: bool) -> bool:
         """Take a step, in Python if `in_python`, and for ever after. Returns whether anything may have changed."""
         if not self.has_arrived:
-            self.staging.begin(self.number)
+            self.area.begin(self.number)
             plan, x = self.plan, self.x
-            address = -x.ctypes.data if self.staging.peers is not None else None
+            address = -x.ctypes.data if self.area.peers is not None else None
             if address is None:
-                self.rest = SharedCall(self.staging, self.number, 5).allreduce(x, ReduceOp(plan.kind[3]), plan.kind[1])
+                self.rest = SharedCall(self.area, self.number, 5).allreduce(x, ReduceOp(plan.kind[3]), plan.kind[1])
             else:
                 arguments = plan.fingerprint, x, address, plan.kernel, plan.divisor, True
                 if self.meetings.arrive(self.number, *arguments) == NOT_FREE:
@@ -115,7 +115,7 @@ class Meeting:
             self.has_arrived = True
             return True
         if self.rest is None and in_python:
-            call = SharedCall(self.staging, self.number, 5)
+            call = SharedCall(self.area, self.number, 5)
             call.rejoin(self.x)
             assert len(call._lent) == 1
             self.rest = call.finish_shortly(self.x, self.plan)
@@ -128,7 +128,7 @@ class Meeting:
             except StopIteration:
                 self.is_over = True
         if self.is_over:
-            self.staging.end(self.number)
+            self.area.end(self.number)
         return True
 
 
@@ -150,7 +150,7 @@ def test_meetings_with_private_arrays_end_with_the_reduction_wherever_a_rank_goe
     A rank spoils its array as soon as a call is over: one that still read it would have a wrong result.
     """
     count, generator, draw = kib * 1024 // np.dtype(dtype).itemsize, np.random.default_rng(seed), random.Random(seed)
-    with staging_areas(size, [_core.native], 1 << 16, private=1 << 10) as areas:
+    with rendezvous_areas(size, [_core.native], 1 << 16, private=1 << 10) as areas:
         assert all(can_read(areas))
         if 0 <= slot < size:
             areas[slot].peers = None
@@ -186,9 +186,9 @@ def test_meetings_with_private_arrays_end_with_the_reduction_wherever_a_rank_goe
 
 @pytest.mark.parametrize("point", ["peer-read", "peers-reduced", "peer-taken", "meeting-counted", "meeting-left"])
 def test_meetings_with_private_arrays_pass_their_points(point):
-    with staging_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas, CorePoint(point) as passed:
+    with rendezvous_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas, CorePoint(point) as passed:
         assert all(can_read(areas))
-        ranks = [Meeting(staging, np.ones(LONG, np.float32), ReduceOp.SUM, 0) for staging in areas]
+        ranks = [Meeting(area, np.ones(LONG, np.float32), ReduceOp.SUM, 0) for area in areas]
         while not all(each.is_over for each in ranks):
             for each in ranks:
                 if not each.is_over:
@@ -197,7 +197,7 @@ def test_meetings_with_private_arrays_pass_their_points(point):
 
 
 def test_a_meeting_in_the_core_leaves_it_to_python_when_memory_cannot_be_read():
-    with staging_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
+    with rendezvous_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
         assert all(can_read(areas))
         mine = Meeting(areas[1], np.ones(LONG, np.float32), ReduceOp.SUM, 0)
         areas[0].rendezvous(0, 0, signed(5)).arrive(16, 4 * LONG, private=True)  # no array is there
@@ -211,9 +211,9 @@ def test_a_meeting_in_the_core_leaves_it_to_python_when_memory_cannot_be_read():
 
 def test_a_rank_that_takes_its_array_back_is_not_waited_for_by_readers():
     """One has reduced all, and withdraws. The other gives up in Python, where it waits for the failure."""
-    with staging_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
+    with rendezvous_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
         assert all(can_read(areas))
-        first, last = (Meeting(staging, np.ones(LONG, np.float32), ReduceOp.SUM, 0) for staging in areas)
+        first, last = (Meeting(area, np.ones(LONG, np.float32), ReduceOp.SUM, 0) for area in areas)
         first.step(in_python=False)
         last.step(in_python=False)
         withdraw(areas[1].rendezvous(0, 0, signed(5)))
@@ -228,8 +228,8 @@ def test_a_rank_that_takes_its_array_back_is_not_waited_for_by_readers():
 
 
 def test_no_rank_shows_private_memory_before_all_can_read_that_of_all():
-    with staging_areas(3, [_core.native], 1 << 12) as areas:
-        first, second, third = (staging.peers for staging in areas)
+    with rendezvous_areas(3, [_core.native], 1 << 12) as areas:
+        first, second, third = (area.peers for area in areas)
         assert not first.can_read()
         assert not second.can_read()
         assert third.can_read()
@@ -239,14 +239,14 @@ def test_no_rank_shows_private_memory_before_all_can_read_that_of_all():
 @pytest.mark.parametrize("token", [7, -1])
 def test_a_process_without_the_token_is_not_read(token):
     """It may have the number of a process in another namespace."""
-    with staging_areas(2, [_core.native], 1 << 12) as areas:
+    with rendezvous_areas(2, [_core.native], 1 << 12) as areas:
         areas[0].control_block.cells[peer_cell(areas[0], 1, _TOKEN)] = token
         assert can_read(areas) == [False, False]
         assert areas[0].control_block.cells[peer_cell(areas[0], 0, _CAN_READ)] == -1
 
 
 def test_a_world_with_a_rank_without_the_core_uses_slots():
-    with staging_areas(2, [_core.native, None], 1 << 12) as (first, second):
+    with rendezvous_areas(2, [_core.native, None], 1 << 12) as (first, second):
         assert second.peers is None
         assert not first.peers.can_read()
 
@@ -298,7 +298,7 @@ def test_a_cancelled_caller_gets_its_array_back(transport, leaver):
 
 def test_a_rank_that_reads_memory_that_was_withdrawn_waits_for_the_failure():
     """It does not report the error of the system call: the other rank has returned its array to its caller."""
-    with staging_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
+    with rendezvous_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
         can_read(areas)
         x, wait = np.ones(LONG, np.float32), None
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asyncoll import UsageError, _core
-from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.pieces import needed
-from asyncoll.algorithms.dense.staging import StagingArea
+from asyncoll.algorithms.dense.rendezvous import RendezvousArea
+from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.tensors.reductions import ReduceOp, reducer_in_python, storage
 from asyncoll.transport.memory.arena import local_world
@@ -28,12 +28,12 @@ CALLS = 2
 
 
 @contextlib.contextmanager
-def staging_areas(
+def rendezvous_areas(
     size: int, natives: Sequence[ModuleType | None], piece: int, private: int = 1 << 62, whole: int = 0
-) -> Iterator[list[StagingArea]]:
+) -> Iterator[list[RendezvousArea]]:
     sizes = Sizes(short=64, chunk=256, window=256, piece=piece, whole=whole, private=private, calls=CALLS)
     with local_world(size, natives) as arenas:
-        yield [StagingArea(arena, size, rank, 7, sizes) for rank, arena in enumerate(arenas)]
+        yield [RendezvousArea(arena, size, rank, 7, sizes) for rank, arena in enumerate(arenas)]
 
 
 def refuse(nbytes: int) -> tuple[int, int]:
@@ -79,20 +79,20 @@ def test_each_rank_gets_the_reduction_in_the_order_of_ranks_however_they_interle
     given = [[generator.integers(0, 99, count).astype(storage(dtype)) for _ in range(size)] for _ in roots]
     mine = [[x.copy() for x in call] for call in given]
 
-    async def rank(staging):
+    async def rank(area):
         for number, root in enumerate(roots):
-            staging.begin(number)
-            call, x = SharedCall(staging, number, 5), mine[number][staging.rank]
+            area.begin(number)
+            call, x = SharedCall(area, number, 5), mine[number][area.rank]
             if root < 0:
                 await call.allreduce(x, op, dtype)
             else:
                 await call.reduce(x, op, dtype, root % size)
-            staging.end(number)
+            area.end(number)
 
-    with staging_areas(size, natives, piece, whole=whole) as areas:
+    with rendezvous_areas(size, natives, piece, whole=whole) as areas:
         if 0 <= without_room < size:
             areas[without_room].block = refuse
-        interleave([rank(staging) for staging in areas], random.Random(seed))
+        interleave([rank(area) for area in areas], random.Random(seed))
     for number, root in enumerate(roots):
         expected = np.empty_like(given[number][0])
         reducer_in_python(op, dtype)(expected, given[number], size if op is ReduceOp.AVG else 1)
@@ -125,7 +125,7 @@ def test_no_half_is_written_while_it_is_read(size):
 
 @pytest.mark.skipif(_core.native is None, reason="needs the compiled core")
 def test_the_compiled_steps_check_what_they_are_given():
-    with staging_areas(2, [_core.native], 256) as areas:
+    with rendezvous_areas(2, [_core.native], 256) as areas:
         block = areas[0].control_block
         array, slots = np.zeros(600, np.uint8), [np.zeros(512, np.uint8) for _ in range(2)]
         good = {"first": 0, "stride": 4, "rank": 0, "slots": slots, "array": array, "piece": 256, "kernel": 1}

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from conftest import DEBUG, LIGHT, PATIENCE_S, ForkedRank
 
-from asyncoll.launch.environment import reserve_port
+from asyncoll.launch.rank_environment import reserve_port
 from asyncoll.transport.keys import write_key
 
 pytestmark = pytest.mark.slow

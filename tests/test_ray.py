@@ -123,7 +123,7 @@ def test_a_trial_runs_its_ranks_in_its_own_placement_group_without_torch(told):
 
 
 def test_the_ranks_for_which_bundles_have_room():
-    room = pytest.importorskip("asyncoll.ray.placement")._room
+    room = pytest.importorskip("asyncoll.ray.bundles")._room
     one, tenth = {"CPU": 1.0}, {"CPU": 0.1}
     assert room([one], {}, tenth) == 10
     assert room([one, one, one], {}, one) == 3
@@ -133,7 +133,7 @@ def test_the_ranks_for_which_bundles_have_room():
 
 
 def test_the_last_second_of_a_wait_for_room_is_not_full_of_warnings(caplog, monkeypatch):
-    placement = pytest.importorskip("asyncoll.ray.placement")
+    placement = pytest.importorskip("asyncoll.ray.bundles")
     now_s = [0.0]
     waits = []
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from asyncoll import AVG, AVG_ACTIVE, MAX, SUM, _core
-from asyncoll.algorithms.rounds.alone import LoneRounds
-from asyncoll.algorithms.rounds.compiled import DECLARED, CompiledRounds, rounds_in_memory
-from asyncoll.algorithms.rounds.in_memory import LENT_MIN_BYTES, OneSidedRounds, Setting
+from asyncoll.algorithms.rounds.compiled_rounds import DECLARED, CompiledRounds, rounds_in_memory
+from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
+from asyncoll.algorithms.rounds.one_sided import LENT_MIN_BYTES, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory

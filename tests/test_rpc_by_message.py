@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from asyncoll.rpc.by_message import MessageCarrier
+from asyncoll.rpc.message_carrier import MessageCarrier
 
 SHORT, LONG = b"x", bytes(1 << 14)
 

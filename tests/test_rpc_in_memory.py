@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from asyncoll.errors import ClosedError, PeerLostError, ProtocolError, UsageError
-from asyncoll.rpc import in_memory, packing
+from asyncoll.rpc import memory_carrier, packing
 from asyncoll.rpc.carrier import HEAD_BYTES
-from asyncoll.rpc.in_memory import INLINE_BYTES, MemoryCarrier
+from asyncoll.rpc.memory_carrier import INLINE_BYTES, MemoryCarrier
 from asyncoll.testing import simulate
 from asyncoll.transport.memory import arena as arena_module
 from asyncoll.transport.memory import inproc, lending, ring
@@ -99,8 +99,8 @@ def run(request):
 @pytest.fixture
 def small(monkeypatch):
     """Small limits: messages above 1,000 bytes are long, and the window holds 16,000 bytes."""
-    monkeypatch.setattr(in_memory, "INLINE_BYTES", 1000)
-    monkeypatch.setattr(in_memory, "WINDOW_BYTES", 16_000)
+    monkeypatch.setattr(memory_carrier, "INLINE_BYTES", 1000)
+    monkeypatch.setattr(memory_carrier, "WINDOW_BYTES", 16_000)
     monkeypatch.setattr(packing, "_PIECE", 700)
 
 
@@ -265,7 +265,7 @@ def test_arrays_are_sent_in_a_plain_call_up_to_a_limit(run, lengths):
         world.open(1)
         carrier = await acquainted(world)
         sent = [numbers(index, length) for index, length in enumerate(lengths)]
-        fits = sum(lengths) < in_memory.AT_ONCE_BYTES
+        fits = sum(lengths) < memory_carrier.AT_ONCE_BYTES
         for number in range(3):
             assert carrier.send_nowait(1, b"%d" % number, sent) == fits
         assert not lender(world)._taken
@@ -316,7 +316,7 @@ def test_long_messages_are_announced_before_they_are_complete(run, monkeypatch):
     async def main(world):
         carrier = await acquainted(world)
         inbox = world.carriers[1]._inbox
-        for nbytes, announced in ((in_memory.ANNOUNCED_BYTES // 2, False), (in_memory.ANNOUNCED_BYTES, True)):
+        for nbytes, announced in ((memory_carrier.ANNOUNCED_BYTES // 2, False), (memory_carrier.ANNOUNCED_BYTES, True)):
             inbox.hear()
             assert carrier.send_nowait(1, b"", [numbers(1, nbytes)])
             assert inbox.has_announcements() == announced
@@ -825,7 +825,7 @@ def test_lengths_are_not_trusted(run, small, monkeypatch, lengths, nbytes):
         world.open(1)
         sent = packing.Packing([numbers(1, nbytes)] * len(lengths))
         sent._table = np.array(lengths).tobytes()
-        monkeypatch.setattr(in_memory, "Packing", lambda arrays: sent)
+        monkeypatch.setattr(memory_carrier, "Packing", lambda arrays: sent)
         await world.carriers[0].send(1, b"", [numbers(1, nbytes)] * len(lengths))
         await world.keepers[1].until(lambda: world.keepers[1].broken)
         assert [source for source, _ in world.keepers[1].broken] == [0]

@@ -556,7 +556,7 @@ def test_lost_clients_leave_no_state(url, ipc):
     async def main():
         registry = FunctionRegistry()
         registry.add(Service())
-        server = outside._Server(registry, url, None)
+        server = outside._ServiceExchange(registry, url, None)
         runs = server._exchange._server
         for _ in range(5):
             async with connect(server.url) as client:
@@ -681,7 +681,7 @@ def test_messages_to_a_lost_client_are_dropped(ipc):
     async def main():
         registry = FunctionRegistry()
         registry.add(Service())
-        server = outside._Server(registry, ipc, None)
+        server = outside._ServiceExchange(registry, ipc, None)
         async with connect(ipc) as client:
             calls = [asyncio.ensure_future(client.call("echo", np.ones(40 << 20, np.uint8))) for _ in range(3)]
             while not server._exchange._server._tasks:
@@ -1380,7 +1380,7 @@ def test_silent_strangers_take_at_most_a_share_of_the_descriptors(ipc):
         registry.add(Service())
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, limits[1]))
         try:
-            server = outside._Server(registry, ipc, None)
+            server = outside._ServiceExchange(registry, ipc, None)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         service, most = server._socket, 0
@@ -1403,7 +1403,7 @@ def test_the_call_of_a_lost_client_is_over_with_its_function(ipc):
     async def main():
         registry, functions = FunctionRegistry(), Service()
         registry.add(functions)
-        server = outside._Server(registry, ipc, None)
+        server = outside._ServiceExchange(registry, ipc, None)
         with a_connection(ipc) as peer:
             peer.sendall(segment(HELLO, VERSION) + segment(*a_call(0, b"\x92\x90\x80", "hang")))
             while not functions.begun:
@@ -1424,7 +1424,7 @@ def test_answers_that_wait_for_a_client_that_is_gone_end(ipc, nbytes, monkeypatc
     async def main():
         registry = FunctionRegistry()
         registry.add(Service())
-        server = outside._Server(registry, ipc, None)
+        server = outside._ServiceExchange(registry, ipc, None)
         runs, carrier = server._exchange._server, server._carrier
         with a_connection(ipc) as hostile:
             hostile.sendall(segment(HELLO, VERSION) + segment(*a_call(0, b"\x92\x91\x01\x80", "echo")))
@@ -1454,7 +1454,7 @@ def test_strangers_and_dropped_clients_are_counted_apart(ipc, monkeypatch):
     async def main():
         registry = FunctionRegistry()
         registry.add(Service())
-        server = outside._Server(registry, ipc, None)
+        server = outside._ServiceExchange(registry, ipc, None)
         service, most = server._socket, 0
         with contextlib.ExitStack() as crowd:
             for _ in range(3):

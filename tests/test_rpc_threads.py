@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S
 
-from asyncoll.rpc import threads as rpc_threads
-from asyncoll.rpc.threads import SETTLED, Threads
+from asyncoll.rpc import function_threads as rpc_threads
+from asyncoll.rpc.function_threads import SETTLED, Threads
 
 
 class AlarmError(Exception):
@@ -158,7 +158,7 @@ def test_an_idle_thread_keeps_nothing():
 
 LEFT = """
 import asyncio, threading
-from asyncoll.rpc.threads import Threads
+from asyncoll.rpc.function_threads import Threads
 
 def work():
     threading.main_thread().join()

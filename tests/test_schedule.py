@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
+from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, ActivationStep, activation, edges, heard, synchronous
 from asyncoll.runtime.schedule import Schedule
 
 
@@ -206,7 +206,7 @@ class Activation(RuleBasedStateMachine):
         self.joined: Counter[int] = Counter()
         self.fire(opener % size, OPEN)
 
-    def fire(self, rank: int, step: Step) -> None:
+    def fire(self, rank: int, step: ActivationStep) -> None:
         for fired in self.ranks[rank].fire(step):
             if fired == REDUCE:
                 self.joined[rank] += 1

@@ -36,13 +36,13 @@ from asyncoll.transport.keys import KEY_BYTES, Key, check_folder, read_key, writ
 from asyncoll.transport.memory import arena
 from asyncoll.transport.messages import connection_policy, split, zeromq
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
-from asyncoll.transport.messages.peers import UnauthenticatedPeers
+from asyncoll.transport.messages.peer_reports import UnauthenticatedPeers
 from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
-from asyncoll.world import rendezvous, sealed_entries, sealed_store
+from asyncoll.world import meeting, sealed_entries, sealed_store
 from asyncoll.world.environment import Environment
-from asyncoll.world.rendezvous import meet
+from asyncoll.world.meeting import meet
 
 JOB = b"j" * KEY_BYTES
 CONNECTIONS = int(os.environ.get("ASYNCOLL_TEST_CONNECTIONS", "500"))
@@ -278,7 +278,7 @@ HOSTS = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_POR
 def test_addresses_to_listen_at(address, more, complaint):
     environment = Environment.read(HOSTS | {"ASYNCOLL_ADDRESS": address} | more)
     with contextlib.nullcontext() if complaint is None else pytest.raises(UsageError, match=complaint):
-        assert rendezvous._place(environment, "") == (address, address)
+        assert meeting._place(environment, "") == (address, address)
 
 
 def test_an_unknown_encryption_mode_is_refused():

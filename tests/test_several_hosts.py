@@ -17,7 +17,7 @@ from asyncoll.transport.keys import write_key
 from asyncoll.transport.messages.split import SplitTransport
 from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport
-from asyncoll.world import rendezvous
+from asyncoll.world import meeting
 from asyncoll.world.environment import Environment
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -68,13 +68,13 @@ def test_a_store_without_an_address_needs_one_between_hosts(variables, address, 
         UsageError, match=r"several hosts.*set MASTER_ADDR .*ASYNCOLL_INTERFACE .*or ASYNCOLL_ADDRESS"
     )
     with contextlib.nullcontext() if address else fails:
-        assert rendezvous._place(environment, "") == (address, address)
+        assert meeting._place(environment, "") == (address, address)
 
 
 def test_an_address_that_other_hosts_do_not_reach_is_refused():
     """On some systems the name of a host means a loopback address there, and its address on the network elsewhere."""
     names = ("node0", "node0", "node1")
     for addresses in (["tcp://127.0.0.1:1"] * 3, ["tcp://10.0.0.1:1"] * 3, ["tcp://[fe80::1%eth0]:1"] * 3, [""] * 3):
-        rendezvous._check_reachable(addresses, names)
+        meeting._check_reachable(addresses, names)
     with pytest.raises(UsageError, match=r"rank 1 \(host node0\) listens at tcp://127.0.1.1:7,.* as ASYNCOLL_ADDRESS"):
-        rendezvous._check_reachable(["tcp://10.0.0.1:7", "tcp://127.0.1.1:7", "tcp://10.0.0.2:7"], names)
+        meeting._check_reachable(["tcp://10.0.0.1:7", "tcp://127.0.1.1:7", "tcp://10.0.0.2:7"], names)

@@ -22,7 +22,7 @@ from test_collectives import INTEGER, LAYOUTS, SENSIBLE, expected, plain
 from asyncoll import AVG, MAX, PROD, SUM, AbortedError, Communicator, MismatchError, UsageError
 from asyncoll.algorithms.dense.tuning import VARIABLE
 from asyncoll.algorithms.rounds.block_table import BlockTable
-from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
+from asyncoll.algorithms.rounds.one_sided import OneSidedRounds
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.transport.control_block import PythonControlBlock
@@ -290,7 +290,7 @@ def some_calls(comm, number):
 
 @sizes
 def test_many_calls_in_flight_may_be_awaited_in_any_order(size, run):
-    """More calls than staging areas. Each rank awaits them in an order of its own."""
+    """More calls than rendezvous areas. Each rank awaits them in an order of its own."""
 
     async def main(comm):
         draw = random.Random(f"{size} {comm.rank}")
@@ -305,7 +305,7 @@ def test_many_calls_in_flight_may_be_awaited_in_any_order(size, run):
 
 @looped("seed", range(20))
 def test_short_calls_overtake_long_ones(seed):
-    """Staging areas are used in turn, and one may be free for a moment between two rendezvous of a long call."""
+    """Rendezvous areas are used in turn, and one may be free for a moment between two rendezvous of a long call."""
 
     async def main(comm):
         program, draw = random.Random(seed), random.Random(f"{seed} {comm.rank}")

@@ -39,7 +39,7 @@ def test_the_last_rank_does_not_use_memory_that_was_withdrawn(natives, count):
     with ranks(2, natives) as (first, second):
         x, y = (rank.array(np.full(count, 1.0), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
-        withdraw(first.staging.rendezvous(1, 0, 5))
+        withdraw(first.area.rendezvous(1, 0, 5))
         assert second.arrive(1, y) == WAITING  # for the failure of the communicator
         assert x.tolist() == y.tolist() == [1.0] * x.size
 
@@ -47,8 +47,8 @@ def test_the_last_rank_does_not_use_memory_that_was_withdrawn(natives, count):
 @cores
 def test_a_withdrawal_does_not_wait_for_a_count_of_an_earlier_rendezvous(natives):
     with ranks(2, natives) as (first, second):
-        rendezvous = first.staging.rendezvous(1, 0, 5)
-        rendezvous._cells[rendezvous._part(second.staging.rank) + 2] = 3
+        rendezvous = first.area.rendezvous(1, 0, 5)
+        rendezvous._cells[rendezvous._part(second.area.rank) + 2] = 3
         x = first.array(np.ones(1 << 10), True)
         assert first.arrive(1, x) == WAITING
         withdraw(rendezvous)

@@ -29,7 +29,7 @@ from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.sparse import oktopk, selection
 from asyncoll.algorithms.sparse import parts as algorithms
-from asyncoll.algorithms.sparse.operations import ALGORITHMS
+from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
 from asyncoll.statistics import WORD_BYTES, Ledger, Traffic
 from asyncoll.testing import FakeDevice, Network, fake_device, run_ranks, simulate
 
@@ -493,7 +493,7 @@ def test_large_parts_are_sent_in_pieces(simulated):
 @looped("count", [0, 1, 2, 7])
 def test_packed_parts_are_aligned_and_whole(index, value, count):
     part = algorithms.Part(np.arange(count, dtype=index) * 3, np.arange(count, dtype=value) / 7)
-    packing = algorithms.Packing(part)
+    packing = algorithms.SparsePacking(part)
     back = packing.unpack(packing.pack(part))
     assert packing.pack(part).size == count * packing.element_bytes
     for one, other in zip(back, part, strict=True):

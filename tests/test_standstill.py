@@ -19,7 +19,7 @@ from asyncoll import DeadlineError, DeadlockError, ProtocolError, deadline
 from asyncoll.runtime import standstill
 from asyncoll.runtime.failures import Failures
 from asyncoll.runtime.progress import SharedLoop
-from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, Report, Wait, can_go_on
+from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, Report, ToldCall, can_go_on
 from asyncoll.testing import Network, simulate
 from asyncoll.testing.laws import check_laws
 from asyncoll.transport.wire import Still, Stillness
@@ -29,11 +29,11 @@ WORLD = 7  # a communicator
 
 
 def receiving(source, dest):
-    return Wait(WORLD, 0, PAIR, 2, f"{source} to {dest}")
+    return ToldCall(WORLD, 0, PAIR, 2, f"{source} to {dest}")
 
 
 def in_collective(number, size, communicator=WORLD):
-    return Wait(communicator, number, ALL, size, f"call {number}")
+    return ToldCall(communicator, number, ALL, size, f"call {number}")
 
 
 @pytest.mark.parametrize(
@@ -43,10 +43,13 @@ def in_collective(number, size, communicator=WORLD):
         ([Report([in_collective(1, 2)], {WORLD: 1}), Report([receiving(0, 1)], {WORLD: 1})], True),
         ([Report([receiving(1, 0)], {}), Report([receiving(0, 1)], {})], False),
         ([Report([receiving(1, 0)], {}), Report([receiving(1, 0)], {})], True),
-        ([Report([Wait(WORLD, 0, ANY, 2, "any")], {}), Report([receiving(1, 0)], {})], True),
-        ([Report([Wait(WORLD, 0, ANY, 2, "any")], {}), Report([Wait(WORLD, 0, ANY, 2, "any")], {})], False),
-        ([Report([Wait(WORLD, 0, ROUND, 2, "solo")], {}), Report([Wait(WORLD, 0, ROUND, 2, "solo")], {})], True),
-        ([Report([Wait(WORLD, 0, ROUND, 2, "solo")], {}), Report([in_collective(3, 2)], {WORLD: 3})], False),
+        ([Report([ToldCall(WORLD, 0, ANY, 2, "any")], {}), Report([receiving(1, 0)], {})], True),
+        ([Report([ToldCall(WORLD, 0, ANY, 2, "any")], {}), Report([ToldCall(WORLD, 0, ANY, 2, "any")], {})], False),
+        (
+            [Report([ToldCall(WORLD, 0, ROUND, 2, "solo")], {}), Report([ToldCall(WORLD, 0, ROUND, 2, "solo")], {})],
+            True,
+        ),
+        ([Report([ToldCall(WORLD, 0, ROUND, 2, "solo")], {}), Report([in_collective(3, 2)], {WORLD: 3})], False),
     ],
 )
 def test_which_calls_have_all_that_they_need(reports, expected):

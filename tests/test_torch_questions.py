@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from asyncoll.errors import AsyncollError, DeadlineError, UsageError
 from asyncoll.torch.errors import of_torch
-from asyncoll.torch.group import ProcessGroup
-from asyncoll.torch.reductions import reduction
+from asyncoll.torch.process_group import ProcessGroup
+from asyncoll.torch.reduce_ops import reduction
 
 CPU = torch.device("cpu")
 MINUTE = timedelta(minutes=1)

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import asyncoll
 from asyncoll.errors import AbortedError, DeadlineError, PeerLostError, UsageError
-from asyncoll.launch.environment import reserve_port
+from asyncoll.launch.rank_environment import reserve_port
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key, write_key
 from asyncoll.world.sealed_store import SealedStore

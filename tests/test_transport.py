@@ -27,7 +27,7 @@ from asyncoll.runtime.failures import Failures
 from asyncoll.runtime.router import Router
 from asyncoll.statistics import Traffic
 from asyncoll.testing import Disconnect, Network, check_transport, run_ranks
-from asyncoll.testing.contract import _Recorder, _World
+from asyncoll.testing.contract import _ContractWorld, _Recorder
 from asyncoll.transport import MAX_FRAME_BYTES, Loss, wire
 from asyncoll.transport.memory import fd_passing
 from asyncoll.transport.messages import inproc, split, zeromq
@@ -113,7 +113,7 @@ def test_two_threads_send_at_the_same_time(open_world):
 
     async def main():
         with open_world(2) as transports:
-            world = _World(transports)
+            world = _ContractWorld(transports)
             await world.start()
             accepted = []
 
@@ -142,7 +142,7 @@ def test_two_threads_send_at_the_same_time(open_world):
 def test_a_direct_send_does_not_overtake_messages_that_wait():
     async def main():
         with zeromq.local_world(2) as transports:
-            world = _World(transports)
+            world = _ContractWorld(transports)
             await world.start()
             waiting = transports[0]._peers[1].queue
             waiting.append([b"first"])
@@ -281,7 +281,7 @@ def test_a_rank_without_its_stream_for_payloads_is_lost(monkeypatch):
 
     async def main():
         with in_two_streams(2) as transports:
-            world = _World(transports)
+            world = _ContractWorld(transports)
             await world.start()
             transports[1].send(0, [b"a message", bytes(100_000)])
             await world.recorders[0].next_messages(1)
@@ -307,7 +307,7 @@ def begin_handshake(payloads):
 def test_a_transport_whose_close_is_cancelled_is_closed(flush):
     async def main():
         with contextlib.ExitStack() as stack, in_two_streams(2) as transports:
-            world = _World(transports)
+            world = _ContractWorld(transports)
             await world.start()
             stack.enter_context(begin_handshake(transports[0]._payloads))
             if flush:  # the other rank does not read it
@@ -330,7 +330,7 @@ def test_a_transport_whose_close_is_cancelled_is_closed(flush):
 def test_a_fault_disconnects_both_streams():
     async def main():
         with in_two_streams(2) as transports:
-            world = _World(transports)
+            world = _ContractWorld(transports)
             await world.start()
             endpoint = SimpleNamespace(transport=transports[0])
             core = SimpleNamespace(member=SimpleNamespace(endpoint=endpoint))

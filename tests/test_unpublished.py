@@ -20,11 +20,11 @@ from conftest import LIGHT
 
 from asyncoll import SUM, _core
 from asyncoll.algorithms.rounds import round_record
-from asyncoll.algorithms.rounds.compiled import rounds_in_memory
-from asyncoll.algorithms.rounds.in_memory import Setting
+from asyncoll.algorithms.rounds.compiled_rounds import rounds_in_memory
+from asyncoll.algorithms.rounds.one_sided import Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_cells import Head, Row
+from asyncoll.algorithms.rounds.round_cells import Head, RankCells
 from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.unpublished import unpublished
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
@@ -41,7 +41,7 @@ STAGED, SOURCE = 64, 128  # addresses
 
 
 def cells(ticket=0, taken=0, staged=False, source=False, latest=0, running=0):
-    row = Row(*[0] * len(Row._fields))._replace(
+    row = RankCells(*[0] * len(RankCells._fields))._replace(
         ticket=ticket, taken=taken, staged_at=STAGED * staged, source_at=SOURCE * source
     )
     return Head(latest, running, 0, 0, 0), row

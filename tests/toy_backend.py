@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from asyncoll.algorithms.by_message import MessageBackend
+from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import ReduceOp, reducer
 
@@ -81,4 +81,4 @@ class ToyBackend(MessageBackend):
         self._table = table
 
     def collectives(self, call):
-        return ToyCollectives(self._member, self._table, call)
+        return ToyCollectives(self._member, self._table, call.signature)

@@ -1,6 +1,6 @@
 /* Rounds of long contributions: blocks are filled, and chunks of them reduced, without the lock and without the GIL.
  *
- * The counterpart of `OneSidedRounds._put`, `_lend` and `_help` (asyncoll/algorithms/rounds/in_memory.py), and of a
+ * The counterpart of `OneSidedRounds._put`, `_lend` and `_help` (asyncoll/algorithms/rounds/one_sided.py), and of a
  * running round in `RoundRecord`. Any rank may run in Python: each step is one that Python takes, too.
  */
 #include "rounds.h"

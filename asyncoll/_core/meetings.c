@@ -1,7 +1,7 @@
 /* Short meetings of all ranks of a communicator: one rendezvous at which each rank shows a short array.
  *
- * The counterpart of the coroutines of asyncoll/algorithms/dense/in_memory.py, on the cells that
- * asyncoll/algorithms/dense/staging.py declares. A meeting has three steps, each a method here: a rank arrives, the last
+ * The counterpart of the coroutines of asyncoll/algorithms/dense/shared_call.py, on the cells that
+ * asyncoll/algorithms/dense/rendezvous.py declares. A meeting has three steps, each a method here: a rank arrives, the last
  * one publishes the result of all, and the others complete with it.
  *
  * A rank shows a copy of its array, in its memory for short arrays. From `shown_min` bytes on it writes the address of
@@ -29,7 +29,7 @@ enum { CHUNKS = 4, CHUNK_MIN = 1 << 15 };
 
 static Record record_of(const Meetings *self, int64_t number)
 {
-    const int64_t numbers = 1 << 30; /* _NUMBERS, and _tag: asyncoll/algorithms/dense/staging.py */
+    const int64_t numbers = 1 << 30; /* _NUMBERS, and _tag: asyncoll/algorithms/dense/rendezvous.py */
     int64_t turn = 2 * (number % self->calls);
     return (Record){self->block->cells + turn * self->stride, (number % numbers + 1) << 32, turn};
 }

@@ -3,7 +3,7 @@
  *   meetings.c           the type, and meetings with arrays in shared memory
  *   private_meetings.c   meetings with arrays in the private memory of the ranks
  *
- * The cells are those that asyncoll/algorithms/dense/staging.py declares. Other ranks write them.
+ * The cells are those that asyncoll/algorithms/dense/rendezvous.py declares. Other ranks write them.
  */
 #ifndef ASYNCOLL_MEETINGS_H
 #define ASYNCOLL_MEETINGS_H

@@ -34,7 +34,7 @@ PyObject *tuple_of_names(const char *const *names, int count);
 /* -- points.c --------------------------------------------------------------------------------- */
 
 /* The injection points: the steps of all primitives, in the order in which one passes them. `points.c` has their names,
- * and asyncoll/testing/faults/core.py says which operation passes which. */
+ * and asyncoll/testing/faults/core_points.py says which operation passes which. */
 enum Point {
     LOCK_TAKEN,      /* the mutex is acquired, and the holder is not noted yet */
     LOCK_NOTED,      /* the critical section begins */

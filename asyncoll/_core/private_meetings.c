@@ -1,6 +1,6 @@
 /* Meetings with long arrays in the private memory of the ranks, which the kernel copies (peers.c).
  *
- * The counterpart of `SharedCall._reduce_privately` (asyncoll/algorithms/dense/in_memory.py), which goes on with a call
+ * The counterpart of `SharedCall._reduce_privately` (asyncoll/algorithms/dense/shared_call.py), which goes on with a call
  * that has to sleep, or that fails here. The steps of a rank, once all have arrived: it claims chunks and reduces them
  * into its own array; it takes the other chunks from the ranks that have reduced them, as soon as they are there; it
  * leaves; if it has reduced chunks, it waits until all ranks have left, because they may read its array until then.
@@ -11,7 +11,7 @@
 
 #include <sched.h>
 
-/* asyncoll/algorithms/dense/staging.py: what PART_BUSY says of a rank that does not reduce; _BITS, _PRIVATE_LEAST and
+/* asyncoll/algorithms/dense/rendezvous.py: what PART_BUSY says of a rank that does not reduce; _BITS, _PRIVATE_LEAST and
  * _PAGE. */
 enum { HAS_LEFT = -1, CANNOT_READ = -2 };
 enum { BITS = 62, PRIVATE_LEAST = 1 << 18, PAGE = 4096 };
@@ -32,7 +32,7 @@ static PrivateCall *call_of(Meetings *self, Record record)
     return &self->private_calls[record.turn];
 }
 
-/* As `StagingArea.private_chunk`. */
+/* As `RendezvousArea.private_chunk`. */
 static int64_t chunk_of(int64_t total)
 {
     int64_t unit = BITS * PAGE, chunk = (total + unit - 1) / unit * PAGE;

@@ -781,7 +781,7 @@ static PyObject *claim(PyObject *object, PyObject *unused)
     return PyBool_FromLong(is);
 }
 
-/* `finish()`: as asyncoll.runtime.work.Driven.finish, for the runtime, which has taken the call over. */
+/* `finish()`: as asyncoll.runtime.shared_work.Driven.finish, for the runtime, which has taken the call over. */
 static PyObject *finish(PyObject *object, PyObject *unused)
 {
     ShortCall *call = (ShortCall *)object;

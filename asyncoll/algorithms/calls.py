@@ -12,6 +12,7 @@ from asyncoll.algorithms.seam.backend import Backend
 from asyncoll.algorithms.seam.call import REDUCING, Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.seam.short_calls import ShortCalls, signature_of
+from asyncoll.algorithms.seam.ways import with_own
 from asyncoll.errors import describe
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
@@ -324,7 +325,7 @@ class Calls:
         try:
             async with collectives:
                 self._member.check()
-                return await body(collectives)
+                return await body(with_own(collectives))
         finally:
             self._pending.leave(pending)
             self.ledger.enter(call.operation, collectives.traffic)

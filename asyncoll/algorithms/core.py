@@ -11,7 +11,7 @@ from asyncoll.algorithms.rounds.directory import RoundsBackend
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operations import Operations
 from asyncoll.algorithms.seam.call import Call
-from asyncoll.algorithms.sparse.operations import SparseOperations
+from asyncoll.algorithms.sparse.sparse_operations import SparseOperations
 from asyncoll.errors import Reason, UsageError
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
@@ -56,9 +56,9 @@ class Core:
         *,
         keeps_messages: bool = True,
     ) -> None:
-        """`choose` selects the backend. `family` is that of the communicator from which this one is split, if any.
+        """`choose` selects the backend. A communicator that is split from another one shares its `family`.
 
-        `keeps_messages` is that of `Lifetime`.
+        `keeps_messages`: sends and receives under way may be waited for after `close`.
         """
         self.member = member
         self.family = family or Family()
@@ -119,7 +119,8 @@ class Core:
     def split(self, group: Group, *, keeps_messages: bool = True) -> Core:
         """The parts of a new communicator of the ranks in `group`, with the same choice of backend.
 
-        This rank leaves it when they are garbage. `keeps_messages` is that of `Lifetime`.
+        This rank leaves it when they are garbage. `keeps_messages`: sends and receives under way may be waited for
+        after `close`.
         """
         member = Member(self.member.endpoint, group, self.member.runner)
         return Core(member, self._choose, self.family, keeps_messages=keeps_messages)
@@ -127,7 +128,7 @@ class Core:
     def close(self, error: Reason | None = None) -> None:
         """Make no more calls. In any thread. Raises UsageError for the communicator of the world.
 
-        `error` is that of `Lifetime.close`.
+        With an `error`, calls under way end with it, and the other ranks are told of it.
         """
         self.member.endpoint.check_not_forked()
         if self.lifetime.is_world:

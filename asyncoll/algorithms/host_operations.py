@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 from asyncoll.algorithms.rounds.activation import edges
 from asyncoll.algorithms.rounds.agent_signals import AGENTS
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
-from asyncoll.algorithms.rounds.between_hosts import HostRounds
 from asyncoll.algorithms.rounds.directory import Directory
-from asyncoll.algorithms.rounds.in_memory import Setting
+from asyncoll.algorithms.rounds.host_rounds import HostRounds
+from asyncoll.algorithms.rounds.one_sided import Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory
@@ -21,7 +21,7 @@ from asyncoll.errors import AsyncollError
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.port import Port
-from asyncoll.runtime.work import Work
+from asyncoll.runtime.shared_work import SharedWork
 from asyncoll.transport import Arena
 from asyncoll.transport.lease import Lease
 
@@ -54,8 +54,8 @@ class HostMemory:
         check = partial(endpoint.failures.check, self._host.communicator)
 
         def drive(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-            # Raises what `work` raises. A cancellation and a failure are thrown into it, where it waits (`Work`).
-            return Work(arena, work, check, describe).finish()
+            # Raises what `work` raises. A cancellation and a failure are thrown into it, where it waits (`SharedWork`).
+            return SharedWork(arena, work, check, describe).finish()
 
         return HostRounds(setting, operation, port, hosts, drive)
 

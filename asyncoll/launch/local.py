@@ -14,9 +14,9 @@ from typing import Any
 
 from asyncoll.errors import UsageError
 from asyncoll.launch import control, template
-from asyncoll.launch.environment import reserve_port, threads
 from asyncoll.launch.host import READ_BYTES, Hear, Process, Sources, death_of
 from asyncoll.launch.program import Program
+from asyncoll.launch.rank_environment import reserve_port, threads
 from asyncoll.launch.verdict import signal_name
 from asyncoll.transport.processes import allow_files, state
 
@@ -78,7 +78,7 @@ def local_host(start: Start, address: str, sources: Sources, hear: Hear) -> Iter
 
 
 class LocalHost:
-    """Implements `Host` for this host."""
+    """Implements `LaunchedHost` for this host."""
 
     def __init__(
         self, process: Process, channel: socket.socket, death: socket.socket, sources: Sources, hear: Hear

@@ -58,7 +58,7 @@ NO_TYPES: Types = {}
 Encoded = tuple[bytes, list[Array], list[Staged]]  # structured bytes, arrays beside them, and tensors of devices
 
 
-class Place(Protocol):
+class TensorPlace(Protocol):
     """The device on which the torch tensors of one value belong."""
 
     def take(self, x: Any) -> Any:
@@ -75,7 +75,7 @@ class Place(Protocol):
 
 
 def encode(value: object, name: str = "value") -> Encoded:
-    """As `Encoder.encode`, for a single value."""
+    """A single value as bytes, and the arrays of its tensors. Raises UsageError, with its `name`, if it cannot."""
     return Encoder().encode(value, name)
 
 
@@ -232,11 +232,11 @@ def decode(
     body: bytes,
     arrays: Sequence[Array] = (),
     types: Types = NO_TYPES,
-    place: Place | None = None,
+    place: TensorPlace | None = None,
 ) -> Any:
     """The value that `encode` was given. Its tensors use the memory of `arrays`, without a copy.
 
-    Its torch tensors are those of `place`, if that is given.
+    With a `place`, its torch tensors are on the device of that.
 
     Raises ProtocolError for bytes that `encode` does not make, and UsageError for a dataclass that is not in `types`,
     has other fields, or cannot be made of them.
@@ -352,7 +352,7 @@ class _Decoder:
 class _PlacingDecoder(_Decoder):
     """Its torch tensors go to a device."""
 
-    def __init__(self, arrays: Sequence[Array], types: Types, place: Place) -> None:
+    def __init__(self, arrays: Sequence[Array], types: Types, place: TensorPlace) -> None:
         super().__init__(arrays, types)
         self._place = place
 

@@ -22,7 +22,7 @@ _PAUSE_S = 0.002  # between two looks at the calls of this rank
 IN_ORDER = Reason("it has left: it makes no further call")
 
 
-class Communicator(Protocol):
+class CommunicatorLife(Protocol):
     """One communicator of this rank: its `lifetime.Lifetime`."""
 
     def is_settled(self) -> bool:
@@ -51,20 +51,20 @@ class Departures:
     """The departures of this rank and of its peers.
 
     In: `opened`, in any thread; and on the runtime's loop `forget`, `ending` and `answered` (of the endpoint), and
-    `leave_world`. Out: messages through the router, and the calls of `Communicator`.
+    `leave_world`. Out: messages through the router, and the calls of `CommunicatorLife`.
     """
 
     def __init__(self, router: Router, membership: Membership, failures: Failures) -> None:
         self._router = router
         self._membership = membership
         self._failures = failures
-        self._open: dict[int, Communicator] = {}  # those of this rank that are not forgotten
+        self._open: dict[int, CommunicatorLife] = {}  # those of this rank that are not forgotten
         self._ended: dict[int, Ending] = {}  # by rank that has left the world
         self._unanswered: set[int] = set()  # ranks that have not answered the Ending of this rank
         self._all_answered = asyncio.Event()
         self.has_told = False  # the Ending of this rank is sent
 
-    def opened(self, number: int, communicator: Communicator) -> None:
+    def opened(self, number: int, communicator: CommunicatorLife) -> None:
         """Add a communicator of this rank. Peers may have left the world already."""
         self._open[number] = communicator
         for rank, ending in list(self._ended.items()):
@@ -89,7 +89,7 @@ class Departures:
         for communicator in list(self._open.values()):
             communicator.returned()
 
-    def unsettled(self, *, has_begun: bool) -> list[Communicator]:
+    def unsettled(self, *, has_begun: bool) -> list[CommunicatorLife]:
         """The communicators with a numbered call pending that have not failed. In any thread.
 
         With `has_begun`, a call may have begun that is not counted as pending yet: then all that have not failed.
@@ -110,8 +110,8 @@ class Departures:
     async def leave_world(self, reason: Reason | None) -> None:
         """Leave all communicators, and wait until the other ranks know, for a limited time.
 
-        `reason` is that of `Communicator.leave_at_once`. A rank that does not know yet of a failure that this one knows
-        hears of it first.
+        The other ranks are told the `reason`; None says that it is in order. A rank that does not know yet of a failure
+        that this one knows hears of it first.
         """
         self._failures.pass_on()
         for communicator in list(self._open.values()):

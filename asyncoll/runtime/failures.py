@@ -184,7 +184,7 @@ class Failures:
     # -- reports to other ranks -------------------------------------------------------------------
 
     def give_up(self, failure: Reported, communicator: int, members: Iterable[int]) -> None:
-        """As `fail`; also send the failure to `members` (world ranks). Never waits."""
+        """Fail `communicator`, and send the failure to `members` (world ranks), unless it has failed before."""
         if self.record(failure, communicator) is failure:
             self._report(failure, members)
             self.fail(failure, communicator)

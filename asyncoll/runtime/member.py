@@ -84,7 +84,7 @@ class Member:
         raise ClosedError("this communicator is closed: it takes no more calls")
 
     def check_caller(self) -> None:
-        """As `check_open`; raise UsageError in a thread without a running loop.
+        """Raise ClosedError if the communicator is closed, and UsageError in a thread without a running loop.
 
         A call needs a loop to be awaited on. All other ranks would wait for a call that fails after it is numbered.
         """
@@ -98,7 +98,7 @@ class Member:
             ) from None
 
     def check_program(self) -> None:
-        """As `check_caller`, for a send or a receive. Raises ClosedError once the program of this rank has ended.
+        """Check the caller of a send or a receive. Raises ClosedError, too, once the program of this rank has ended.
 
         The others know by then that it sends and receives nothing more.
         """

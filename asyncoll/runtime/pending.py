@@ -25,7 +25,7 @@ from asyncoll.runtime import deadlines
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import Departed
 from asyncoll.runtime.group import Group
-from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, Wait
+from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, ToldCall
 from asyncoll.tensors.staged import Arriving
 from asyncoll.transport.wire import Here, Overdue, Where
 
@@ -40,7 +40,7 @@ _SHOWN_MAX = 8  # ranks of a communicator that an error lists
 _RECENT_MAX = 64  # numbered calls whose names are known, for the answer what this rank has called instead
 
 
-class Call(Protocol):
+class Described(Protocol):
     """A call; `str(call)` describes it for errors, with the line of the user's code."""
 
     @property
@@ -59,9 +59,9 @@ class Kind(IntEnum):
 
 @dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen: that takes five times as long to make
 class PendingCall:
-    """One call in progress. Times are those of `deadlines.now_s`, in seconds."""
+    """One call in progress. Times are in seconds of the clock of deadlines, which is virtual in simulations."""
 
-    call: Call
+    call: Described
     number: int  # in the order of calls that all ranks make, from 1; 0 for a call without a number
     ranks: tuple[int, ...]  # the world ranks that take part
     since_s: float
@@ -91,15 +91,15 @@ class PendingCalls:
         self.changes = 0  # calls that have begun or ended
         self._on_idle: Callable[[], None] | None = None
         self._calls = 0  # the number of the last numbered call
-        self._last: Call | None = None  # the last call of this rank
+        self._last: Described | None = None  # the last call of this rank
         # Of calls that are not told here one by one: the newest, its number, and when one last ended. None before it.
-        self.newest: Callable[[], tuple[Call, int, float] | None] = lambda: None
+        self.newest: Callable[[], tuple[Described, int, float] | None] = lambda: None
         self.makes_rounds: Callable[[], bool] = lambda: False  # whether this rank has begun rounds, and may make more
         self._idle_since_s = self._now_s()
         self._next_check_s = math.inf  # when `_check_overdue` runs next
         self._timer: asyncio.TimerHandle | None = None
         self._asking = asyncio.Lock()
-        self._recent: deque[tuple[int, Call]] = deque(maxlen=_RECENT_MAX)  # the last calls with a number
+        self._recent: deque[tuple[int, Described]] = deque(maxlen=_RECENT_MAX)  # the last calls with a number
         self._question = 0  # the number of the call that the current question is for
         self._answers: dict[int, Here] = {}  # to the current question, by world rank
         self._asked: set[int] = set()
@@ -113,7 +113,9 @@ class PendingCalls:
         endpoint.router.on_control(Where, group.communicator, self._on_question)
         endpoint.router.on_control(Here, group.communicator, self._on_answer)
 
-    def enter(self, call: Call, number: int = 0, ranks: tuple[int, ...] = (), *, from_any: bool = False) -> PendingCall:
+    def enter(
+        self, call: Described, number: int = 0, ranks: tuple[int, ...] = (), *, from_any: bool = False
+    ) -> PendingCall:
         """A call begins. Runs in the caller's thread and context, where `asyncoll.deadline` is set.
 
         `number` counts the calls that all ranks make, from 1; 0 for another call (send, recv, a round). `ranks` are the
@@ -123,12 +125,12 @@ class PendingCalls:
         kind = Kind.COLLECTIVE if number else Kind.PAIR if ranks else Kind.FROM_ANY if from_any else Kind.ROUND
         return self._enter(call, number, self._now_s(), deadlines.expires_s(), ranks or self._group.ranks, kind)
 
-    def enter_late(self, call: Call, number: int, since_s: float, expires_s: float | None) -> PendingCall:
-        """As `enter` of a collective that began at `since_s`, in a context whose deadline is at `expires_s`."""
+    def enter_late(self, call: Described, number: int, since_s: float, expires_s: float | None) -> PendingCall:
+        """A collective is entered late: it began at `since_s`, in a context whose deadline is at `expires_s`."""
         return self._enter(call, number, since_s, expires_s, self._group.ranks, Kind.COLLECTIVE)
 
     def _enter(
-        self, call: Call, number: int, since_s: float, expires_s: float | None, ranks: tuple[int, ...], kind: Kind
+        self, call: Described, number: int, since_s: float, expires_s: float | None, ranks: tuple[int, ...], kind: Kind
     ) -> PendingCall:
         patience_s = since_s + self._patience_s
         if expires_s is None or expires_s > patience_s:
@@ -159,13 +161,13 @@ class PendingCalls:
         if self._departed:
             self._post(self._look_soon)
 
-    def replace(self, pending: PendingCall, call: Call) -> None:
+    def replace(self, pending: PendingCall, call: Described) -> None:
         """The description of a call in progress is `call` from now on."""
         if self._last is pending.call:
             self._last = call
         pending.call = call
 
-    def note(self, call: Call, number: int = 0) -> None:
+    def note(self, call: Described, number: int = 0) -> None:
         """This rank has made `call`, which is over or pending."""
         self._last = call
         if number:
@@ -185,7 +187,7 @@ class PendingCalls:
         if self._on_idle is not None:
             self._on_idle()
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: Described) -> None:
         """`call` does not begin: a signal handler has raised, perhaps before `enter` had returned."""
         for pending in tuple(self._pending):
             if pending.call is call:
@@ -216,14 +218,14 @@ class PendingCalls:
 
     # -- for `standstill` -------------------------------------------------------------------------
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[ToldCall]:
         return [self._wait(pending) for pending in tuple(self._pending)]
 
-    def _wait(self, pending: PendingCall) -> Wait:
+    def _wait(self, pending: PendingCall) -> ToldCall:
         communicator, key = self._group.communicator, pending.call.key
         if pending.kind is Kind.PAIR:
             key = "{} to {}".format(*pending.ranks)  # the same for a send and its receive
-        return Wait(communicator, pending.number, _NEEDS[pending.kind], len(pending.ranks), key)
+        return ToldCall(communicator, pending.number, _NEEDS[pending.kind], len(pending.ranks), key)
 
     def among(self) -> str:
         """The ranks of the communicator, for errors; empty if all of the world are."""

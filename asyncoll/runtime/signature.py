@@ -107,7 +107,6 @@ class Signature(NamedTuple):
 
     @property
     def verb(self) -> str:
-        """As of `trace.Traced`, like `name`."""
         return self.operation
 
     @property

@@ -139,7 +139,7 @@ class Flat:
                 self.collect_gradient(parameter)
 
     def collect_gradient(self, parameter: nn.Parameter) -> None:
-        """As `collect_gradients`, for one trainable parameter, and without the check of the model."""
+        """Copy the gradient of one trainable parameter into the flat tensor, for good. Does not check the model."""
         piece = self._piece_of[parameter]
         if parameter.grad is None:
             piece.zero_()

@@ -472,9 +472,8 @@ class Bundle:
 def bundle(x: object, op: ReduceOp, weight: float = 1.0, *, is_read: bool = True) -> Bundle | Single:
     """The tensor `x`, or the list or tuple of tensors `x`, as a bundle into which results can be written.
 
-    Its contribution is `x` multiplied by `weight`, which is 1 unless `op` is an average. `is_read` is that of
-    `as_operand`.
-    Raises UsageError as `as_operand` does, and for an empty list.
+    Its contribution is `x` multiplied by `weight`, which is 1 unless `op` is an average. Unless `is_read`, the call
+    needs no elements of tensors of devices. Raises UsageError as `as_operand` does, and for an empty list.
     """
     if type(x) is np.ndarray and x.ndim == 1 and (dtype := _NUMPY_NAMES.get(x.dtype)) is not None:
         flags = x.flags  # the frequent case first: an operand would take as long as the rest of this

@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 from asyncoll import _core
-from asyncoll._core import Core
+from asyncoll._core import NativeCore
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.runtime.endpoint import Endpoint
@@ -54,7 +54,7 @@ def _zmq(hosts: Sequence[object]) -> Iterator[Carriers]:
 
 
 @contextlib.contextmanager
-def _shm(hosts: Sequence[object], natives: Sequence[Core | None] = (_core.native,)) -> Iterator[Carriers]:
+def _shm(hosts: Sequence[object], natives: Sequence[NativeCore | None] = (_core.native,)) -> Iterator[Carriers]:
     with zeromq.local_world(len(hosts)) as transports, contextlib.ExitStack() as opened:
         arenas = _by_rank(hosts, lambda ranks: opened.enter_context(arena.local_world(len(ranks), natives, ranks)))
         yield list(map(SlottedTransport, transports, arenas)), arenas

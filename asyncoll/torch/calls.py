@@ -24,12 +24,12 @@ from asyncoll.tensors.operands import check_devices, staged_parts
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.tensors.staged import Staged, stagers
 from asyncoll.torch.memory import Block, Row, overlap, row_of
-from asyncoll.torch.places import LIBRARIES, site_of_user
+from asyncoll.torch.sites import LIBRARIES, site_of_user
 
 _SHOWN = 64  # characters: a longer list of sizes is replaced by its digest
 
 
-class Calls:
+class GroupCalls:
     """The calls of one group at one rank. They may be made in any thread."""
 
     def __init__(self, comm: BlockingCommunicator) -> None:

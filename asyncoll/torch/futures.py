@@ -27,7 +27,7 @@ def future_of(tensors: Iterable[Tensor]) -> torch.futures.Future[Any]:
     return torch.futures.Future(devices=list(devices)) if devices else torch.futures.Future()
 
 
-class Threads:
+class FutureThreads:
     """Runs functions, each at once. A thread that has nothing to do is used again."""
 
     def __init__(self) -> None:
@@ -82,5 +82,5 @@ class Threads:
                     del waiting_threads[threading.get_ident()]
 
 
-threads = Threads()
+threads = FutureThreads()
 os.register_at_fork(after_in_child=threads.__init__)  # type: ignore[misc]  # a child has none of them

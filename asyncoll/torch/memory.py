@@ -129,7 +129,7 @@ def copyable(x: Tensor) -> Block:
 
 
 def writable(x: Tensor) -> Block:
-    """As `copyable`, for a tensor that gets a result: its elements are not read."""
+    """`x` as bytes, of any dtype, for a result: its elements are not read. Raises UsageError without plain memory."""
     if _is_plain(x):
         return Block(x, x, _array(x, _BYTE), dtype_name(x.dtype))
     _check_dense(x)

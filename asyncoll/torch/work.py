@@ -90,7 +90,7 @@ class Work(Uncopied, TorchWork):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Wait for the calls, without a limit."""
         self.wait()
 
     @uncompiled

@@ -19,9 +19,9 @@ from torch import nn
 import asyncoll
 from asyncoll.training import replicas
 from asyncoll.training.due import Due
-from asyncoll.training.metrics import beside, means, without
 from asyncoll.training.recovery import Recovery, State
 from asyncoll.training.step import Step
+from asyncoll.training.step_metrics import beside, means, without
 from asyncoll.training.trainer import Options, Trainer
 from asyncoll.training.under_way import UnderWay
 

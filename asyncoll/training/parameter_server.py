@@ -82,8 +82,8 @@ class ParameterServerSGD(Trainer):
         self._name = name
         self._server = self._make_server() if comm.rank == 0 else None
 
-    def _make_server(self) -> Server:
-        return Server(self, self._staleness)
+    def _make_server(self) -> ModelServer:
+        return ModelServer(self, self._staleness)
 
     async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight, "it applies each gradient alone, and not a mean over ranks")
@@ -138,7 +138,7 @@ class ParameterServerSGD(Trainer):
         return 0
 
 
-class Server:
+class ModelServer:
     """The model w and its updates, at rank 0. `push` and `leave` are called by the workers.
 
     All of it runs on the loop of the program, and no update awaits anything: so there is one at a time, in the order of

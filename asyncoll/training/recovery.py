@@ -20,7 +20,7 @@ import asyncoll
 State = dict[str, Any]  # of a replica, as values that calls of functions carry
 
 
-class Calls(Protocol):
+class RpcCalls(Protocol):
     """What this module needs of an `asyncoll.rpc.Rpc`."""
 
     def register(self, what: Any, *, name: str | None = None) -> Any: ...
@@ -53,7 +53,7 @@ class Recovery:
         self._questions: list[_Question] = []
         self._is_served = False
 
-    def serve(self, calls: Calls) -> None:
+    def serve(self, calls: RpcCalls) -> None:
         """Let the other ranks ask this one. All do it before the first round that a rank can miss.
 
         Idempotent: a training whose beginning was interrupted begins again.

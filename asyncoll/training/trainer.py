@@ -29,8 +29,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import asyncoll
 from asyncoll.training import replicas, saved
-from asyncoll.training.metrics import StepMetrics, means_of_all
 from asyncoll.training.step import Step, step_of
+from asyncoll.training.step_metrics import StepMetrics, means_of_all
 
 T = TypeVar("T")
 Buffers = Literal["broadcast", "average", "local"]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
-from asyncoll.training.metrics import beside, means
 from asyncoll.training.replicas import weights
 from asyncoll.training.step import Step
+from asyncoll.training.step_metrics import beside, means
 from asyncoll.training.trainer import Options, Trainer
 
 Order = Literal["step-then-average", "average-then-step"]

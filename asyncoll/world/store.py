@@ -53,7 +53,7 @@ def _serves_already(environment: Environment) -> bool:
     return place_of(store) == (environment.master_addr, environment.master_port)
 
 
-class _Kept(str):
+class _KeptStore(str):
     """Stands for the place of the default process group that has ended, and holds its store."""
 
     store: Any = None
@@ -66,13 +66,13 @@ def keep(c10d: Any, store: Any) -> None:
     the same server (`multi_tenant`). `c10d` is torch.distributed.distributed_c10d: it notes the place of each default
     group, of any backend, and reads it nowhere. So what is noted there ends with the next group.
     """
-    c10d._default_pg_init_method = kept = _Kept(c10d._default_pg_init_method)
+    c10d._default_pg_init_method = kept = _KeptStore(c10d._default_pg_init_method)
     kept.store = store
 
 
 def _kept(c10d: Any) -> Any:
     place = c10d._default_pg_init_method
-    return place.store if isinstance(place, _Kept) else None
+    return place.store if isinstance(place, _KeptStore) else None
 
 
 def _reach_store(environment: Environment, joining: Joining) -> Any:

@@ -71,7 +71,7 @@ class World:
         self._departs = departs
         self.has_joined = False  # so all ranks are connected
         self._unsettled: list[
-            departures.Communicator
+            departures.CommunicatorLife
         ] = []  # communicators with calls under way at the end of the program
         self._inside = contextlib.ExitStack()  # contexts of the task that is in the world
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size

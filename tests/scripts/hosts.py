@@ -4,9 +4,9 @@ import os
 import runpy
 import sys
 
-from asyncoll.world import rendezvous
+from asyncoll.world import meeting
 
 host = int(os.environ["RANK"]) // int(os.environ.get("RANKS_PER_HOST", "1"))
-rendezvous._machine = lambda: str(host)
+meeting._machine = lambda: str(host)
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")

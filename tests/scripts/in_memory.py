@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 
 import asyncoll
-from asyncoll.rpc.in_memory import MemoryCarrier
+from asyncoll.rpc.memory_carrier import MemoryCarrier
 
 LENGTHS = [[], [0], [64], [5, 0, 9000], [40_000], [1 << 17, 17], [1_100_000]]
 ROUNDS = 4

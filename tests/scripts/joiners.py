@@ -23,18 +23,18 @@ import numpy as np
 import torch.distributed  # noqa: F401 (for the ranks)
 
 import asyncoll
-from asyncoll.launch.environment import reserve_port
+from asyncoll.launch.rank_environment import reserve_port
 from asyncoll.transport import joining
 from asyncoll.transport.memory import arena, fd_passing
 from asyncoll.transport.messages import shared_payloads, zeromq
-from asyncoll.world import rendezvous, sealed_store, store, world
+from asyncoll.world import meeting, sealed_store, store, world
 
 HERE = tempfile.gettempdir()
 LIMIT_S = 60  # for a case that hangs
 PHASES = {  # in their order: where a rank is when it enters this function
     "nonce": (sealed_store.SealedStore, "begin_session"),
-    "host": (rendezvous, "_machine"),
-    "folder": (rendezvous, "check_folder"),
+    "host": (meeting, "_machine"),
+    "folder": (meeting, "check_folder"),
     "listen": (fd_passing, "_listen"),
     "connect": (fd_passing, "_connect"),
     "hello": (fd_passing._Link, "send"),
@@ -194,7 +194,7 @@ def be_rank(case, rank, folder):
     if "files" in case:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(case["files"]))
     if case.get("hosts"):  # each rank on one of its own, where it sees no other's processes
-        rendezvous._machine = sealed_store.process_space = lambda: f"host {rank}"
+        meeting._machine = sealed_store.process_space = lambda: f"host {rank}"
     if str(rank) in case.get("slow", {}):
         before(case["slow"][str(rank)], await_no_folder)
     for victim, fault in case.get("faults", {}).items():

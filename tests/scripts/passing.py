@@ -11,8 +11,8 @@ import numpy as np
 import asyncoll
 from asyncoll import MAX, Communicator
 from asyncoll._core import native
-from asyncoll.testing.faults.calls import OPERATIONS, echo
-from asyncoll.testing.faults.core import PASSED
+from asyncoll.testing.faults.checked_calls import OPERATIONS, echo
+from asyncoll.testing.faults.core_points import PASSED
 
 CALLS = 10
 

@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp
 
 import asyncoll
 import asyncoll.torch.work
-from asyncoll.torch.futures import Threads
+from asyncoll.torch.futures import FutureThreads
 from asyncoll.torch.registered_pool import RegisteredPool
 
 SECONDS = timedelta(seconds=60)
@@ -634,7 +634,7 @@ def without_new_threads():
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
-    pool, ended, start = Threads(), [threading.Event() for _ in range(3)], threading.Thread.start
+    pool, ended, start = FutureThreads(), [threading.Event() for _ in range(3)], threading.Thread.start
     busy, go_on = threading.Event(), threading.Event()
     try:
         threading.Thread.start = refuse

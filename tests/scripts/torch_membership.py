@@ -14,7 +14,7 @@ from raising import caught
 
 import asyncoll
 import asyncoll.torch
-from asyncoll.launch.environment import reserve_port
+from asyncoll.launch.rank_environment import reserve_port
 
 RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 FOLDER = os.environ["FOLDER"]

@@ -23,7 +23,7 @@ from emulated_cuda import Event, Stream, emulated_cuda
 
 import asyncoll
 from asyncoll.testing import fake_device
-from asyncoll.torch.group import ProcessGroup
+from asyncoll.torch.process_group import ProcessGroup
 
 SECONDS = timedelta(seconds=60)
 CALLS = (

@@ -19,9 +19,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from asyncoll.algorithms.dense.group_memory import GroupMemory
-from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.pieces import ALIGNED, share
-from asyncoll.algorithms.dense.staging import Rendezvous
+from asyncoll.algorithms.dense.rendezvous import Rendezvous
+from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import Turn, turn_of

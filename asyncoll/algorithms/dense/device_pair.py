@@ -21,7 +21,7 @@ from collections import deque
 
 import numpy as np
 
-from asyncoll.algorithms.dense.by_message import MessageCall
+from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.pair_memory import PairMemory
 from asyncoll.algorithms.seam.arrival import unless_failed
 from asyncoll.errors import AsyncollError, DeviceError, ProtocolError

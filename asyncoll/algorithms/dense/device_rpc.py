@@ -19,7 +19,7 @@ import numpy as np
 from asyncoll.algorithms.dense.pair_memory import PairMemory
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, ProtocolError
-from asyncoll.rpc.device_route import Landing
+from asyncoll.rpc.device_route import LandingTensor
 from asyncoll.runtime.group import Lane
 from asyncoll.runtime.matching import Receive
 from asyncoll.runtime.member import Member
@@ -51,10 +51,10 @@ class DeviceRpc:
         is_other = rank != self.member.group.rank
         return is_other and self.memory.takes(tensor.mirror.nbytes, tensor.opened_device, rank)
 
-    def showing(self, peer: int, tensor: Staged) -> Showing:
-        return Showing(self, self.member.group.ranks.index(peer), tensor)
+    def showing(self, peer: int, tensor: Staged) -> DeviceShowing:
+        return DeviceShowing(self, self.member.group.ranks.index(peer), tensor)
 
-    async def read(self, peer: int, number: int, nbytes: int, landing: Landing | None) -> None:
+    async def read(self, peer: int, number: int, nbytes: int, landing: LandingTensor | None) -> None:
         source = self.member.group.ranks.index(peer)
         try:
             await self.member.runner.start(self._read(source, number, nbytes, landing))
@@ -78,7 +78,7 @@ class DeviceRpc:
             await ended
         return transfer.error if transfer.moved < transfer.nbytes else None
 
-    async def _read(self, source: int, number: int, nbytes: int, landing: Landing | None) -> None:
+    async def _read(self, source: int, number: int, nbytes: int, landing: LandingTensor | None) -> None:
         memory, where, answer = self.memory, np.empty(1, np.int64), _UNREAD if landing is None else _READ
         with self.lane(source, self.member.group.rank, number, nbytes) as lane:
             ready = asyncio.ensure_future(self._grant_once_ready(lane, source, landing))
@@ -99,14 +99,14 @@ class DeviceRpc:
                     landing.is_whole = answer == _READ and start + part.nbytes == nbytes
                 await lane.send(source, index, np.array([answer]))
 
-    async def _grant_once_ready(self, lane: Lane, source: int, landing: Landing | None) -> None:
+    async def _grant_once_ready(self, lane: Lane, source: int, landing: LandingTensor | None) -> None:
         """The sender may give up meanwhile. An error of the device shows in the copy that follows."""
         with contextlib.suppress(AsyncollError):  # of the communicator, which ends the wait for windows
             if landing is not None:
                 await self.over(landing.mark.come())
             lane.grant(source, _READY)
 
-    async def _copy(self, part: BlockPart, landing: Landing) -> int:
+    async def _copy(self, part: BlockPart, landing: LandingTensor) -> int:
         """Copy a window to its tensor. Returns the answer."""
         if not self.memory.opens(part.rank, landing.device):
             return _REFUSED
@@ -118,7 +118,7 @@ class DeviceRpc:
         return _READ if await self.over(transfer) is None else _UNREAD
 
 
-class Showing:
+class DeviceShowing:
     """Implements `rpc.device_route.Showing`: one tensor, at its sender."""
 
     def __init__(self, route: DeviceRpc, dest: int, tensor: Staged) -> None:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.dense.by_message import MessageCall
+from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.runtime.hosts import Hosts

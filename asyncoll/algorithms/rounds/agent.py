@@ -55,7 +55,7 @@ from asyncoll.algorithms.rounds.agent_signals import (
     step_of,
 )
 from asyncoll.algorithms.rounds.alarm import Alarm
-from asyncoll.algorithms.rounds.attempt import Attempt, Exchange, Part
+from asyncoll.algorithms.rounds.attempt import Attempt, HostExchange, HostPart
 from asyncoll.algorithms.rounds.engine import ARRIVED, CoordinatedRound
 from asyncoll.algorithms.rounds.host_record import HostRecord
 from asyncoll.algorithms.rounds.operation import Operation
@@ -86,7 +86,7 @@ class Agent:
         operation: Operation,
         hosts: Hosts,
         record: HostRecord,
-        part: Part,
+        part: HostPart,
         describe: Callable[[], str],
     ) -> None:
         """`describe` gives the operation and its first call, for errors and for the report of a deadlock."""
@@ -96,7 +96,7 @@ class Agent:
         self._record = record
         self._part = part
         self._size = port.group.size
-        self._exchange = Exchange(port, operation, hosts, part, describe)
+        self._exchange = HostExchange(port, operation, hosts, part, describe)
         self._rules = SignalRules(hosts, self._exchange.short_bytes())
         self._watch = Watch(
             self._situation, self._ask, self._try_again, port.now_s, self._alarm(WATCH), operation.nbytes

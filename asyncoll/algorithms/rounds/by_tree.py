@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.dense import by_size
 from asyncoll.algorithms.rounds import wait_avoiding
 from asyncoll.algorithms.rounds.activation import edges
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, ActivatedRound, Instruction, NextRound
@@ -152,7 +152,7 @@ class ActivatedRounds(WaitAvoiding):
         # The participation lists, of which each rank has filled in its own column, are summed on the way.
         with port.lane(group, number, lambda: f"round {number} of {self.describe()}", participation) as lane:
             for part, combine in zip(parts, self._combines, strict=True):
-                await on_lane.allreduce(lane, part, combine)
+                await by_size.allreduce(lane, part, combine)
         ranks, absent, total = self._tally.count_round(members, participation)
         synchronous = self.operation.is_synchronous(number)
         deserted = synchronous and absent == group.size

@@ -36,7 +36,7 @@ class Rounds(Protocol):
         """The operation and the place of its first call, for error messages."""
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
-        """As `call`, begun now in the caller's thread.
+        """Begin a call now, in the caller's thread.
 
         Returns the answer if the call needs no other rank for it, otherwise a coroutine that waits for it.
         """

@@ -26,7 +26,7 @@ from operator import itemgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from asyncoll.algorithms.rounds import rules
-from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
+from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, ActivationStep, activation, edges, heard, synchronous
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 
@@ -122,7 +122,10 @@ class Engine(Generic[R]):
         return told
 
     def deliver_own(self, number: int) -> None:
-        """As `deliver`, of round `number`, at which the call aimed, which has its contribution, and nothing is owed."""
+        """A call is given round `number`, at which it aimed, and which has its contribution; nothing is owed.
+
+        The short form of `deliver` for this case: it misses no result, and its lag is 0.
+        """
         self.cells[_AIM] = number + 1
         self.cells[_LAGS] += 1
 
@@ -132,7 +135,7 @@ class Engine(Generic[R]):
         return latest >= self.aim
 
     def conclude(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
-        """All ranks have joined, `result` is the newest round, and it is news. As `deliver`, but it ends no call."""
+        """All ranks have joined, `result` is the newest round, and it is news. No call ends, so none is counted."""
         return self._tell(ticket, result, missed)
 
     def _tell(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
@@ -311,7 +314,7 @@ class ActivatedRound(NextRound):
         self._note(rank, step)
         return self._fire(OPEN) if self.may_open() else []
 
-    def _fire(self, step: Step) -> list[Instruction]:
+    def _fire(self, step: ActivationStep) -> list[Instruction]:
         """`step` has happened: signals along the tree, and this rank's part, as the schedule says."""
         instructions: list[Instruction] = []
         self.is_opener |= step == OPEN

@@ -49,7 +49,7 @@ class Taken(NamedTuple):
     times_s: Array  # [2, place]: how long callers have waited for rounds to begin, and how late they have been
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """The results of a round of all hosts, as one of them sees them."""
 
     shares: tuple[Share, ...]  # as of `Taken`, with the contributors and the results of the groups
@@ -67,7 +67,7 @@ class _More(NamedTuple):
 
     reduced: int  # the newest round whose contributions are reduced here
     over: int  # 1 if the last round is over
-    ends: int  # the first of [rank]: those of the last `Outcome`
+    ends: int  # the first of [rank]: those of the last `RoundOutcome`
 
 
 _MORE = _More(*range(len(_More._fields)))
@@ -85,7 +85,7 @@ class HostRecord(RoundRecord):
         trace: Trace,
         hosts: Hosts,
     ) -> None:
-        """As of `RoundRecord`: `memory` is that of this rank's host."""
+        """`memory` is that in which the ranks of this host meet. Raises DisagreementError if they disagree."""
         ranks, here = sum(map(len, hosts.ranks)), len(hosts.here)
         attempts = _MORE.ends + 3 * ranks
         more = attempts + Attempts.cells(here)
@@ -224,7 +224,7 @@ class HostRecord(RoundRecord):
         self.cells[self._at.reduced] = self.running
         self.control_block.wake()
 
-    def conclude(self, number: int, outcome: Outcome) -> None:
+    def conclude(self, number: int, outcome: RoundOutcome) -> None:
         """An attempt at round `number` is over: keep its result, and wake the callers that wait for it.
 
         It is no result if another attempt was over before, and the last round is none if no rank has contributed to it.

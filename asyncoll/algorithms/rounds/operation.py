@@ -57,7 +57,6 @@ class Operation:
 
     @property
     def verb(self) -> str:
-        """As of `runtime.trace.Traced`."""
         return f"{'group' if self.group_size else self.opening.value} allreduce"
 
     @cached_property
@@ -130,7 +129,6 @@ class RoundCall(NamedTuple):
 
     @property
     def verb(self) -> str:
-        """As of `runtime.trace.Traced`, like `name` and `epoch`."""
         return self.operation.verb
 
     @property
@@ -158,7 +156,6 @@ class JoinCall(NamedTuple):
 
     @property
     def verb(self) -> str:
-        """As of `runtime.trace.Traced`, like `name` and `epoch`."""
         return "join"
 
     @property
@@ -171,7 +168,7 @@ class JoinCall(NamedTuple):
 
     @property
     def key(self) -> str:
-        """As of `RoundCall`."""
+        """What the report of an overdue call identifies it by: it differs from a call of the operation."""
         return f"join {self.operation.name!r}"
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncoll.algorithms.dense.staging import DisagreementError
+from asyncoll.algorithms.dense.rendezvous import DisagreementError
 from asyncoll.arguments import digest
 from asyncoll.errors import UsageError
 from asyncoll.transport import Arena, ControlBlock

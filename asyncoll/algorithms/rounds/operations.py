@@ -28,9 +28,9 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
+from asyncoll.runtime.shared_work import SharedWork
 from asyncoll.runtime.signature import Site
 from asyncoll.runtime.trace import What
-from asyncoll.runtime.work import Work
 from asyncoll.tensors.operands import Bundle, Single, bundle
 from asyncoll.tensors.reductions import ReduceOp, storage
 
@@ -113,7 +113,7 @@ class Operations:
             raise
 
     def _start_in_turn(self, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
-        """As `start`, once the tensors have arrived from their devices, and the call before is over.
+        """Start a call once its tensors have arrived from their devices, and the call before is over.
 
         Until then the call counts as not made: a round goes on without this rank, or waits for it.
         """
@@ -153,7 +153,7 @@ class Operations:
             turn.release()
 
     def _begin(self, rounds: Rounds, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
-        """As `start`, of `rounds` whose calls begin in their callers' threads."""
+        """Begin a call of `rounds` now, in the caller's thread."""
         receipt = Receipt()
         if self.trace.sink is not None:
             receipt.key = self.trace.begin(call, call.operation.nbytes)
@@ -377,7 +377,7 @@ def _nothing() -> None:
     pass
 
 
-class _PromptCall(Work[Reduction]):
+class _PromptCall(SharedWork[Reduction]):
     """A call that begins with a plain function. A coroutine does the rest, if the call has to wait."""
 
     # Not `is_atomic`: a signal handler may raise between the end of the round and the accounting of this call.
@@ -386,7 +386,7 @@ class _PromptCall(Work[Reduction]):
     def __init__(
         self, operations: Operations, call: RoundCall, rounds: Rounds, given: Bundle | Single, receipt: Receipt
     ) -> None:
-        self._wait = self._error = None  # of `Work`, whose `__init__` runs when there is a coroutine
+        self._wait = self._error = None  # of `SharedWork`, whose `__init__` runs when there is a coroutine
         self.is_over = False
         self._operations = operations
         self._call = call

@@ -54,7 +54,7 @@ class Repeat:
         begin: Callable[[RoundCall, Bundle | Single], Coroutine[Any, Any, Reduction]],
         failed: Callable[[RoundCall, BaseException], None],
     ) -> None:
-        """`at_once` is that of `Rounds`. `arguments` and `dtype` stand for `operation`.
+        """`at_once` makes a whole call of an array. `arguments` and `dtype` stand for `operation`.
 
         `begin` starts a call of a contribution that is not over at once.
         """

@@ -23,7 +23,7 @@ class Head(NamedTuple):
     chunks: int  # all of them
 
 
-class Row(NamedTuple):
+class RankCells(NamedTuple):
     """The cells of one rank.
 
     Its own process writes `staged`, `staged_at`, `ticket`, `weight`, `here`, `waits_for` and the times, and clears
@@ -67,7 +67,7 @@ class Kept(NamedTuple):
     taken: int  # the ticket of the rank's newest contribution when the round took the staged one
 
 
-class Staged(NamedTuple):
+class StagedCells(NamedTuple):
     """The staged contribution of a rank."""
 
     block: int  # NONE, or LENT
@@ -76,7 +76,7 @@ class Staged(NamedTuple):
     weight: float
 
 
-COLUMN = Row(*range(len(Row._fields)))  # of the table of all rows
+COLUMN = RankCells(*range(len(RankCells._fields)))  # of the table of all rows
 KEPT = Kept(*range(len(Kept._fields)))  # of the tables of kept results
 
 

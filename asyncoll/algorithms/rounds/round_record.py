@@ -15,7 +15,17 @@ from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.block_table import LENT, NONE, BlockTable
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_cells import COLUMN, KEPT, BlockLayout, Chunk, Groups, Head, Kept, Row, Staged
+from asyncoll.algorithms.rounds.round_cells import (
+    COLUMN,
+    KEPT,
+    BlockLayout,
+    Chunk,
+    Groups,
+    Head,
+    Kept,
+    RankCells,
+    StagedCells,
+)
 from asyncoll.algorithms.rounds.unpublished import unpublished
 from asyncoll.arguments import digest
 from asyncoll.runtime.group import Group
@@ -72,7 +82,7 @@ class RoundRecord:
         self._head = Head(*range(size, size + len(Head._fields)))
         self._rows = size + len(Head._fields)
         ends = range(self._rows, self._rows + len(COLUMN) * (size + 1), len(COLUMN))
-        self._row = [Row(*range(first, end)) for first, end in pairwise(ends)]  # of each rank
+        self._row = [RankCells(*range(first, end)) for first, end in pairwise(ends)]  # of each rank
         self._mine = self._row[group.rank]
         self._results_at = ends[-1]
         self._history = operation.history
@@ -120,10 +130,10 @@ class RoundRecord:
 
     # -- contributions ----------------------------------------------------------------------------
 
-    def staged(self) -> Staged:
+    def staged(self) -> StagedCells:
         """The staged contribution of this rank."""
         cells, mine = self.cells, self._mine
-        return Staged(cells[mine.staged], cells[mine.staged_at], cells[mine.ticket], self._reals[mine.weight])
+        return StagedCells(cells[mine.staged], cells[mine.staged_at], cells[mine.ticket], self._reals[mine.weight])
 
     def put(self, block: int, address: int, weight: float) -> int:
         """Stage this contribution instead of the staged one. Returns its number, the ticket."""
@@ -144,7 +154,7 @@ class RoundRecord:
         Also without the lock, if that is lost: no rank changes the cells then.
         """
         head, row = ([self.cells[cell] for cell in cells] for cells in (self._head, self._mine))
-        return unpublished(Head(*head), Row(*row), self.published)
+        return unpublished(Head(*head), RankCells(*row), self.published)
 
     @property
     def published(self) -> int:
@@ -230,7 +240,10 @@ class RoundRecord:
         return missing
 
     def _start(self, now_ns: int) -> int:
-        """As `_open`, of a round that ranks reduce together."""
+        """Open the next round, of contributions that ranks reduce together.
+
+        Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
+        """
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
@@ -276,7 +289,10 @@ class RoundRecord:
         return block != LENT
 
     def _start_and_publish(self, now_ns: int) -> int:
-        """As `_open`, of a round of short contributions: reduces it and publishes it, too."""
+        """Open the next round, of short contributions, reduce it and publish it, all in this critical section.
+
+        Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
+        """
         cells, table, blocks, latest = self.cells, self._table, self.blocks, self._head.latest
         number = cells[latest] + 1
         groups = self._groups_of(number)
@@ -429,7 +445,7 @@ class RoundRecord:
         return found
 
     def kept(self, first: int, last: int) -> list[Kept]:
-        """As `keep`, and their blocks are not kept for the caller."""
+        """The results of rounds `first` to `last` that history still has. Their blocks are not kept for the caller."""
         numbers = range(max(first, self.latest - self._history, 1), last + 1)
         return [Kept(*self._results[number % self._kept_rounds, self._rank].tolist()) for number in numbers]
 

@@ -16,7 +16,7 @@ from asyncoll.algorithms.seam.short_calls import Host, ShortCalls
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.device_route import DeviceRoute
-from asyncoll.runtime.lifetime import Part
+from asyncoll.runtime.lifetime import CommunicatorPart
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.registered import SharedMemory
 from asyncoll.tensors.staged import Staged
@@ -24,7 +24,7 @@ from asyncoll.tensors.staged import Staged
 T = TypeVar("T")
 
 
-class Backend(Part, Protocol):
+class Backend(CommunicatorPart, Protocol):
     """How the ranks of one communicator carry out their calls, at one of them."""
 
     @property

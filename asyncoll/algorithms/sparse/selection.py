@@ -334,7 +334,7 @@ def consensus(total: Array, size: int, count: int) -> Array:
 # -- balance -------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class MovedElements(NamedTuple):
     """Elements [start, stop) of this rank's, which go to `rank` or come from it."""
 
     rank: int
@@ -356,7 +356,7 @@ def balanced_sizes(sizes: Array) -> Array:
     return small + (np.arange(sizes.size, dtype=np.int64) < larger)
 
 
-def outgoing_pieces(sizes: Array, rank: int) -> list[Piece]:
+def outgoing_pieces(sizes: Array, rank: int) -> list[MovedElements]:
     """The pieces that `rank` sends, its own included, so that all ranks have `balanced_sizes`; in order, none empty.
 
     The concatenation of all ranks' elements in the order of ranks stays the same; only the cuts move.
@@ -364,13 +364,13 @@ def outgoing_pieces(sizes: Array, rank: int) -> list[Piece]:
     return _overlaps(sizes, balanced_sizes(sizes), rank)
 
 
-def incoming_pieces(sizes: Array, rank: int) -> list[Piece]:
+def incoming_pieces(sizes: Array, rank: int) -> list[MovedElements]:
     """The pieces that `rank` receives, to have `balanced_sizes(sizes)[rank]` elements; in order, none empty."""
     return _overlaps(balanced_sizes(sizes), sizes, rank)
 
 
-def _overlaps(mine: Array, others: Array, rank: int) -> list[Piece]:
+def _overlaps(mine: Array, others: Array, rank: int) -> list[MovedElements]:
     """The pieces into which the cuts of `others` divide part `rank` of `mine`, counted from its start."""
     start = int(mine[:rank].sum())
     edges = np.clip(np.concatenate([[0], np.cumsum(others)]) - start, 0, mine[rank])
-    return [Piece(other, *ends) for other, ends in enumerate(pairwise(edges.tolist())) if ends[0] < ends[1]]
+    return [MovedElements(other, *ends) for other, ends in enumerate(pairwise(edges.tolist())) if ends[0] < ends[1]]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from asyncoll.blocking import BlockingCommunicator, init
-from asyncoll.testing.faults.calls import all_are
+from asyncoll.testing.faults.checked_calls import all_are
 
 Joined = tuple[
     BlockingCommunicator, Callable[[], None]

@@ -26,14 +26,14 @@ from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.changes import ParameterChanges, check_gradients
 from asyncoll.torch.hooks.completion import complete, complete_on
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
-from asyncoll.torch.hooks.schedule import Schedule
+from asyncoll.torch.hooks.option_schedule import OptionSchedule
 from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas, saved
 from asyncoll.training.due import Due
 from asyncoll.training.eager_sgd import Partial
-from asyncoll.training.metrics import beside, means, without
 from asyncoll.training.recovery import Recovery, State
 from asyncoll.training.step import Step, step_of
+from asyncoll.training.step_metrics import beside, means, without
 from asyncoll.training.trainer import is_finite
 
 
@@ -109,7 +109,7 @@ class EagerSGDState(HookState):
             self._draw = {"seed": seed, **chosen}
         self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
         self._clip_norm = None if clip_norm is None else float(clip_norm)
-        self._schedule = Schedule(optimizer, scheduler)
+        self._schedule = OptionSchedule(optimizer, scheduler)
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
         self._check_operation()

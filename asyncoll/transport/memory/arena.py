@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from asyncoll import _core, forks
-from asyncoll._core import Core
+from asyncoll._core import NativeCore
 from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Loss
@@ -60,7 +60,7 @@ _NO_POLLING_S = 0.1
 
 @contextlib.contextmanager
 def local_world(
-    size: int, natives: Sequence[Core | None] = (_core.native,), ranks: Sequence[int] = ()
+    size: int, natives: Sequence[NativeCore | None] = (_core.native,), ranks: Sequence[int] = ()
 ) -> Iterator[list[HostArena]]:
     """One arena for each of `size` ranks inside this process, over real shared memory.
 
@@ -95,7 +95,7 @@ class HostArena:
         local_rank: int,
         ranks: tuple[int, ...],
         segments: Sequence[Segment],
-        native: Core | None = _core.native,
+        native: NativeCore | None = _core.native,
     ) -> None:
         """`segments` has one entry for each rank, by local rank. Their descriptors are copied. `native` is the compiled
         core, or None to do without it.

@@ -28,11 +28,11 @@ def arenas(size: int, pause_s: Callable[[], float] = lambda: 0.0, ranks: Sequenc
 
     Each wait first sleeps `pause_s()` seconds, so that other ranks run where ranks in processes could run.
     """
-    memory = _Memory(size)
+    memory = _InprocMemory(size)
     return [InprocArena(local_rank, memory, pause_s, tuple(ranks or range(size))) for local_rank in range(size)]
 
 
-class _Memory:
+class _InprocMemory:
     """The memory that the ranks share, by address, and the tasks that wait for doorbells."""
 
     def __init__(self, size: int) -> None:
@@ -64,7 +64,9 @@ class _NoLock:
 class InprocArena:
     """An `Arena` whose peers live on the same loop. Each rank uses the first of its doorbells only."""
 
-    def __init__(self, local_rank: int, memory: _Memory, pause_s: Callable[[], float], ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, local_rank: int, memory: _InprocMemory, pause_s: Callable[[], float], ranks: tuple[int, ...]
+    ) -> None:
         self.local_rank = local_rank
         self.ranks = ranks
         self.cores = min(2, memory.size)  # not all ranks, so that algorithms also take their paths for few cores

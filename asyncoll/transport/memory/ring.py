@@ -36,7 +36,7 @@ class InboxClosedError(AsyncollError):
     """The owner of the inbox has closed it."""
 
 
-class Message(NamedTuple):
+class RingMessage(NamedTuple):
     """A head, and a body of `arrays` arrays, which is in `inline`, or has `nbytes` bytes at `address` in the arena."""
 
     source: int  # the sender's local rank
@@ -120,7 +120,7 @@ class Inbox:
         """Note the announcements that have come."""
         self._heard = self._cells[_ANNOUNCED]
 
-    def take(self) -> list[Message]:
+    def take(self) -> list[RingMessage]:
         """Remove and return the next messages, at most _BATCH. Raises ProtocolError for a malformed one."""
         control_block, cells, read = self.control_block, self._cells, self._read
         with control_block:
@@ -142,9 +142,9 @@ class Inbox:
             control_block.wake()
         return messages
 
-    def _messages(self, raw: Buffer) -> tuple[list[Message], int]:
+    def _messages(self, raw: Buffer) -> tuple[list[RingMessage], int]:
         """Copies of the first messages in `raw`, and the bytes that they take there."""
-        messages: list[Message] = []
+        messages: list[RingMessage] = []
         start = 0
         local_size, left = len(self._ranks), len(raw)
         while left and len(messages) < _BATCH:
@@ -165,7 +165,9 @@ class Inbox:
                 text = f"a message of {size} bytes has a head of {head} and a body of {inline}, and {left} bytes remain"
                 raise ProtocolError(text, self._ranks[source])
             body = bytearray(raw[middle : middle + inline]) if inline else b""
-            messages.append(Message(source, bytes(raw[start + _HEADER.size : middle]), arrays, body, address, nbytes))
+            messages.append(
+                RingMessage(source, bytes(raw[start + _HEADER.size : middle]), arrays, body, address, nbytes)
+            )
             start += size
             left -= size
         return messages, start
@@ -183,7 +185,7 @@ def encode_head(source: int, head: bytes) -> bytes:
     return _HEADER.pack(_HEADER.size + nbytes + _ALIGNMENT - 1 & -_ALIGNMENT, source, nbytes, 0, 0, 0) + head
 
 
-def encode(message: Message) -> bytes:
+def encode(message: RingMessage) -> bytes:
     """The bytes of a message in an inbox. Its head and inline body together have at most PAYLOAD_MAX bytes."""
     source, head, arrays, inline, address, nbytes = message
     assert len(head) + len(inline) <= PAYLOAD_MAX, "it would never fit"

@@ -17,7 +17,7 @@ from asyncoll.transport import START_TIMEOUT_S
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication
 from asyncoll.transport.messages.monitor import Monitor
-from asyncoll.transport.messages.peers import UnauthenticatedPeers
+from asyncoll.transport.messages.peer_reports import UnauthenticatedPeers
 
 _HANDSHAKE_MS = 5000  # from the connection of a peer of another host to the end of its handshake
 # Of this host, where only processes of this user connect. Its end is no message: a rank that takes its connection for

@@ -28,7 +28,7 @@ from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication, service_protocol
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
 from asyncoll.transport.messages.patience import Patience
-from asyncoll.transport.messages.peers import DroppedClients, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peer_reports import DroppedClients, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
     BYE,
@@ -40,7 +40,7 @@ from asyncoll.transport.messages.service_protocol import (
     SILENT,
     UNREAD,
     VERSION,
-    Owner,
+    SocketOwner,
     forked,
     too_many,
 )
@@ -172,7 +172,7 @@ class _Socket(ABC):
 class ServerSocket(_Socket):
     """The socket of a service. Peers are the clients, numbered in the order of their arrival."""
 
-    def __init__(self, owner: Owner, url: str, key: Key | None) -> None:
+    def __init__(self, owner: SocketOwner, url: str, key: Key | None) -> None:
         """Listen at `url`. Raises UsageError if that fails, or if it would admit peers without authentication."""
         super().__init__(zmq.ROUTER, "", zmq.EVENT_DISCONNECTED, self._disconnected)
         self._owner = owner
@@ -290,7 +290,7 @@ class ServerSocket(_Socket):
 class ClientSocket(_Socket):
     """The socket of a client. Its only peer is the service, with number 0. It does not connect again after a loss."""
 
-    def __init__(self, owner: Owner, url: str, key: Key | None, connected: Callable[[int], None]) -> None:
+    def __init__(self, owner: SocketOwner, url: str, key: Key | None, connected: Callable[[int], None]) -> None:
         """Connect to the service at `url`.
 
         `connected` is called with the protocol version of the service, once the service has answered and its heartbeat

@@ -26,7 +26,7 @@ from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport.addresses import prepare, process_of, removal, user_of
 from asyncoll.transport.messages import service_protocol
-from asyncoll.transport.messages.peers import DroppedClients, FailedAccepts, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peer_reports import DroppedClients, FailedAccepts, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, UnreadError
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
@@ -37,7 +37,7 @@ from asyncoll.transport.messages.service_protocol import (
     SILENT,
     UNREAD,
     VERSION,
-    Owner,
+    SocketOwner,
     forked,
     too_many,
 )
@@ -56,7 +56,7 @@ _LOOKS = 4  # at the state of the service's process, in the time after which it 
 class StreamServer:
     """A service at a unix socket: a `ServiceEnd`."""
 
-    def __init__(self, owner: Owner, url: str) -> None:
+    def __init__(self, owner: SocketOwner, url: str) -> None:
         """Listen at `url`, which begins with `ipc://`. Raises UsageError if that fails."""
         self.url = url
         self._owner = owner
@@ -86,7 +86,6 @@ class StreamServer:
         self._accept_on()
 
     def close(self) -> None:
-        """As `ServiceEnd.close`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -104,11 +103,9 @@ class StreamServer:
         self._clients.clear()
 
     def has(self, peer: int) -> bool:
-        """As `ServiceEnd.has`."""
         return peer in self._clients
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """As `ServiceEnd.send`."""
         stream = self._clients.get(peer)
         if stream is None:
             return
@@ -120,13 +117,11 @@ class StreamServer:
             self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
 
     async def flush(self, peer: int) -> None:
-        """As `ServiceEnd.flush`."""
         stream = self._clients.get(peer)
         if stream is not None:
             await stream.flush()
 
     def drop(self, peer: int, reason: str) -> None:
-        """As `ServiceEnd.drop`."""
         stream = self._clients.pop(peer, None)
         if stream is not None:
             self._dismiss(stream, reason)
@@ -281,7 +276,7 @@ class StreamServer:
 class StreamClient:
     """A client of a service at a unix socket: a `ClientEnd`."""
 
-    def __init__(self, owner: Owner, url: str, connected: Callable[[int], None]) -> None:
+    def __init__(self, owner: SocketOwner, url: str, connected: Callable[[int], None]) -> None:
         """Connect to the service at `url`, which begins with `ipc://`.
 
         `connected` is called with the protocol version of the service, once the service has answered. Its process is
@@ -307,11 +302,10 @@ class StreamClient:
         forks.register(self)
 
     def has(self, peer: int) -> bool:
-        """As `ClientEnd.has`."""
         return not self._is_lost
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """As `ClientEnd.send`. Nothing is sent before the service is connected."""
+        """Send a segment to the service. Nothing is sent before it is connected, or after its loss."""
         if self._stream is None or self._is_lost:
             return
         try:
@@ -320,12 +314,10 @@ class StreamClient:
             self._loop.call_soon(self._report_loss, UNREAD)  # not now: the owner is in its own call of this
 
     async def flush(self, peer: int) -> None:
-        """As `ClientEnd.flush`."""
         if self._stream is not None:
             await self._stream.flush()
 
     def close(self) -> None:
-        """As `ClientEnd.close`."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -106,7 +106,7 @@ class SplitTransport:
                 sent.encrypted += 1
 
     def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
-        """As `send`; refuses a long message, because only the loop may use the connections for payloads."""
+        """Send a short message in this thread. Refuses a long one: only the loop uses the connections for payloads."""
         if dest not in self._remote:
             return self._messages.send_directly(dest, frames)
         sent = self._sent[dest]

@@ -218,12 +218,12 @@ class Gpu:
         Raises RefusedError if torch copies it.
         """
 
-        class Memory:
+        class IpcMemory:
             def __init__(self) -> None:
                 shape, data = (nbytes,), (address, False)
                 self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": data, "version": 3}
 
-        x = torch.as_tensor(Memory(), device=self.place)
+        x = torch.as_tensor(IpcMemory(), device=self.place)
         if x.data_ptr() != address:
             raise RefusedError(
                 f"torch {torch.__version__} copies the memory of another GPU instead of using it: torch 2.9 or newer "
