@@ -1,5 +1,8 @@
 """Builds the compiled core (asyncoll/_core) with the C compiler of this machine; without one, asyncoll is pure Python.
 
+The cells in shared memory, and the arithmetic on them, are declared in Python (DECLARING). The header `declared.h`,
+which is written before the core is compiled, has them for C.
+
 `ASYNCOLL_BUILD_CORE=0` builds none, and `=1` makes a failure an error. `CC`, `CFLAGS` and `LDFLAGS` are respected.
 
 Run as a program, this builds the core in place, if a source file is newer: `make` does so before everything else.
@@ -7,14 +10,19 @@ Run as a program, this builds the core in place, if a source file is newer: `mak
 
 from __future__ import annotations
 
+import ast
 import os
 import platform
+import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +31,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 VARIABLE = "ASYNCOLL_BUILD_CORE"
 FOLDER = Path(__file__).parent / "asyncoll" / "_core"
 TARGET = FOLDER / "native.abi3.so"
+# The modules of the package that declare what C repeats. They import nothing but the standard library.
+DECLARING = ("transport/lock_cells.py", "algorithms/dense/meeting_cells.py", "algorithms/rounds/round_cells.py")
 # -fwrapv: peers may have written any numbers into the cells that the core counts in.
 FLAGS = ("-std=gnu11", "-O3", "-fwrapv", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-shared", "-pthread")
 PURE = "asyncoll runs in pure Python, which is slower and gives the same results"
@@ -54,8 +64,9 @@ def compile_core(target: Path) -> None:
     target.unlink(missing_ok=True)
     _check_python()
     new = target.with_suffix(".new")  # another process must not load half of a file
+    (target.parent / "declared.h").write_text(declarations())
     sources = sorted(map(str, FOLDER.glob("*.c")))
-    flags = [*FLAGS, f"-I{_headers()}", *shlex.split(os.environ.get("CFLAGS", ""))]
+    flags = [*FLAGS, f"-I{target.parent}", f"-I{_headers()}", *shlex.split(os.environ.get("CFLAGS", ""))]
     command = [*_compiler(), *flags, *sources, *shlex.split(os.environ.get("LDFLAGS", "")), "-o", str(new)]
     if subprocess.run(command, check=False).returncode:
         raise BuildError(f"the C compiler has failed, see above ({shlex.join(command)})", compiled=True)
@@ -86,6 +97,81 @@ def _headers() -> str:
     if not os.path.exists(os.path.join(folder, "Python.h")):
         raise BuildError(f"there is no {folder}/Python.h: install the headers of Python, such as Debian's python3-dev")
     return folder
+
+
+# -- the header ---------------------------------------------------------------------------------
+
+
+def declarations() -> str:
+    """The header of C: the constants, cells and functions of DECLARING, under the same names.
+
+    A class of named cells gives a constant for each: `Head.latest` is HEAD_LATEST. DECLARATIONS tells from which
+    text of each module they are: `asyncoll._core` compares that when it loads the core.
+    """
+    sources = {name: (FOLDER.parent / name).read_bytes() for name in DECLARING}
+    versions = ", ".join(f'{{"{name}", "{zlib.crc32(source):08x}"}}' for name, source in sources.items())
+    lines = ["/* Written by hatch_build.py. clang-format off */", f"#define DECLARATIONS {versions}"]
+    for name, source in sources.items():
+        lines += ["", f"/* asyncoll/{name} */", *_constants(FOLDER.parent / name)]
+        lines += [_function(node) for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    return "\n".join(lines) + "\n"
+
+
+def _constants(module: Path) -> Iterator[str]:
+    for name, value in runpy.run_path(str(module)).items():
+        if name.isupper() and type(value) is int:
+            yield f"enum {{ {name} = {value} }};"
+        for index, field in enumerate(getattr(value, "_fields", ()) if isinstance(value, type) else ()):
+            yield f"enum {{ {'_'.join(re.findall('[A-Z][a-z]*', name)).upper()}_{field.upper()} = {index} }};"
+
+
+def _function(node: ast.FunctionDef) -> str:
+    parameters = ", ".join(f"int64_t {parameter.arg}" for parameter in node.args.args)
+    kind = "bool" if isinstance(node.returns, ast.Name) and node.returns.id == "bool" else "int64_t"
+    match node.body:
+        case [ast.Return(ast.expr() as result)] | [ast.Expr(), ast.Return(ast.expr() as result)]:
+            pass
+        case _:
+            raise BuildError(f"{node.name} is not one expression, so it cannot be written in C")
+    return f"static inline {kind} {node.name}({parameters}) {{ return {_expression(result)}; }}"
+
+
+_OPERATORS = {
+    ast.Add: "+",
+    ast.Sub: "-",
+    ast.Mult: "*",
+    ast.FloorDiv: "/",
+    ast.Mod: "%",
+    ast.LShift: "<<",
+    ast.BitOr: "|",
+    ast.And: "&&",
+    ast.Or: "||",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+}
+
+
+def _expression(node: ast.expr) -> str:
+    """In C, where a quotient is rounded down like that of Python, because the operands are not negative."""
+    match node:
+        case ast.Constant(value=int(value)):
+            return f"INT64_C({value})"
+        case ast.Name(id=name):
+            return name
+        case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]) | ast.BoolOp(op, [left, right]) if (
+            type(op) in _OPERATORS
+        ):
+            return f"({_expression(left)} {_OPERATORS[type(op)]} {_expression(right)})"
+        case ast.IfExp(test, body, orelse):
+            return f"({_expression(test)} ? {_expression(body)} : {_expression(orelse)})"
+        case ast.Call(ast.Name(id=name), arguments):
+            called = {"min": "least", "max": "larger"}.get(name, name)
+            return f"{called}({', '.join(map(_expression, arguments))})"
+    raise BuildError(f"{ast.unparse(node)} cannot be written in C")
 
 
 class CoreBuildHook(BuildHookInterface[Any]):
@@ -121,7 +207,8 @@ def build_in_place() -> None:
     if not is_wanted():
         TARGET.unlink(missing_ok=True)
         return
-    newest = max(source.stat().st_mtime for source in [*FOLDER.glob("*.[ch]"), Path(__file__)])
+    sources = [*FOLDER.glob("*.[ch]"), *(FOLDER.parent / name for name in DECLARING), Path(__file__)]
+    newest = max(source.stat().st_mtime for source in sources)
     if TARGET.exists() and TARGET.stat().st_mtime > newest:
         return
     try:

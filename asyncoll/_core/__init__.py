@@ -1,4 +1,4 @@
-"""The compiled core: primitives in shared memory, in C, on the memory layout that the Python code declares.
+"""The compiled core: primitives in shared memory, in C, on the cells that Python modules declare.
 
 It is optional. Ranks with and without it work together in one world. `ASYNCOLL_CORE=c` demands it, and
 `ASYNCOLL_CORE=python` does without it; otherwise a rank uses it if it has been built.
@@ -11,15 +11,17 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
+from zlib import crc32
 
 from asyncoll.errors import UsageError
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from asyncoll._core.native import Answer, ControlBlock, Meetings, Pieces, Rounds, ShortCalls
+    from asyncoll._core.native import ControlBlock, Meetings, Pieces, Rounds, ShortCalls
 
 VARIABLE = "ASYNCOLL_CORE"
 _NOT_BUILT = (
@@ -34,9 +36,6 @@ class NativeCore(Protocol):
     __file__: str | None
 
     def __hash__(self) -> int: ...
-
-    @property
-    def Answer(self) -> type[Answer]: ...  # noqa: N802
 
     @property
     def ControlBlock(self) -> type[ControlBlock]: ...  # noqa: N802
@@ -103,6 +102,9 @@ class NativeCore(Protocol):
     def common(self, one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], found: np.ndarray[Any, Any], /) -> int: ...
 
     @property
+    def declarations(self) -> tuple[tuple[str, str], ...]: ...
+
+    @property
     def points(self) -> tuple[str, ...]: ...
 
     @property
@@ -132,18 +134,32 @@ def _compiled(folder: str) -> tuple[NativeCore | None, str]:
     built_s = changed_s.get("native.abi3.so")
     if built_s is None:
         return None, _NOT_BUILT
-    # Only a checkout has sources. A core that is older than the Python code may know another layout of memory.
+    # Only a checkout has sources.
     newer = sorted(name for name, time_s in changed_s.items() if name.endswith((".c", ".h")) and time_s > built_s)
     if newer:
-        obstacle = f"it is older than {', '.join(newer)}; `make core` builds it again"
-        _warn(f"the compiled core is not used: {obstacle}")
-        return None, obstacle
+        return None, _refused(f"it is older than {', '.join(newer)}; `make core` builds it again")
     try:
         from asyncoll._core import native
     except ImportError as error:
-        _warn(f"the compiled core is not used: it cannot be loaded ({error})")
-        return None, f"it cannot be loaded ({error})"
+        return None, _refused(f"it cannot be loaded ({error})")
+    others = _other_declarations(Path(folder).parent, native.declarations)
+    if others:  # it knows other cells than the Python code
+        return None, _refused(f"it was built from another {', '.join(others)}; `make core` builds it again")
     return native, ""
+
+
+def _other_declarations(package: Path, declarations: Sequence[tuple[str, str]]) -> list[str]:
+    """The modules whose text is not that from which the core was built. A frozen program has no such files."""
+    files = {name: package / name for name, _ in declarations}
+    return [
+        name for name, crc in declarations if files[name].exists() and f"{crc32(files[name].read_bytes()):08x}" != crc
+    ]
+
+
+def _refused(obstacle: str) -> str:
+    """Warn that the core is not used, and return why."""
+    _warn(f"the compiled core is not used: {obstacle}")
+    return obstacle
 
 
 def _warn(message: str) -> None:

@@ -139,14 +139,14 @@ void control_block_unlock(ControlBlock *self)
 
 void control_block_wake(ControlBlock *self, int64_t at_most)
 {
-    if (!self->flags[FLAGGED_CELL])
+    if (!self->flags[FLAGGED])
         return;
-    int64_t *flags = self->flags + FLAGS_CELL;
+    int64_t *flags = self->flags + FLAGS;
     for (int doorbell = 0; doorbell < self->doorbell_count && at_most > 0; doorbell++) {
         /* The bound: a flag may be set again between two wakes of one critical section, or by a broken peer. */
         if (flags[doorbell] && self->ringing_count < self->doorbell_count) {
             flags[doorbell] = 0;
-            self->flags[FLAGGED_CELL]--;
+            self->flags[FLAGGED]--;
             at_most--;
             self->ringing[self->ringing_count++] = doorbell;
             pass_point(DOORBELL_CHOSEN);
@@ -211,10 +211,10 @@ static PyObject *ring_at_next_wake(PyObject *object, PyObject *argument)
         PyErr_Format(PyExc_IndexError, "there is no doorbell %ld", doorbell);
         return NULL;
     }
-    int64_t *flag = self->flags + FLAGS_CELL + doorbell;
+    int64_t *flag = self->flags + FLAGS + doorbell;
     if (!*flag) {
         *flag = 1;
-        self->flags[FLAGGED_CELL]++;
+        self->flags[FLAGGED]++;
     }
     Py_RETURN_NONE;
 }
@@ -287,7 +287,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     }
     if (PyObject_GetBuffer(memory, &self->memory, PyBUF_WRITABLE) < 0)
         goto failed;
-    Py_ssize_t own = MUTEX_BYTES + (Py_ssize_t)sizeof(int64_t) * (FLAGS_CELL + self->doorbell_count);
+    Py_ssize_t own = MUTEX_BYTES + (Py_ssize_t)sizeof(int64_t) * (FLAGS + self->doorbell_count);
     if (self->memory.len < own || self->memory.len % (Py_ssize_t)sizeof(int64_t)) {
         PyErr_SetString(PyExc_ValueError, "the memory is no control block");
         goto failed;

@@ -30,33 +30,33 @@ static int64_t take_group(Rounds *self, int64_t group, int64_t number, int64_t a
         int64_t *row = row_of(self, rank);
         if (self->group_of[rank] != group)
             continue;
-        row[SOURCE] = row[STAGED];
-        row[SOURCE_AT] = row[STAGED_AT];
-        if (row[SOURCE] == NONE)
+        row[RANK_CELLS_SOURCE] = row[RANK_CELLS_STAGED];
+        row[RANK_CELLS_SOURCE_AT] = row[RANK_CELLS_STAGED_AT];
+        if (row[RANK_CELLS_SOURCE] == NONE)
             continue;
-        dest = row[SOURCE];
+        dest = row[RANK_CELLS_SOURCE];
         taken++;
-        weight += weight_at(&row[WEIGHT]);
-        commit(&row[TAKEN], row[TICKET]);
+        weight += weight_at(&row[RANK_CELLS_WEIGHT]);
+        commit(&row[RANK_CELLS_TAKEN], row[RANK_CELLS_TICKET]);
         if (self->keeps) /* it stays staged for later rounds, too, so the block has another keeper */
             rounds_keep_block(self, dest);
         else
-            row[STAGED] = row[STAGED_AT] = NONE;
+            row[RANK_CELLS_STAGED] = row[RANK_CELLS_STAGED_AT] = NONE;
     }
     bool is_result = taken == 1 && dest != LENT; /* nothing to reduce */
     if (is_result)
         rounds_keep_block(self, dest);
     else if (taken && (dest = rounds_take_block(self)) < 0)
         return -1;
-    rounds_sign_block(self, dest, group, weight, SOURCE);
+    rounds_sign_block(self, dest, group, weight, RANK_CELLS_SOURCE);
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t *row = row_of(self, rank);
         if (self->group_of[rank] != group)
             continue;
-        row[ROUND] = number;
-        row[BLOCK] = dest;
-        row[ACTIVE] = taken;
-        row[ABSENT] = absent;
+        row[RANK_CELLS_ROUND] = number;
+        row[RANK_CELLS_BLOCK] = dest;
+        row[RANK_CELLS_ACTIVE] = taken;
+        row[RANK_CELLS_ABSENT] = absent;
     }
     pass_point(ROUND_TAKEN);
     return taken && !is_result ? chunks_of_block(self) : 0;
@@ -75,26 +75,26 @@ static int64_t first_of(const Rounds *self, int64_t group)
 /* `RoundRecord._publish`, under the lock. */
 static void publish(Rounds *self)
 {
-    int64_t number = self->head[RUNNING], *results = results_of(self, number);
+    int64_t number = self->head[HEAD_RUNNING], *results = results_of(self, number);
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t *row = row_of(self, rank), *kept = results + rank * KEPT_CELLS;
-        memcpy(kept, &row[ROUND], KEPT_CELLS * sizeof *kept);
-        if (row[WAITS_FOR] == number) {
-            memcpy(&row[GRANTED], kept, KEPT_CELLS * sizeof *kept);
-            rounds_keep_block(self, row[BLOCK]);
+        memcpy(kept, &row[RANK_CELLS_ROUND], KEPT_CELLS * sizeof *kept);
+        if (row[RANK_CELLS_WAITS_FOR] == number) {
+            memcpy(&row[RANK_CELLS_GRANTED], kept, KEPT_CELLS * sizeof *kept);
+            rounds_keep_block(self, row[RANK_CELLS_BLOCK]);
         }
     }
     for (int64_t group = 0; group < self->group_count; group++) {
-        int64_t rank = first_of(self, group), active = rank < 0 ? -1 : row_of(self, rank)[ACTIVE];
+        int64_t rank = first_of(self, group), active = rank < 0 ? -1 : row_of(self, rank)[RANK_CELLS_ACTIVE];
         if (active >= 0 && active <= self->size)
             self->counts[active] = plus(self->counts[active], 1);
     }
     pass_point(ROUND_GRANTED);
-    commit(&self->head[LATEST], number);
+    commit(&self->head[HEAD_LATEST], number);
     pass_point(ROUND_PUBLISHED);
-    self->head[RUNNING] = 0;
+    self->head[HEAD_RUNNING] = 0;
     for (int64_t rank = 0; rank < self->size; rank++)
-        rounds_drop_block(self, row_of(self, rank)[SOURCE]);
+        rounds_drop_block(self, row_of(self, rank)[RANK_CELLS_SOURCE]);
     rounds_forget_results(self, number);
     control_block_wake(self->block, INT64_MAX);
 }
@@ -102,8 +102,8 @@ static void publish(Rounds *self)
 int rounds_start(Rounds *self, int64_t number, int64_t now_ns)
 {
     int64_t chunks = 0, absent = rounds_count_gone(self);
-    self->head[RUNNING] = number;
-    self->head[CLAIMED] = self->head[DONE] = 0;
+    self->head[HEAD_RUNNING] = number;
+    self->head[HEAD_CLAIMED] = self->head[HEAD_DONE] = 0;
     *beginning_of(self, number) = now_ns;
     if (self->trace.append)
         rounds_tell_opened(self, number);
@@ -114,7 +114,7 @@ int rounds_start(Rounds *self, int64_t number, int64_t now_ns)
             return -1;
         chunks += more;
     }
-    self->head[CHUNKS] = chunks;
+    self->head[HEAD_CHUNKS] = chunks;
     if (!chunks) /* there will be no last chunk whose end publishes the round */
         publish(self);
     else if (chunks > HELPED)
@@ -139,13 +139,13 @@ static int find_sources(Rounds *self, int64_t group, int64_t first, int64_t last
     int count = 0;
     for (int64_t rank = 0; rank < self->size; rank++) {
         const int64_t *row = row_of(self, rank);
-        if (self->group_of[rank] != group || row[SOURCE] == NONE)
+        if (self->group_of[rank] != group || row[RANK_CELLS_SOURCE] == NONE)
             continue;
-        if (row[SOURCE] == row[BLOCK]) /* it is the result */
+        if (row[RANK_CELLS_SOURCE] == row[RANK_CELLS_BLOCK]) /* it is the result */
             return 0;
-        char *source = rounds_memory_at(self, row[SOURCE_AT], last);
+        char *source = rounds_memory_at(self, row[RANK_CELLS_SOURCE_AT], last);
         if (!source)
-            return rounds_corrupt("address", row[SOURCE_AT]);
+            return rounds_corrupt("address", row[RANK_CELLS_SOURCE_AT]);
         sources[count++] = source + first;
     }
     return count;
@@ -170,7 +170,7 @@ static int find_chunk(Rounds *self, int64_t index, Chunk *chunk)
             return -1;
         if (!chunk->count || skipped--)
             continue;
-        dest = row_of(self, first_of(self, group))[BLOCK]; /* it has a rank, which has contributed */
+        dest = row_of(self, first_of(self, group))[RANK_CELLS_BLOCK]; /* it has a rank, which has contributed */
         break;
     }
     char *into = rounds_find_memory(self, dest);
@@ -186,14 +186,14 @@ static int find_chunk(Rounds *self, int64_t index, Chunk *chunk)
  * and publish the round with the last one. Returns 0; or -1 with an exception set, and without the lock. */
 static int help(Rounds *self)
 {
-    int64_t number = self->head[RUNNING];
+    int64_t number = self->head[HEAD_RUNNING];
     Chunk chunk = {.sources = PyMem_Calloc((size_t)self->size, sizeof *chunk.sources)};
     if (!chunk.sources)
         PyErr_NoMemory();
-    while (chunk.sources && self->head[RUNNING] == number && self->head[CLAIMED] < self->head[CHUNKS]) {
-        if (find_chunk(self, self->head[CLAIMED], &chunk) < 0)
+    while (chunk.sources && self->head[HEAD_RUNNING] == number && self->head[HEAD_CLAIMED] < self->head[HEAD_CHUNKS]) {
+        if (find_chunk(self, self->head[HEAD_CLAIMED], &chunk) < 0)
             break;
-        self->head[CLAIMED]++;
+        self->head[HEAD_CLAIMED]++;
         pass_point(ROUND_CLAIMED);
         control_block_unlock(self->block);
         /* The claim gives this rank the chunk's part of the result, and the sources do not change. */
@@ -205,9 +205,9 @@ static int help(Rounds *self)
             PyMem_Free(chunk.sources);
             return -1;
         }
-        self->head[DONE] = plus(self->head[DONE], 1);
+        self->head[HEAD_DONE] = plus(self->head[HEAD_DONE], 1);
         pass_point(ROUND_COUNTED);
-        if (self->head[DONE] == self->head[CHUNKS])
+        if (self->head[HEAD_DONE] == self->head[HEAD_CHUNKS])
             publish(self);
     }
     PyMem_Free(chunk.sources);
@@ -220,8 +220,9 @@ static int help(Rounds *self)
 bool rounds_wants_help(const Rounds *self)
 {
     const int64_t *head = self->head;
-    return __atomic_load_n(&head[RUNNING], __ATOMIC_RELAXED) > 0 &&
-           __atomic_load_n(&head[CLAIMED], __ATOMIC_RELAXED) < __atomic_load_n(&head[CHUNKS], __ATOMIC_RELAXED);
+    return __atomic_load_n(&head[HEAD_RUNNING], __ATOMIC_RELAXED) > 0 &&
+           __atomic_load_n(&head[HEAD_CLAIMED], __ATOMIC_RELAXED) <
+               __atomic_load_n(&head[HEAD_CHUNKS], __ATOMIC_RELAXED);
 }
 
 /* -- contributing ----------------------------------------------------------------------------- */
@@ -234,9 +235,9 @@ static int64_t fill_block(Rounds *self, const Py_buffer *flats)
     int64_t block = rounds_take_block(self);
     char *memory = block < 0 ? NULL : rounds_find_memory(self, block), *before;
     while (memory) {
-        int64_t staged = row[STAGED], ticket = row[TICKET];
+        int64_t staged = row[RANK_CELLS_STAGED], ticket = row[RANK_CELLS_TICKET];
         bool adds = staged != NONE && !self->keeps;
-        before = adds ? rounds_memory_at(self, row[STAGED_AT], self->nbytes) : NULL;
+        before = adds ? rounds_memory_at(self, row[RANK_CELLS_STAGED_AT], self->nbytes) : NULL;
         if (adds && !before)
             break;
         control_block_unlock(self->block);
@@ -248,7 +249,7 @@ static int64_t fill_block(Rounds *self, const Py_buffer *flats)
         if (control_block_lock(self->block) < 0)
             return -1;
         /* Otherwise a round may have taken the staged contribution meanwhile, and the sum would contribute it twice. */
-        if (self->keeps || (row[STAGED] == staged && row[TICKET] == ticket))
+        if (self->keeps || (row[RANK_CELLS_STAGED] == staged && row[RANK_CELLS_TICKET] == ticket))
             return block;
     }
     if (block >= 0)
@@ -261,8 +262,8 @@ static int64_t fill_block(Rounds *self, const Py_buffer *flats)
  * program may change that, and older staged contributions have to be added up, in a block. */
 static bool may_lend(const Rounds *self, int64_t aim)
 {
-    int64_t latest = self->head[LATEST];
-    return !self->head[RUNNING] && row_of(self, self->rank)[STAGED] == NONE &&
+    int64_t latest = self->head[HEAD_LATEST];
+    return !self->head[HEAD_RUNNING] && row_of(self, self->rank)[RANK_CELLS_STAGED] == NONE &&
            (latest < aim || rounds_late_call_opens(self, latest + 1));
 }
 
@@ -272,12 +273,12 @@ static bool may_lend(const Rounds *self, int64_t aim)
  * `missed` is the list of the call's missed results, a new reference; NULL with an exception set. */
 static PyObject *settle(Rounds *self, Call *call, const Py_buffer *flats, int64_t aim, PyObject *missed)
 {
-    if (missed && call->number && !call->kept[KEPT_NUMBER] && self->head[RUNNING] == call->number) {
+    if (missed && call->number && !call->kept[KEPT_NUMBER] && self->head[HEAD_RUNNING] == call->number) {
         if (help(self) < 0) {
             Py_DECREF(missed);
             return NULL;
         }
-        if (self->head[LATEST] >= call->number && rounds_come(self, call, aim) < 0)
+        if (self->head[HEAD_LATEST] >= call->number && rounds_come(self, call, aim) < 0)
             Py_CLEAR(missed);
     }
     int64_t block = call->kept[KEPT_BLOCK];

@@ -1,7 +1,7 @@
 /* Short meetings of all ranks of a communicator: one rendezvous at which each rank shows a short array.
  *
  * The counterpart of the coroutines of asyncoll/algorithms/dense/shared_call.py, on the cells that
- * asyncoll/algorithms/dense/rendezvous.py declares. A meeting has three steps, each a method here: a rank arrives, the last
+ * asyncoll/algorithms/dense/meeting_cells.py declares. A meeting has three steps, each a method here: a rank arrives, the last
  * one publishes the result of all, and the others complete with it.
  *
  * A rank shows a copy of its array, in its memory for short arrays. From `shown_min` bytes on it writes the address of
@@ -20,18 +20,14 @@
 #include <time.h>
 #include <unistd.h>
 
-/* A copy of so many bytes takes less time than to release the lock and to acquire it again. */
-enum { COPIED_UNDER_LOCK = 4096 };
-
 /* A chunk is a fourth of the arrays, so that two ranks share them evenly even if one begins later; but at least so long
  * that its claim takes much less time than its reduction. */
 enum { CHUNKS = 4, CHUNK_MIN = 1 << 15 };
 
 static Record record_of(const Meetings *self, int64_t number)
 {
-    const int64_t numbers = 1 << 30; /* _NUMBERS, and _tag: asyncoll/algorithms/dense/rendezvous.py */
-    int64_t turn = 2 * (number % self->calls);
-    return (Record){self->block->cells + turn * self->stride, (number % numbers + 1) << 32, turn};
+    int64_t turn = record_index(number, 0, self->calls);
+    return (Record){self->block->cells + turn * self->stride, tag_of(number, 0), turn};
 }
 
 static bool is_free(const Meetings *self, Record record)
@@ -77,7 +73,7 @@ static bool open_or_join(const Meetings *self, Record record, int64_t fingerprin
 {
     if (record.cells[TAG] == record.tag)
         return record.cells[FINGERPRINT] == fingerprint;
-    memset(record.cells, 0, HEAD * sizeof(int64_t));
+    memset(record.cells, 0, RECORD_HEAD * sizeof(int64_t));
     for (int64_t rank = 0; rank < self->size; rank++) /* an earlier rendezvous may have counted something there */
         part_of(record, rank)[PART_BUSY] = 0;
     record.cells[TAG] = record.tag;
@@ -156,7 +152,7 @@ static int count_arrival(Meetings *self, Record record, int64_t number, int64_t 
     if (!open_or_join(self, record, fingerprint))
         return -1;
     pass_point(MEETING_OPENED);
-    self->block->cells[self->begun + self->rank] = number;
+    self->block->cells[self->newest + self->rank] = number;
     if (len && len >= self->shown_min)
         show(self, record, address, len);
     int64_t arrived = ++record.cells[ARRIVED];
@@ -392,16 +388,13 @@ static int reduce_together(Meetings *self, Record record, int64_t total, int ker
     return (int)chunk;
 }
 
-/* What the last rank does. Returns LAST if the reduction is left to Python, WAITING if another rank still reduces a
- * chunk, -1 with an exception, and else OVER. */
+/* What the last rank does. Returns WAITING if another rank still reduces a chunk, -1 with an exception, and else OVER. */
 static int end_as_last(Meetings *self, int64_t number, int kernel, int64_t divisor, bool is_clear,
                        const Py_buffer *bytes)
 {
     Record record = record_of(self, number);
     if (is_private(self, record))
         return private_reduce(self, record, kernel, divisor) < 0 ? -1 : WAITING; /* until it is awaited */
-    if (bytes->len && !kernel_at(kernel))
-        return LAST;
     if (bytes->len && bytes->len >= self->shown_min) {
         if (reduce_together(self, record, bytes->len, kernel, divisor) < 0)
             return -1;
@@ -433,7 +426,17 @@ int meetings_arrive(Meetings *self, int64_t number, const Meeting *meeting, int6
     return state;
 }
 
-/* `arrive(number, fingerprint, array, address, kernel, divisor, is_clear)` -> WAITING, LAST, NOT_FREE or OVER */
+/* Whether the core knows how to reduce `bytes`. Otherwise an exception is set. */
+static bool check_reduction(const Meeting *meeting, const Py_buffer *bytes)
+{
+    int64_t element = (int64_t)kernel_element_size(meeting->kernel);
+    if (!bytes->len || (element && bytes->len % element == 0))
+        return true;
+    PyErr_Format(PyExc_ValueError, "no reduction of %zd bytes has the number %d", bytes->len, meeting->kernel);
+    return false;
+}
+
+/* `arrive(number, fingerprint, array, address, kernel, divisor, is_clear)` -> WAITING, NOT_FREE or OVER */
 static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
 {
     Meetings *self = (Meetings *)object;
@@ -450,8 +453,9 @@ static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t
         PyErr_SetString(PyExc_ValueError, "there is no such address, or the divisor is not positive");
     if (PyErr_Occurred() || get_bytes(arguments[2], &bytes, PyBUF_WRITABLE) < 0)
         return NULL;
-    if (address < 0 && bytes.len <= self->short_bytes) {
+    if (address < 0 && bytes.len <= self->short_bytes)
         PyErr_SetString(PyExc_ValueError, "an array that is not long has no negative address");
+    if (PyErr_Occurred() || !check_reduction(&meeting, &bytes)) {
         free_bytes(&bytes);
         return NULL;
     }
@@ -464,23 +468,6 @@ static PyObject *arrive(PyObject *object, PyObject *const *arguments, Py_ssize_t
         state = meetings_arrive(self, number, &meeting, address, &bytes, arguments[6] == Py_True);
     free_bytes(&bytes);
     return state < 0 ? NULL : PyLong_FromLong(state);
-}
-
-/* `publish(number, done, is_clear)`: the last rank has put the result of all into the memory of rank 0. It reports
- * `done`, which the others wait for, and leaves. */
-static PyObject *publish(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
-{
-    Meetings *self = (Meetings *)object;
-    if (count != 3) {
-        PyErr_SetString(PyExc_TypeError, "publish(number, done, is_clear)");
-        return NULL;
-    }
-    int64_t number = get_number(arguments[0]), done = PyLong_AsLongLong(arguments[1]);
-    if (PyErr_Occurred())
-        return NULL;
-    if (publish_result(self, number, done, arguments[2] == Py_True) < 0)
-        return NULL;
-    Py_RETURN_NONE;
 }
 
 int meetings_complete(Meetings *self, int64_t number, int64_t done, const Py_buffer *bytes, bool is_clear)
@@ -547,24 +534,24 @@ typedef enum {
 } Sight;
 
 /* A hint without the lock. */
-static Sight glance(const Meetings *self, Record record, int64_t done, bool can_reduce)
+static Sight glance(const Meetings *self, Record record, int64_t done)
 {
     if (peek(&record.cells[DONE]) == done)
         return RESULT;
     if (done < self->shown_min || peek(&record.cells[ARRIVED]) != self->size)
         return NOTHING;
-    if (done > self->short_bytes && (peek(&record.cells[DIRECT]) != self->size || !can_reduce))
+    if (done > self->short_bytes && peek(&record.cells[DIRECT]) != self->size)
         return NO_USE;
-    return can_reduce && is_chunk_left(peek(&record.cells[CLAIMED]), done) ? CHUNK : NOTHING;
+    return is_chunk_left(peek(&record.cells[CLAIMED]), done) ? CHUNK : NOTHING;
 }
 
-static Sight poll_meeting(const Meetings *self, Record record, int64_t done, bool can_reduce, int64_t polls)
+static Sight poll_meeting(const Meetings *self, Record record, int64_t done, int64_t polls)
 {
-    Sight sight = glance(self, record, done, can_reduce);
+    Sight sight = glance(self, record, done);
     PyThreadState *state = sight == NOTHING ? PyEval_SaveThread() : NULL;
     for (int64_t poll = 0; sight == NOTHING && poll < polls; poll++) {
         sched_yield();
-        sight = glance(self, record, done, can_reduce);
+        sight = glance(self, record, done);
     }
     if (state)
         PyEval_RestoreThread(state);
@@ -583,7 +570,7 @@ bool sleep_in_futex(const int64_t *cell, uint32_t before, int64_t left_ns)
 
 /* Sleep until something changes or until `until_ns`. Returns 1 if the rank should look again, 0 if not, and -1 with an
  * exception. */
-static int sleep_until(Meetings *self, Record record, int64_t done, bool can_reduce, int64_t until_ns)
+static int sleep_until(Meetings *self, Record record, int64_t done, int64_t until_ns)
 {
     int64_t *cell = record.cells + DONE, left_ns = until_ns - now_ns();
     if (left_ns <= 0)
@@ -591,7 +578,7 @@ static int sleep_until(Meetings *self, Record record, int64_t done, bool can_red
     if (control_block_lock(self->block) < 0)
         return -1;
     uint32_t before = (uint32_t)*cell;
-    bool is_asleep = glance(self, record, done, can_reduce) == NOTHING;
+    bool is_asleep = glance(self, record, done) == NOTHING;
     /* Under the lock, so that the rank that publishes either finds this sleeper, or has published before. */
     record.cells[SLEEPERS] += is_asleep;
     control_block_unlock(self->block);
@@ -606,10 +593,9 @@ int meetings_look(Meetings *self, int64_t number, const Meeting *meeting, int64_
     Record record = record_of(self, number);
     if (is_private(self, record))
         return private_look(self, record, meeting, polls, sleep_ns);
-    bool can_reduce = kernel_at(meeting->kernel) != NULL;
     int64_t done = meeting->done, until_ns = 0;
     for (;;) {
-        Sight sight = poll_meeting(self, record, done, can_reduce, polls);
+        Sight sight = poll_meeting(self, record, done, polls);
         if (sight == RESULT || sight == NO_USE)
             return sight == RESULT;
         if (sight == CHUNK) {
@@ -620,7 +606,7 @@ int meetings_look(Meetings *self, int64_t number, const Meeting *meeting, int64_
         }
         if (!until_ns && sleep_ns > 0)
             until_ns = now_ns() + sleep_ns;
-        int again = sleep_until(self, record, done, can_reduce, until_ns);
+        int again = sleep_until(self, record, done, until_ns);
         if (again <= 0)
             return again < 0 ? -1 : peek(&record.cells[DONE]) == done;
     }
@@ -643,7 +629,11 @@ static PyObject *look(PyObject *object, PyObject *const *arguments, Py_ssize_t c
         PyErr_SetString(PyExc_ValueError, "a divisor is positive");
     if (PyErr_Occurred())
         return NULL;
-    int is_there = meetings_look((Meetings *)object, number, &meeting, polls, sleep_ns);
+    Meetings *self = (Meetings *)object;
+    bool needs_reduction = meeting.done >= self->shown_min || is_private(self, record_of(self, number));
+    if (needs_reduction && !kernel_at(meeting.kernel))
+        return PyErr_Format(PyExc_ValueError, "no reduction has the number %d", meeting.kernel);
+    int is_there = meetings_look(self, number, &meeting, polls, sleep_ns);
     return is_there < 0 ? NULL : PyBool_FromLong(is_there);
 }
 
@@ -660,12 +650,11 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
                                      &rank, &calls, &short_bytes, &shown_min, &chunk_max, &cores))
         return NULL;
     if (!is_control_block(block) || size < 1 || rank < 0 || rank >= size || calls < 1 || short_bytes < 0 ||
-        shown_min < 1 || chunk_max < ALIGNED || cores < 1) {
+        shown_min < 2 || chunk_max < ALIGNED || cores < 1) {
         PyErr_SetString(PyExc_ValueError, "these are no meetings");
         return NULL;
     }
-    int64_t stride = HEAD + PART * size, addresses = 2 * calls * stride;
-    if (addresses + (2 + PEER_CELLS) * size > ((ControlBlock *)block)->cell_count) {
+    if (peers_at(size, calls) + PEER_CELLS * size > ((ControlBlock *)block)->cell_count) {
         PyErr_SetString(PyExc_ValueError, "the control block has too few cells");
         return NULL;
     }
@@ -683,10 +672,10 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->shown_min = shown_min;
     self->chunk_max = chunk_max / ALIGNED * ALIGNED;
     self->cores = cores;
-    self->stride = stride;
-    self->addresses = addresses;
-    self->begun = addresses + size;
-    self->peers = self->begun + size;
+    self->stride = record_cells(size);
+    self->addresses = addresses_at(size, calls);
+    self->newest = newest_at(size, calls);
+    self->peers = peers_at(size, calls);
     self->areas = PyMem_Calloc((size_t)size, sizeof(Py_buffer));
     self->arrays = PyMem_Calloc((size_t)size, sizeof(void *));
     self->known = PyMem_Calloc((size_t)size, sizeof(Known));
@@ -740,7 +729,6 @@ static void destroy(PyObject *object)
 
 static PyMethodDef methods[] = {
     {"arrive", (PyCFunction)(void (*)(void))arrive, METH_FASTCALL, NULL},
-    {"publish", (PyCFunction)(void (*)(void))publish, METH_FASTCALL, NULL},
     {"complete", (PyCFunction)(void (*)(void))complete, METH_FASTCALL, NULL},
     {"look", (PyCFunction)(void (*)(void))look, METH_FASTCALL, NULL},
     {NULL, NULL, 0, NULL},

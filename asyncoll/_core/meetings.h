@@ -3,7 +3,7 @@
  *   meetings.c           the type, and meetings with arrays in shared memory
  *   private_meetings.c   meetings with arrays in the private memory of the ranks
  *
- * The cells are those that asyncoll/algorithms/dense/rendezvous.py declares. Other ranks write them.
+ * The cells are those that asyncoll/algorithms/dense/meeting_cells.py declares. Other ranks write them.
  */
 #ifndef ASYNCOLL_MEETINGS_H
 #define ASYNCOLL_MEETINGS_H
@@ -11,15 +11,6 @@
 #include "native.h"
 
 #include <time.h>
-
-/* The cells of a record, and the part of each rank behind them. */
-enum { TAG, ARRIVED, DIRECT, CLAIMED, DONE, LEFT, FINGERPRINT, FIRST, WITHDRAWN, SLEEPERS, PRIVATE, HEAD };
-enum { PART = 4, PART_ADDRESS = 0, PART_BYTES, PART_BUSY, PART_BITS };
-
-/* asyncoll/algorithms/dense/peers.py: the cells of each rank. */
-enum { PEER_CELLS = 4, PEER_PID = 0, PEER_CAN_READ = 3 };
-
-enum { ALIGNED = 64 /* no element lies across a boundary of so many bytes */ };
 
 /* How long a rank sleeps without its loop while others reduce the last chunks: these take less time than a wake-up. */
 enum { WORK_NS = 5000000 };
@@ -52,7 +43,7 @@ struct Meetings {
     int64_t size, rank, calls, short_bytes, shown_min, chunk_max, cores;
     int64_t stride;     /* cells of a record */
     int64_t addresses;  /* first of `size` cells: the address of each rank's short arrays */
-    int64_t begun;      /* first of `size` cells: each rank's newest call */
+    int64_t newest;     /* first of `size` cells: each rank's newest call */
     int64_t peers;      /* first of PEER_CELLS cells for each rank */
     int64_t known_free; /* the tag of a meeting whose record is known to be free */
 };
@@ -66,7 +57,7 @@ typedef struct {
 /* The part of `rank` in a record. */
 static inline int64_t *part_of(Record record, int64_t rank)
 {
-    return record.cells + HEAD + PART * rank;
+    return record.cells + RECORD_HEAD + PART_CELLS * rank;
 }
 
 /* A cell without the lock: a hint only. */
@@ -79,11 +70,6 @@ static inline int64_t peek(const int64_t *cell)
 static inline bool is_chunk_left(int64_t claimed, int64_t total)
 {
     return claimed >= 0 && claimed < total && claimed % ALIGNED == 0;
-}
-
-static inline int64_t least(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
 }
 
 static inline int64_t now_ns(void)

@@ -1,12 +1,14 @@
 /* The module `asyncoll._core.native`. `asyncoll/_core/__init__.py` loads it, and says what runs without it. */
 #include "native.h"
 
-static int add_type(PyObject *module, PyType_Spec *spec)
+/* Add the type of `spec`. `base` is another type, or NULL. Returns the type, which the module keeps, or NULL with an
+ * exception set. */
+static PyObject *add_type(PyObject *module, PyType_Spec *spec, PyObject *base)
 {
-    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, base);
     int failed = type ? PyModule_AddType(module, (PyTypeObject *)type) : -1;
     Py_XDECREF(type);
-    return failed;
+    return failed ? NULL : type;
 }
 
 PyObject *tuple_of_names(const char *const *names, int count)
@@ -15,6 +17,20 @@ PyObject *tuple_of_names(const char *const *names, int count)
     for (int i = 0; tuple && i < count; i++) {
         PyObject *name = Py_BuildValue("s", names[i]);
         if (!name || PyTuple_SetItem(tuple, i, name) < 0)
+            Py_CLEAR(tuple);
+    }
+    return tuple;
+}
+
+/* `native.declarations` */
+static PyObject *declarations_in_python(void)
+{
+    static const char *const declarations[][2] = {DECLARATIONS};
+    enum { COUNT = sizeof declarations / sizeof *declarations };
+    PyObject *tuple = PyTuple_New(COUNT);
+    for (int i = 0; tuple && i < COUNT; i++) {
+        PyObject *pair = Py_BuildValue("ss", declarations[i][0], declarations[i][1]);
+        if (!pair || PyTuple_SetItem(tuple, i, pair) < 0)
             Py_CLEAR(tuple);
     }
     return tuple;
@@ -30,11 +46,15 @@ static int add_value(PyObject *module, const char *name, PyObject *value)
 
 static int execute(PyObject *module)
 {
-    PyType_Spec *specs[] = {&control_block_spec, &meetings_spec,   &pieces_spec,     &rounds_spec,
-                            &answer_spec,        &short_call_spec, &short_calls_spec};
+    PyType_Spec *specs[] = {&control_block_spec, &meetings_spec, &pieces_spec, &rounds_spec, &short_calls_spec};
     for (size_t i = 0; i < sizeof specs / sizeof *specs; i++)
-        if (add_type(module, specs[i]) < 0)
+        if (!add_type(module, specs[i], NULL))
             return -1;
+    PyObject *awaitable = add_type(module, &awaitable_spec, NULL);
+    if (!awaitable || !add_type(module, &answer_spec, awaitable) || !add_type(module, &short_call_spec, awaitable))
+        return -1;
+    if (add_value(module, "declarations", declarations_in_python()) < 0)
+        return -1;
     if (add_value(module, "points", points_in_python()) < 0)
         return -1;
     return add_value(module, "openings", openings_in_python());

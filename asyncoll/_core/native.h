@@ -6,14 +6,15 @@
  *   short_calls.c     whole calls of one short meeting, as awaitables
  *   pieces.c          reductions of long arrays, piece by piece
  *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c, long_rounds.c and whole_calls.c have
- *   answers.c         the awaitable of a call that is over
+ *   awaitables.c      what the callers of whole calls await
  *   reductions.c      elementwise reductions of several arrays
  *   sparse.c          passes of the sparse allreduces over long vectors
  *   trace.c           events of calls, for a record of them
  *   points.c          named moments inside all of them, for fault tests
  *   native.c          the module
  *
- * The layout of shared memory is declared in Python. The comments here name the declaration that they follow.
+ * The cells in shared memory, and the arithmetic on them, are declared in Python. `hatch_build.py` writes declared.h from
+ * them, in which a constant or a function has the same name as in Python.
  */
 #ifndef ASYNCOLL_NATIVE_H
 #define ASYNCOLL_NATIVE_H
@@ -25,6 +26,18 @@
 #include <pthread.h>
 #include <stdbool.h>
 #include <stdint.h>
+
+static inline int64_t least(int64_t a, int64_t b)
+{
+    return a < b ? a : b;
+}
+
+static inline int64_t larger(int64_t a, int64_t b)
+{
+    return a > b ? a : b;
+}
+
+#include <declared.h>
 
 /* -- native.c --------------------------------------------------------------------------------- */
 
@@ -115,18 +128,12 @@ PyObject *trace_switch(Tracing *trace, PyObject *arguments);
 
 /* -- control_block.c ------------------------------------------------------------------------- */
 
-/* asyncoll/transport/memory/mutex.py: the mutex, and the cell of its holder behind it. */
-enum { MUTEX_BYTES = 64, HOLDER_OFFSET = 56 };
-
-/* asyncoll/transport/control_block.py: the first cells of a control block are its own. */
-enum { FLAGGED_CELL = 0, FLAGS_CELL = 1 };
-
 typedef struct {
     PyObject_HEAD
     Py_buffer memory; /* the mutex, the control block's own cells, the cells of its user */
     pthread_mutex_t *mutex;
     int64_t *holder; /* local rank of the last holder; negative if the lock is lost for ever */
-    int64_t *flags;  /* FLAGGED_CELL, then a flag for each doorbell */
+    int64_t *flags;  /* FLAGGED, then a flag for each doorbell */
     int64_t *cells;  /* those of the user */
     Py_ssize_t cell_count;
     int64_t local_rank;
@@ -172,8 +179,9 @@ bool is_control_block(PyObject *object);
 
 extern PyType_Spec meetings_spec;
 
-/* What an arrival at a meeting has told: `Meetings.arrive` of native.pyi. */
-enum { WAITING, LAST, NOT_FREE, OVER };
+/* What an arrival at a meeting has told: `Meetings.arrive` of native.pyi. LAST, which stays in meetings.c: all have
+ * arrived, and this rank is to reduce. */
+enum { WAITING, NOT_FREE, OVER, LAST };
 
 /* The short meetings of one communicator at one rank. The caller of all functions holds the GIL. */
 typedef struct Meetings Meetings;
@@ -183,7 +191,7 @@ typedef struct {
     int64_t fingerprint;
     int64_t divisor;
     int64_t done; /* bytes of the result; 1 for a barrier */
-    int kernel;   /* 0: the reduction is left to Python */
+    int kernel;   /* 0 for a barrier; no other meeting is without one */
 } Meeting;
 
 /* Whether `object` is a Meetings of this module. */
@@ -231,11 +239,40 @@ extern PyType_Spec rounds_spec;
 /* round_record.c: `native.openings`. */
 PyObject *openings_in_python(void);
 
-/* -- answers.c ------------------------------------------------------------------------------- */
+/* -- awaitables.c ----------------------------------------------------------------------------- */
 
+/* Calls that are over when they are awaited, before the caller's loop turns: CALLS_PER_TURN of
+ * asyncoll/runtime/progress.py. */
+enum { CALLS_PER_TURN = 64 };
+
+extern PyType_Spec awaitable_spec; /* the base of the other two */
 extern PyType_Spec answer_spec;
 
-bool is_answer_type(PyObject *type);
+/* The states of an awaitable. */
+enum {
+    BEGUN,   /* its caller, or the runtime, is to go on */
+    ENDED,   /* its caller has not got the result yet */
+    RESTING, /* its caller drives the coroutine `rest` */
+    AWAITED, /* its caller has the result or an exception, or has closed it */
+};
+
+typedef struct Awaitable Awaitable;
+
+/* What differs between the kinds. Functions return 0, or -1 with an exception set. */
+typedef struct {
+    int (*resume)(Awaitable *); /* the first step of a call that is BEGUN: it is ENDED then, or RESTING */
+    int (*unused)(Awaitable *); /* the result has no receiver; or NULL */
+    void (*left)(Awaitable *);  /* the call is over for its caller, which may use its array again; or NULL */
+} Ways;
+
+struct Awaitable {
+    PyObject_HEAD
+    const Ways *ways;
+    PyObject *result; /* of a call; NULL once it is handed over */
+    PyObject *rest;
+    int state;
+    bool turns; /* the caller's loop turns once before it has the result */
+};
 
 /* A coroutine, of `type`, that returns `result`, which tells of `rounds` rounds up to `number`. If it has no receiver, it
  * adds these to `owed`. If it `turns`, the loop turns once before. Returns NULL with an exception set. */
@@ -253,10 +290,6 @@ void reduce_to_all(Kernel kernel, size_t element, void **arrays, int count, size
 
 /* To read more bytes than this, the GIL is released: they take about ten microseconds. */
 enum { LONG_BYTES = 1 << 16 };
-
-/* The kernel of the value of a ReduceOp and the name of a dtype (asyncoll/tensors/reductions.py), or NULL: there is
- * none, and the reduction is left to Python. */
-Kernel find_kernel(const char *op, const char *dtype);
 
 /* The kernel that Python knows by this number, from `native.find_kernel`, or NULL; and the bytes of its elements. */
 Kernel kernel_at(int number);
@@ -305,7 +338,10 @@ PyObject *reduce_from_peers(PyObject *module, PyObject *arguments);
 /* To look at more elements than this, the GIL is released. */
 enum { LONG_ELEMENTS = 4096 };
 
-bool is_4_or_8(const Py_buffer *view); /* bytes of an element */
+/* Whether the elements are signed integers of 4 or 8 bytes, or floats of 4 or 8. An array of another dtype may have the
+ * same width, and its bits would be taken for numbers that it does not have. */
+bool has_integers(const Py_buffer *view);
+bool has_floats(const Py_buffer *view);
 size_t elements_of(const Py_buffer *view);
 
 /* Get the buffers of `count` arrays, the first `readable` of them to read and the others to write. Returns whether all are

@@ -80,7 +80,6 @@ class Rounds:
 
     def attach(
         self,
-        answer: type[Answer],
         reduction: type,
         slots: tuple[Any, ...],
         turns: tuple[Iterator[int], list[int], set[int], dict[int, Any]],
@@ -89,7 +88,7 @@ class Rounds:
         divisor: int,
         /,
     ) -> None:
-        """Before the first `at_once`. `answer` is the awaitable's type, `reduction` its result's, which has `slots`.
+        """Before the first `at_once`, which returns awaitables of a `reduction`, a class with `slots`.
 
         `turns` are the attributes of the `CallOrder`, `owed` and `cells` those of the `Engine`.
         Results are divided by `divisor`, or, if that is 0, by the number of contributors.
@@ -110,14 +109,17 @@ class Rounds:
     def plan(self, number: int, drawn: tuple[int, ...], groups: tuple[Sequence[int], ...], /) -> None:
         """The ranks that are drawn for round `number`, and its groups."""
 
-class Answer(Coroutine[Any, Any, Any]):
-    """A call that is over, as an awaitable."""
+class Awaitable(Coroutine[Any, Any, Any]):
+    """What the callers of whole calls await."""
 
     result: Any  # None once it has been handed over
     def __await__(self) -> Generator[Any, None, Any]: ...
     def send(self, value: Any, /) -> Any: ...
     def throw(self, error: Any, /, *more: Any) -> Any: ...
     def close(self) -> None: ...
+
+class Answer(Awaitable):
+    """A call of rounds that is over."""
 
 class Meetings:
     """The single rendezvous of an allreduce, or of a barrier, at one rank, without any waiting: one for each `number`.
@@ -144,18 +146,15 @@ class Meetings:
     ) -> int:
         """Show a copy of `array`, or `array` itself, which is registered at `address`, unless that is 0.
 
-        Returns 0: other ranks are missing, or still reduce a chunk; 1: all have arrived, and this rank is to reduce; 2:
-        the record is not free, and nothing has changed; 3: this rank has reduced and published.
+        Returns 0: other ranks are missing, or still reduce a chunk; 1: the record is not free, and nothing has changed;
+        2: this rank has reduced and published.
 
         The address is 0 below `Sizes.shown` bytes. If it is negative, `array` is at its negation in private memory
         (`peers`), and must live until the call is over. The last rank reduces by `kernel` (`reductions.kernel_number`)
-        and `divisor`, and has the result in `array`, unless `kernel` is 0. The caller has checked that the call that
-        used the record before is over at this rank. Raises DisagreementError if another rank has made another call with
-        this number.
+        and `divisor`, and has the result in `array`. The caller has checked that the call that used the record before
+        is over at this rank. Raises DisagreementError if another rank has made another call with this number, and
+        ValueError, before anything has changed, if there is no such kernel.
         """
-
-    def publish(self, number: int, done: int, is_clear: bool, /) -> None:
-        """The result is where the others look for it: tell them, and leave. For the rank that was the last."""
 
     def complete(self, number: int, done: int, array: Any, is_clear: bool, /) -> bool:
         """Copy the result into `array`, and leave. Returns False, and does nothing, if there is no result yet."""
@@ -167,18 +166,14 @@ class Meetings:
         chunks meanwhile, by `kernel` and `divisor`.
         """
 
-class ShortCall:
-    """Implements `algorithms.seam.BegunShortCall`; what the caller of a call awaits."""
+class ShortCall(Awaitable):
+    """Implements `algorithms.seam.BegunShortCall`."""
 
     array: np.ndarray[Any, Any] | None
     result: Any
     entry: Any
     since_s: float
     expires_s: float | None
-    def __await__(self) -> Generator[Any, None, Any]: ...
-    def send(self, value: Any, /) -> Any: ...
-    def throw(self, error: Any, /, *more: Any) -> Any: ...
-    def close(self) -> None: ...
     def look(self) -> bool: ...
     def claim(self) -> bool: ...
     def finish(self) -> Coroutine[Any, Any, Any]: ...
@@ -312,6 +307,9 @@ def common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], found: np.nda
     All are of int32, or of int64; `one` and `other` are ascending. Releases the GIL for long arrays. Raises ValueError
     for arrays of other widths or lengths.
     """
+
+declarations: tuple[tuple[str, str], ...]
+"""The modules of the package whose declarations the core was built from, and the CRC-32 of the text of each."""
 
 points: tuple[str, ...]
 """The names of the injection points of the compiled core: the steps of its primitives."""

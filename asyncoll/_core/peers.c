@@ -52,17 +52,12 @@ PyObject *read_memory(PyObject *module, PyObject *arguments)
     return error ? os_error(error) : Py_NewRef(Py_None);
 }
 
-static size_t least(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
 /* Reduce the first `bytes` bytes of all operands into those of `own`, the operand of this rank. A kernel has its result
  * in the first operand; a strip of that is copied while it is in the L1 cache. Afterwards operands point to the ends. */
 static void reduce_strips(const PeerJob *job, char *own, size_t bytes)
 {
     while (bytes) {
-        size_t length = least(STRIP, bytes);
+        size_t length = (size_t)least(STRIP, (int64_t)bytes);
         job->kernel(job->operands[0], job->operands, job->size, length / job->element, job->divisor);
         if (job->rank != 0)
             memcpy(own, job->operands[0], length);
@@ -77,7 +72,7 @@ static void reduce_strips(const PeerJob *job, char *own, size_t bytes)
 int reduce_peers(const PeerJob *job)
 {
     for (size_t at = 0; at < job->bytes; at += job->block) {
-        size_t length = least(job->block, job->bytes - at);
+        size_t length = (size_t)least((int64_t)job->block, (int64_t)(job->bytes - at));
         char *room = job->scratch;
         for (int rank = 0; rank < job->size; rank++) {
             job->operands[rank] = rank == job->rank ? job->own + at : room;
@@ -121,7 +116,7 @@ static int get_places(PeerJob *job, PyObject *pids, PyObject *addresses, int64_t
 
 static bool is_consistent(PeerJob *job, const Py_buffer *own, const Py_buffer *scratch, int64_t first, int64_t last)
 {
-    job->block = job->size > 1 ? (size_t)scratch->len / (size_t)(job->size - 1) / 4096 * 4096 : 4096;
+    job->block = job->size > 1 ? (size_t)scratch->len / (size_t)(job->size - 1) / PAGE * PAGE : PAGE;
     return job->kernel && job->divisor >= 1 && job->size >= 1 && job->rank >= 0 && job->rank < job->size &&
            first >= 0 && first <= last && last <= own->len && first % (int64_t)job->element == 0 &&
            last % (int64_t)job->element == 0 && job->block;

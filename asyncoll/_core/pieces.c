@@ -8,8 +8,6 @@
 #include <sched.h>
 #include <string.h>
 
-enum { STEPS = 3, COPY_IN = 0, REDUCE = 1, COPY_OUT = 2 }; /* of each piece */
-enum { ALIGNED = 64 };
 enum { STRIP = 1 << 15 }; /* bytes that are reduced and then copied to the array while they are in the cache */
 
 typedef struct {
@@ -34,18 +32,7 @@ typedef struct {
     int64_t first, bytes;
 } Range;
 
-static int64_t least(int64_t a, int64_t b)
-{
-    return a < b ? a : b;
-}
-
 /* -- one step --------------------------------------------------------------------------------- */
-
-static int64_t end_of_steps(const Pieces *self)
-{
-    int64_t pieces = (self->array.len + self->piece - 1) / self->piece;
-    return STEPS * (pieces ? pieces : 1);
-}
 
 static Range piece_at(const Pieces *self, int64_t index)
 {
@@ -56,10 +43,8 @@ static Range piece_at(const Pieces *self, int64_t index)
 /* The share of `rank`, relative to the piece. */
 static Range share_of(const Pieces *self, int rank, Range piece)
 {
-    int64_t unit = (int64_t)self->size * ALIGNED;
-    int64_t each = (piece.bytes + unit - 1) / unit * ALIGNED;
-    int64_t first = least(rank * each, piece.bytes);
-    return (Range){first, least(first + each, piece.bytes) - first};
+    int64_t first = share_at(rank, self->size, piece.bytes);
+    return (Range){first, share_at(rank + 1, self->size, piece.bytes) - first};
 }
 
 /* The half of the slot of `rank` for a piece. `create` has checked that the piece fits. */
@@ -120,7 +105,7 @@ static void perform_step(const Pieces *self, int64_t step)
     if (step % STEPS == COPY_IN) {
         copy_in(self, index + 1);
         pass_point(PIECE_COPIED_IN);
-    } else if (step % STEPS == REDUCE) {
+    } else if (step % STEPS == REDUCE_SHARE) {
         reduce_share(self, index);
     } else {
         copy_out(self, index);
@@ -129,12 +114,6 @@ static void perform_step(const Pieces *self, int64_t step)
 }
 
 /* -- steps of all ranks ----------------------------------------------------------------------- */
-
-/* As `needed` in Python. */
-static int64_t needed(int64_t step)
-{
-    return step % STEPS == REDUCE ? step - STEPS : step;
-}
 
 /* Whether all ranks but this one have done so many steps. Without the lock: a hint. */
 static bool others_have_done(const Pieces *self, int64_t steps)
@@ -196,7 +175,7 @@ static PyObject *perform(PyObject *object, PyObject *arguments)
     long long first, stop;
     if (!PyArg_ParseTuple(arguments, "LL:perform", &first, &stop))
         return NULL;
-    int64_t step = first, end = least(stop, end_of_steps(self));
+    int64_t step = first, end = least(stop, steps_of(self->array.len, self->piece));
     int is_met = step >= 0;
     while (is_met > 0 && step < end) {
         PyThreadState *state = PyEval_SaveThread();

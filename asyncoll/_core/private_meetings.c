@@ -11,16 +11,8 @@
 
 #include <sched.h>
 
-/* asyncoll/algorithms/dense/rendezvous.py: what PART_BUSY says of a rank that does not reduce; _BITS, _PRIVATE_LEAST and
- * _PAGE. */
-enum { HAS_LEFT = -1, CANNOT_READ = -2 };
-enum { BITS = 62, PRIVATE_LEAST = 1 << 18, PAGE = 4096 };
-
 /* How many times as often as usual a rank looks for the next chunk before it sleeps. */
 enum { PATIENCE = 16 };
-
-/* Bytes of the blocks of all other ranks that are in the cache at the same time. */
-enum { SCRATCH = 1 << 19 };
 
 void private_begin(Meetings *self, Record record, const Py_buffer *bytes)
 {
@@ -30,13 +22,6 @@ void private_begin(Meetings *self, Record record, const Py_buffer *bytes)
 static PrivateCall *call_of(Meetings *self, Record record)
 {
     return &self->private_calls[record.turn];
-}
-
-/* As `RendezvousArea.private_chunk`. */
-static int64_t chunk_of(int64_t total)
-{
-    int64_t unit = BITS * PAGE, chunk = (total + unit - 1) / unit * PAGE;
-    return chunk > PRIVATE_LEAST ? chunk : PRIVATE_LEAST;
 }
 
 /* Where byte `first` of the array of `rank` is. Any numbers: the kernel refuses to read what is not there. */
@@ -66,11 +51,11 @@ static int64_t claim_next(Meetings *self, Record record, int64_t reduced, int64_
     int64_t *cells = record.cells, *part = part_of(record, self->rank), claimed = cells[CLAIMED];
     if (reduced) {
         cells[DONE] += reduced;
-        part[PART_BITS] |= INT64_C(1) << *first / chunk_of(total);
+        part[PART_BITS] |= INT64_C(1) << *first / private_chunk(total);
         pass_point(MEETING_COUNTED);
     }
     if (is_together(self, record) && is_chunk_left(claimed, total)) {
-        chunk = chunk_of(total);
+        chunk = private_chunk(total);
         cells[CLAIMED] = claimed + chunk;
         *first = claimed;
     }
@@ -133,8 +118,6 @@ int private_reduce(Meetings *self, Record record, int kernel, int64_t divisor)
     size_t others = self->size > 1 ? (size_t)self->size - 1 : 1;
     size_t room = others * PAGE > SCRATCH ? others * PAGE : SCRATCH;
     PeerJob job = {.kernel = kernel_at(kernel), .element = kernel_element_size(kernel), .divisor = divisor};
-    if (!job.kernel || call_of(self, record)->bytes % (int64_t)job.element)
-        return 0; /* Python reduces */
     job.size = (int)self->size;
     job.rank = (int)self->rank;
     job.block = room / others / PAGE * PAGE;
@@ -163,7 +146,7 @@ static int64_t new_chunks(const Record record, const PrivateCall *call, int64_t 
 /* Copy these chunks of `from`, which is the whole array. Needs no GIL. Returns 0 or an error number. */
 static int copy_chunks(const PrivateCall *call, Place from, int64_t chunks)
 {
-    int64_t each = chunk_of(call->bytes);
+    int64_t each = private_chunk(call->bytes);
     for (int64_t first = 0, bit = 1; first < call->bytes; first += each, bit <<= 1) {
         if (!(chunks & bit))
             continue;
@@ -317,10 +300,7 @@ static int perform(Meetings *self, Record record, const Meeting *meeting, Step s
 int private_look(Meetings *self, Record record, const Meeting *meeting, int64_t polls, int64_t sleep_ns)
 {
     const PrivateCall *call = call_of(self, record);
-    size_t element = kernel_element_size(meeting->kernel);
     int64_t until_ns = 0;
-    if (!element || call->bytes % (int64_t)element)
-        return 0;
     for (;;) {
         /* Once all have come, the others work on chunks, which takes less time than to sleep and to wake. */
         bool have_all_come = peek(&record.cells[ARRIVED]) == self->size;

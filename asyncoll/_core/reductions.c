@@ -418,11 +418,6 @@ size_t kernel_element_size(int number)
     return kernel_at(number) ? entries[(number - 1) % ENTRIES].size : 0;
 }
 
-Kernel find_kernel(const char *op, const char *dtype)
-{
-    return kernel_at(number_of(op, dtype, false));
-}
-
 void reduce_to_all(Kernel kernel, size_t element, void **arrays, int count, size_t bytes, int64_t divisor)
 {
     while (bytes) {

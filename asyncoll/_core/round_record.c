@@ -80,7 +80,7 @@ void rounds_sign_block(Rounds *self, int64_t block, int64_t group, double weight
     memset(bitmap, 0, (size_t)self->words * sizeof *bitmap);
     for (int64_t rank = 0; rank < self->size; rank++) {
         if (self->group_of[rank] == group && row_of(self, rank)[column] != NONE)
-            bitmap[rank / BITS] |= INT64_C(1) << rank % BITS;
+            bitmap[rank / BITMAP_BITS] |= INT64_C(1) << rank % BITMAP_BITS;
     }
 }
 
@@ -94,7 +94,7 @@ PyObject *openings_in_python(void)
 
 static bool has_arrived(const Rounds *self, int64_t rank, int64_t number)
 {
-    return row_of(self, rank)[HERE] == number;
+    return row_of(self, rank)[RANK_CELLS_HERE] == number;
 }
 
 static int64_t count_arrived(const Rounds *self, int64_t number, bool with_gone)
@@ -103,6 +103,15 @@ static int64_t count_arrived(const Rounds *self, int64_t number, bool with_gone)
     for (int64_t rank = 0; rank < self->size; rank++)
         count += has_arrived(self, rank, number) || (with_gone && is_gone(self, rank));
     return count;
+}
+
+/* Whether a rank that is drawn for the round has arrived, or is gone. */
+static bool has_drawn_rank(const Rounds *self, int64_t number)
+{
+    for (int64_t rank = 0; rank < self->size; rank++)
+        if (self->is_drawn[rank] && (has_arrived(self, rank, number) || is_gone(self, rank)))
+            return true;
+    return false;
 }
 
 int64_t rounds_count_gone(const Rounds *self)
@@ -115,24 +124,24 @@ int64_t rounds_count_gone(const Rounds *self)
 
 bool rounds_may_open(const Rounds *self, int64_t number)
 {
-    if (self->head[RUNNING])
+    if (self->head[HEAD_RUNNING])
         return false;
-    if (is_synchronous(self, number))
+    if (waits_for_all(self, number))
         return count_arrived(self, number, true) == self->size;
-    if (self->opening == SOLO)
+    switch (self->opening) {
+    case SOLO:
         return true;
-    if (self->opening == QUORUM)
+    case MAJORITY:
+        return has_drawn_rank(self, number);
+    case QUORUM:
         return count_arrived(self, number, true) >= self->quorum;
-    for (int64_t rank = 0; rank < self->size; rank++) {
-        if (self->is_drawn[rank] && (has_arrived(self, rank, number) || is_gone(self, rank)))
-            return true;
     }
-    return false;
+    return false; /* there is no such opening: `create` has declined all others */
 }
 
 bool rounds_late_call_opens(const Rounds *self, int64_t number)
 {
-    return self->opening == MAJORITY && !self->head[RUNNING] && !is_synchronous(self, number) &&
+    return self->opening == MAJORITY && !self->head[HEAD_RUNNING] && !waits_for_all(self, number) &&
            self->is_drawn[self->rank] && 2 * count_arrived(self, number, false) >= self->size;
 }
 
@@ -141,7 +150,7 @@ bool rounds_late_call_opens(const Rounds *self, int64_t number)
 /* Note the rounds from `first` to `last` that history still has, and keep their results for this rank. */
 static void keep_results(Rounds *self, Call *call, int64_t first, int64_t last)
 {
-    call->first_missed = larger(larger(first, self->head[LATEST] - self->history), 1);
+    call->first_missed = larger(larger(first, self->head[HEAD_LATEST] - self->history), 1);
     call->last_missed = last;
     for (int64_t number = call->first_missed; number <= last; number++)
         rounds_keep_block(self, results_of(self, number)[self->rank * KEPT_CELLS + KEPT_BLOCK]);
@@ -186,12 +195,12 @@ static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
     *contributors = 0;
     for (int64_t rank = 0; rank < self->size; rank++) {
         const int64_t *row = row_of(self, rank);
-        const int64_t staged = row[STAGED];
+        const int64_t staged = row[RANK_CELLS_STAGED];
         if (self->group_of[rank] != group || staged == NONE)
             continue;
         if (!(self->sources[(*contributors)++] = memory_of(self, staged)))
             return -1;
-        weight += weight_at(&row[WEIGHT]);
+        weight += weight_at(&row[RANK_CELLS_WEIGHT]);
         dest = staged;
     }
     if (*contributors == 1) /* it is the result: nothing to reduce */
@@ -208,7 +217,7 @@ static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
             part->kernel(into + part->offset, self->sources, *contributors, (size_t)part->elements, 1);
         }
     }
-    rounds_sign_block(self, dest, group, weight, STAGED);
+    rounds_sign_block(self, dest, group, weight, RANK_CELLS_STAGED);
     return dest;
 }
 
@@ -217,8 +226,8 @@ static void take_group(Rounds *self, int64_t group)
 {
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t *row = row_of(self, rank);
-        if (self->group_of[rank] == group && row[STAGED] != NONE)
-            row[TAKEN] = row[TICKET];
+        if (self->group_of[rank] == group && row[RANK_CELLS_STAGED] != NONE)
+            row[RANK_CELLS_TAKEN] = row[RANK_CELLS_TICKET];
     }
 }
 
@@ -227,8 +236,8 @@ static void clear_staged(Rounds *self)
 {
     for (int64_t rank = 0; rank < self->size && !self->keeps; rank++) {
         int64_t *row = row_of(self, rank);
-        rounds_drop_block(self, row[STAGED]);
-        row[STAGED] = row[STAGED_AT] = NONE;
+        rounds_drop_block(self, row[RANK_CELLS_STAGED]);
+        row[RANK_CELLS_STAGED] = row[RANK_CELLS_STAGED_AT] = NONE;
     }
 }
 
@@ -245,9 +254,9 @@ static void publish_group(Rounds *self, int64_t group, int64_t number, int64_t d
         kept[KEPT_BLOCK] = dest;
         kept[KEPT_ACTIVE] = contributors;
         kept[KEPT_ABSENT] = absent;
-        kept[KEPT_TAKEN] = row[TAKEN];
-        if (row[WAITS_FOR] == number) {
-            memcpy(&row[GRANTED], kept, KEPT_CELLS * sizeof *kept);
+        kept[KEPT_TAKEN] = row[RANK_CELLS_TAKEN];
+        if (row[RANK_CELLS_WAITS_FOR] == number) {
+            memcpy(&row[RANK_CELLS_GRANTED], kept, KEPT_CELLS * sizeof *kept);
             rounds_keep_block(self, dest);
         }
     }
@@ -273,7 +282,7 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
         publish_group(self, group, number, dest, contributors, absent);
         pass_point(ROUND_GRANTED);
     }
-    commit(&self->head[LATEST], number);
+    commit(&self->head[HEAD_LATEST], number);
     pass_point(ROUND_PUBLISHED);
     clear_staged(self);
     rounds_forget_results(self, number);
@@ -286,17 +295,17 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
 /* `RoundRecord.count_late` */
 void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns)
 {
-    int64_t newest = larger(self->head[LATEST], self->head[RUNNING]);
+    int64_t newest = larger(self->head[HEAD_LATEST], self->head[HEAD_RUNNING]);
     if (newest >= aim) {
         int64_t begun = *beginning_of(self, larger(aim, minus(newest, BEGINNINGS - 1)));
-        int64_t *late_ns = &row_of(self, self->rank)[LATE_NS];
+        int64_t *late_ns = &row_of(self, self->rank)[RANK_CELLS_LATE_NS];
         *late_ns = plus(*late_ns, larger(0, minus(now_ns, begun)));
     }
 }
 
 void rounds_begin_call(Rounds *self, Call *call, int64_t aim)
 {
-    int64_t latest = self->head[LATEST];
+    int64_t latest = self->head[HEAD_LATEST];
     call->number = latest < aim || rounds_late_call_opens(self, latest + 1) ? latest + 1 : 0; /* Engine.begin */
     rounds_count_late(self, aim, call->came_ns);
     if (call->number > aim)
@@ -318,13 +327,13 @@ void rounds_fill(const Rounds *self, char *memory, const Py_buffer *flats, char 
 void rounds_put(Rounds *self, Call *call, int64_t block, int64_t address, double weight)
 {
     int64_t *row = row_of(self, self->rank);
-    if (row[STAGED] != NONE && !self->keeps)
-        weight += weight_at(&row[WEIGHT]);
-    rounds_drop_block(self, row[STAGED]);
-    row[STAGED] = block;
-    row[STAGED_AT] = address;
-    memcpy(&row[WEIGHT], &weight, sizeof weight);
-    call->ticket = row[TICKET] = plus(row[TICKET], 1);
+    if (row[RANK_CELLS_STAGED] != NONE && !self->keeps)
+        weight += weight_at(&row[RANK_CELLS_WEIGHT]);
+    rounds_drop_block(self, row[RANK_CELLS_STAGED]);
+    row[RANK_CELLS_STAGED] = block;
+    row[RANK_CELLS_STAGED_AT] = address;
+    memcpy(&row[RANK_CELLS_WEIGHT], &weight, sizeof weight);
+    call->ticket = row[RANK_CELLS_TICKET] = plus(row[RANK_CELLS_TICKET], 1);
     pass_point(ROUND_STAGED);
 }
 
@@ -333,8 +342,8 @@ int rounds_stage(Rounds *self, Call *call, const Py_buffer *flats, double weight
 {
     int64_t *row = row_of(self, self->rank), block = rounds_take_block(self);
     char *memory = block < 0 ? NULL : memory_of(self, block);
-    bool adds = row[STAGED] != NONE && !self->keeps;
-    char *staged = memory && adds ? memory_of(self, row[STAGED]) : NULL;
+    bool adds = row[RANK_CELLS_STAGED] != NONE && !self->keeps;
+    char *staged = memory && adds ? memory_of(self, row[RANK_CELLS_STAGED]) : NULL;
     if (!memory || (adds && !staged))
         return -1;
     rounds_fill(self, memory, flats, staged);
@@ -348,10 +357,10 @@ static void leave_round(Rounds *self, Call *call)
 {
     int64_t *row = row_of(self, self->rank);
     int64_t waited_ns = minus(*beginning_of(self, call->number), call->came_ns);
-    row[WAITED_NS] = plus(row[WAITED_NS], larger(0, waited_ns));
-    if (row[GRANTED] == call->number)
-        memcpy(call->kept, &row[GRANTED], sizeof call->kept);
-    row[WAITS_FOR] = row[GRANTED] = 0;
+    row[RANK_CELLS_WAITED_NS] = plus(row[RANK_CELLS_WAITED_NS], larger(0, waited_ns));
+    if (row[RANK_CELLS_GRANTED] == call->number)
+        memcpy(call->kept, &row[RANK_CELLS_GRANTED], sizeof call->kept);
+    row[RANK_CELLS_WAITS_FOR] = row[RANK_CELLS_GRANTED] = 0;
     pass_point(ROUND_LEFT);
 }
 
@@ -361,22 +370,22 @@ int rounds_come(Rounds *self, Call *call, int64_t aim)
 {
     int64_t *row = row_of(self, self->rank);
     if (call->number) {
-        row[HERE] = row[WAITS_FOR] = call->number;
+        row[RANK_CELLS_HERE] = row[RANK_CELLS_WAITS_FOR] = call->number;
         pass_point(ROUND_ARRIVED);
-        if (self->head[LATEST] < call->number && rounds_may_open(self, call->number) &&
+        if (self->head[HEAD_LATEST] < call->number && rounds_may_open(self, call->number) &&
             free_count(self) >= self->group_count) {
             int failed = self->is_long ? rounds_start(self, call->number, call->now_ns)
                                        : open_round(self, call->number, call->now_ns);
             if (failed)
                 return -1;
         }
-        if (self->head[LATEST] < call->number)
+        if (self->head[HEAD_LATEST] < call->number)
             return 0;
         leave_round(self, call);
     }
     if (!call->kept[KEPT_NUMBER]) { /* the call is late, or its round was over before it came */
         drop_results(self, call);
-        int64_t newest = self->head[LATEST], *kept = results_of(self, newest) + self->rank * KEPT_CELLS;
+        int64_t newest = self->head[HEAD_LATEST], *kept = results_of(self, newest) + self->rank * KEPT_CELLS;
         keep_results(self, call, larger(aim, newest - self->history), newest - 1);
         memcpy(call->kept, kept, sizeof call->kept);
         rounds_keep_block(self, call->kept[KEPT_BLOCK]);
@@ -411,7 +420,7 @@ PyObject *rounds_contributors_of(const Rounds *self, int64_t block, int64_t acti
     PyObject *ranks = PyTuple_New(has_some ? (Py_ssize_t)active : 0);
     Py_ssize_t count = 0;
     for (int64_t rank = 0; ranks && has_some && rank < self->size && count < active; rank++) {
-        if (self->bitmaps[block * self->words + rank / BITS] >> rank % BITS & 1)
+        if (self->bitmaps[block * self->words + rank / BITMAP_BITS] >> rank % BITMAP_BITS & 1)
             PyTuple_SetItem(ranks, count++, PyLong_FromLongLong(rank));
     }
     if (ranks && has_some && count < active) {

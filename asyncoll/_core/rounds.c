@@ -85,7 +85,7 @@ static Py_buffer *hold_arrays(const Rounds *self, PyObject *arrays)
 
 int64_t rounds_wanted(const Rounds *self, int64_t own)
 {
-    int64_t next = self->head[LATEST] + 1, needed = own + self->group_count;
+    int64_t next = self->head[HEAD_LATEST] + 1, needed = own + self->group_count;
     if (self->has_plans && self->planned != next)
         return next;
     return own && free_count(self) < needed ? -needed : 0;
@@ -96,9 +96,9 @@ int64_t rounds_wanted(const Rounds *self, int64_t own)
 static PyObject *begin_locked(Rounds *self, const Py_buffer *flats, double weight, int64_t aim, int64_t came_ns,
                               int64_t lent)
 {
-    int64_t latest = self->head[LATEST], wanted;
+    int64_t latest = self->head[HEAD_LATEST], wanted;
     PyObject *answer = NULL;
-    if (latest < 0 || latest >= ROUNDS_MAX || (self->head[RUNNING] && !self->is_long))
+    if (latest < 0 || latest >= ROUNDS_MAX || (self->head[HEAD_RUNNING] && !self->is_long))
         rounds_corrupt("round", latest);
     else if ((wanted = rounds_wanted(self, 1)))
         answer = PyLong_FromLongLong(wanted);
@@ -161,7 +161,7 @@ static PyObject *begin(PyObject *object, PyObject *const *arguments, Py_ssize_t 
 static PyObject *resume_locked(Rounds *self, Call *call, const Py_buffer *flats, int64_t aim)
 {
     PyObject *answer = NULL;
-    bool is_over = self->head[LATEST] >= call->number;
+    bool is_over = self->head[HEAD_LATEST] >= call->number;
     call->now_ns = clock_ns();
     if (!is_over && self->has_plans && self->planned != call->number)
         answer = PyLong_FromLongLong(call->number);
@@ -205,7 +205,7 @@ static PyObject *is_needed(PyObject *object, PyObject *argument)
     int64_t number = PyLong_AsLongLong(argument);
     if (number == -1 && PyErr_Occurred())
         return NULL;
-    int64_t latest = __atomic_load_n(&self->head[LATEST], __ATOMIC_RELAXED);
+    int64_t latest = __atomic_load_n(&self->head[HEAD_LATEST], __ATOMIC_RELAXED);
     return PyBool_FromLong(latest >= number || rounds_may_open(self, number) || rounds_wants_help(self));
 }
 
@@ -253,23 +253,23 @@ static PyObject *trace(PyObject *object, PyObject *arguments)
 
 /* -- the type --------------------------------------------------------------------------------- */
 
-/* Where everything lies among the cells: `RoundRecord.__init__` and `BlockTable.__init__`. */
+/* Where everything lies among the cells. */
 static int lay_out(Rounds *self)
 {
-    int64_t *cells = self->block->cells;
-    self->words = (self->size + BITS - 1) / BITS;
+    int64_t *cells = self->block->cells, table = table_at(self->size, self->history, self->size);
+    self->words = bitmap_words(self->size);
     self->head = cells + self->size;
-    self->rows = self->head + HEAD_CELLS;
-    self->results = self->rows + self->size * ROW_CELLS;
-    self->begun = self->results + kept_rounds(self) * self->size * KEPT_CELLS;
-    self->counts = self->begun + BEGINNINGS;
-    self->table = self->counts + self->size + 1;
-    self->stack = self->table + TABLE_HEAD;
-    self->addresses = self->stack + self->limit - 1; /* less 1, as blocks count from 1 */
-    self->keepers = self->addresses + self->limit;
-    self->weights = self->keepers + self->limit;
-    self->bitmaps = self->weights + self->limit + 1 - self->words;
-    if (self->table + TABLE_HEAD + (4 + self->words) * self->limit == cells + self->block->cell_count)
+    self->rows = cells + rows_at(self->size);
+    self->results = cells + results_at(self->size);
+    self->begun = cells + beginnings_at(self->size, self->history);
+    self->counts = cells + counts_at(self->size, self->history);
+    self->table = cells + table;
+    self->stack = cells + stack_at(table);
+    self->addresses = cells + block_addresses_at(table, self->limit);
+    self->keepers = cells + keepers_at(table, self->limit);
+    self->weights = cells + weights_at(table, self->limit);
+    self->bitmaps = cells + bitmaps_at(table, self->limit, self->size);
+    if (table + table_cells(self->limit, self->size) == self->block->cell_count)
         return 0;
     PyErr_SetString(PyExc_ValueError, "the control block has another number of cells");
     return -1;
@@ -290,7 +290,8 @@ static int read_parts(Rounds *self, PyObject *parts)
         PyObject *part = PyTuple_GetItem(parts, i);
         if (!PyTuple_Check(part) || !PyArg_ParseTuple(part, "LLi", &offset, &length, &kernel))
             return -1;
-        if (!kernel_at(kernel) || offset < 0 || length < 0 || offset > self->nbytes || length > self->nbytes - offset) {
+        if (!kernel_at(kernel) || offset < 0 || length < 0 || offset > self->nbytes || length > self->nbytes - offset ||
+            length % (long long)kernel_element_size(kernel)) {
             PyErr_SetString(PyExc_ValueError, "a part lies in a block, and has a kernel");
             return -1;
         }
@@ -342,7 +343,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     const long long many = 1LL << 31; /* so that no sum or product of these overflows */
     if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
         history >= many || limit < 1 || limit >= many || nbytes < 1 || opening < 0 || opening >= OPENINGS ||
-        sync_every < 0 || sync_offset < 0 || sync_offset >= many) {
+        quorum < 1 || quorum > size || sync_every < 0 || sync_offset < 0 || sync_offset >= many || cores < 1) {
         PyErr_SetString(PyExc_ValueError, "these are no rounds");
         return NULL;
     }

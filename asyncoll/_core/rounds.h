@@ -5,8 +5,7 @@
  *   rounds.c         the type: a call up to its first wait
  *   whole_calls.c    a whole call, if it is over at once
  *
- * The cells are those that `RoundRecord` (asyncoll/algorithms/rounds/round_record.py) and `BlockTable`
- * (asyncoll/algorithms/rounds/block_table.py) declare. Other ranks write them. Numbers of blocks and rounds from there are
+ * The cells are those that asyncoll/algorithms/rounds/round_cells.py declares. Other ranks write them. Numbers of blocks and rounds from there are
  * checked before they are used as indices.
  */
 #ifndef ASYNCOLL_ROUNDS_H
@@ -17,40 +16,7 @@
 #include <string.h>
 #include <time.h>
 
-/* round_cells.py: Head, Row and Kept, in this order, and the constants. */
-enum { LATEST, RUNNING, CLAIMED, DONE, CHUNKS, HEAD_CELLS };
-enum {
-    STAGED,
-    STAGED_AT,
-    TICKET,
-    WEIGHT,
-    SOURCE,
-    SOURCE_AT,
-    ROUND,
-    BLOCK,
-    ACTIVE,
-    ABSENT,
-    TAKEN,
-    HERE,
-    WAITS_FOR,
-    GRANTED,
-    GRANTED_BLOCK,
-    GRANTED_ACTIVE,
-    GRANTED_ABSENT,
-    GRANTED_TAKEN,
-    WAITED_NS,
-    LATE_NS,
-    ROW_CELLS
-};
-enum { KEPT_NUMBER, KEPT_BLOCK, KEPT_ACTIVE, KEPT_ABSENT, KEPT_TAKEN, KEPT_CELLS };
-enum { BEGINNINGS = 64, HELPED = 4, CHUNK_BYTES = 1 << 17 };
-
 static const int64_t ROUNDS_MAX = INT64_C(1) << 62; /* no operation comes so far */
-
-/* block_table.py: _FREE, _MADE and _HEAD, _BITS, NONE and LENT. */
-enum { FREE, MADE, TABLE_HEAD };
-enum { BITS = 63 };
-enum { NONE = 0, LENT = -1 };
 
 /* The openings whose rules are here. Their names are `native.openings`: Python carries out rounds of any other. */
 enum { SOLO, MAJORITY, QUORUM, OPENINGS };
@@ -82,7 +48,7 @@ typedef struct {
     int64_t words; /* of a bitmap */
     Tracing trace;
     /* for `at_once`; NULL until `attach`: */
-    PyObject *answer;     /* the type of answers.c */
+    PyObject *answer;     /* the type of awaitables.c */
     PyObject *reduction;  /* the class `Reduction` (asyncoll/algorithms/rounds/reduction.py) */
     PyObject *fields;     /* its slots, in the order of its fields, as a tuple */
     PyObject *everyone;   /* all ranks, as a tuple */
@@ -120,11 +86,6 @@ static inline int64_t minus(int64_t a, int64_t b)
     return (int64_t)((uint64_t)a - (uint64_t)b);
 }
 
-static inline int64_t larger(int64_t a, int64_t b)
-{
-    return a > b ? a : b;
-}
-
 static inline int64_t *row_of(const Rounds *self, int64_t rank)
 {
     return self->rows + rank * ROW_CELLS;
@@ -152,20 +113,14 @@ static inline double weight_at(const int64_t *cell)
     return weight;
 }
 
-static inline bool is_synchronous(const Rounds *self, int64_t number)
+static inline bool waits_for_all(const Rounds *self, int64_t number)
 {
-    return self->sync_every > 0 && (number + self->sync_offset) % self->sync_every == 0;
-}
-
-/* How many rounds there are results of: the newest one, those of history, and one that is being written. */
-static inline int64_t kept_rounds(const Rounds *self)
-{
-    return self->history + 2;
+    return is_synchronous(number, self->sync_every, self->sync_offset);
 }
 
 static inline int64_t *results_of(const Rounds *self, int64_t number)
 {
-    return self->results + (int64_t)((uint64_t)number % (uint64_t)kept_rounds(self)) * self->size * KEPT_CELLS;
+    return self->results + (int64_t)((uint64_t)number % (uint64_t)kept_rounds(self->history)) * self->size * KEPT_CELLS;
 }
 
 /* Store a cell that decides where contributions are (unpublished.py). The process may be killed just before or after it:
@@ -206,7 +161,7 @@ int64_t rounds_take_block(Rounds *self);
 void rounds_keep_block(Rounds *self, int64_t block);
 void rounds_drop_block(Rounds *self, int64_t block);
 
-/* `block` is a result of the contributions of `group` in `column` (STAGED or SOURCE): `BlockTable.sign`. */
+/* `block` is a result of the contributions of `group` in `column` (RANK_CELLS_STAGED or RANK_CELLS_SOURCE): `BlockTable.sign`. */
 void rounds_sign_block(Rounds *self, int64_t block, int64_t group, double weight, int column);
 
 /* This rank has opened round `number`. There is a sink. */

@@ -93,8 +93,8 @@ DEFINE_SELECT(select_64_64, hits_64, int64_t, int64_t, INT64_MAX)
 static PyObject *select_held(const Py_buffer *x, int64_t least, const Py_buffer *indices, const Py_buffer *values)
 {
     size_t elements = elements_of(x), room = elements_of(values), count;
-    if (!is_4_or_8(x) || !is_4_or_8(indices) || values->itemsize != x->itemsize || elements_of(indices) != room ||
-        least < 1 || (x->itemsize == 4 && least > INT32_MAX) ||
+    if (!has_integers(x) || !has_integers(indices) || !has_integers(values) || values->itemsize != x->itemsize ||
+        elements_of(indices) != room || least < 1 || (x->itemsize == 4 && least > INT32_MAX) ||
         (indices->itemsize == 4 && elements > (size_t)INT32_MAX + 1)) {
         PyErr_SetString(PyExc_ValueError, "the arrays do not belong together, or no element has such a magnitude");
         return NULL;
@@ -207,7 +207,7 @@ DEFINE_KEEP(keep_64_64, int64_t, int64_t, INT64_MAX)
 static PyObject *keep_held(const Py_buffer *indices, const Py_buffer *values, int64_t k)
 {
     size_t elements = elements_of(values), count = elements;
-    if (!is_4_or_8(indices) || !is_4_or_8(values) || elements_of(indices) != elements || k < 1) {
+    if (!has_integers(indices) || !has_integers(values) || elements_of(indices) != elements || k < 1) {
         PyErr_SetString(PyExc_ValueError, "the arrays do not belong together, or k is not positive");
         return NULL;
     }
@@ -241,7 +241,8 @@ PyObject *keep_largest_in_python(PyObject *module, PyObject *arguments)
 
 static PyObject *count_held(const Py_buffer *values, int64_t least, int shift, const Py_buffer *into)
 {
-    if (!is_4_or_8(values) || into->itemsize != 8 || least < 0 || shift < 0 || shift >= 8 * values->itemsize) {
+    if (!has_integers(values) || !has_integers(into) || into->itemsize != 8 || least < 0 || shift < 0 ||
+        shift >= 8 * values->itemsize) {
         PyErr_SetString(PyExc_ValueError, "the arrays have other widths, or there are no such magnitudes");
         return NULL;
     }

@@ -14,10 +14,6 @@
 #include <structmember.h>
 #include <time.h>
 
-/* Calls that are over when they are awaited, before the caller's loop turns: CALLS_PER_TURN of
- * asyncoll/runtime/progress.py. */
-enum { CALLS_PER_TURN = 64 };
-
 /* Entries of the table of kinds, a power of two, and how many of them are used. */
 enum { KINDS = 256, KINDS_MAX = 192 };
 
@@ -79,38 +75,30 @@ typedef struct {
     long long start, length, first;     /* of this rank's shared memory: pointer, bytes, address of the first byte */
     long long private_min, private_max; /* bytes of arrays that the others may read where they are */
     double ended_s;                     /* when the last call ended */
-    int turn;                           /* calls since the caller's loop has turned */
+    int calls_in_row;                   /* that have ended since the caller's loop has turned */
     int known;                          /* entries of `kinds` that are used */
     Tracing trace;
     Kind barriers;
     Kind *kinds;
 } ShortCalls;
 
-/* The states of a call. */
-enum {
-    BEGUN,   /* this rank has arrived; its caller, or the runtime, is to go on */
-    ENDED,   /* its caller has not got the result yet */
-    RESTING, /* its caller drives the coroutine `rest` */
-    AWAITED, /* its caller has the result or an exception, or has closed it */
-};
-
+/* It is BEGUN once this rank has arrived. */
 typedef struct {
-    PyObject_HEAD
+    Awaitable head;
     PyObject *weak_references;
     ShortCalls *calls;
     Kind *kind;
-    PyObject *array;  /* None for a barrier */
-    PyObject *result; /* what the caller gets */
+    PyObject *array; /* None for a barrier */
     PyObject *entry;
     PyObject *expires_s;
-    PyObject *rest;
     Py_buffer bytes;
     long long number, address; /* the address is that of `array`, if the others see it */
     double since_s;
-    int state;
     bool is_looked_at; /* by a thread in `look`, so that no other thread goes on with it */
     bool is_wanted;    /* another thread is to go on with it */
 } ShortCall;
+
+static const Ways ways;
 
 static double now_s(void)
 {
@@ -152,7 +140,8 @@ static PyObject *learn(PyObject *object, PyObject *arguments)
         return NULL;
     const Meeting meeting = {.fingerprint = fingerprint, .divisor = divisor, .done = done, .kernel = kernel};
     bool fits = key == Py_None ? nbytes == 0 && done == 1
-                               : nbytes > 0 && nbytes == done && kernel > 0 && kernel_at(kernel) && divisor > 0;
+                               : nbytes > 0 && nbytes == done && divisor > 0 && kernel_at(kernel) &&
+                                     nbytes % (long long)kernel_element_size(kernel) == 0;
     if (!fits) {
         PyErr_SetString(PyExc_ValueError, "this is no kind of short calls");
         return NULL;
@@ -264,7 +253,10 @@ static int tell_waiting(ShortCalls *self, PyObject *number)
 static int end(ShortCall *call, bool is_last)
 {
     ShortCalls *self = call->calls;
-    call->state = ENDED;
+    call->head.state = ENDED;
+    call->head.turns = ++self->calls_in_row == CALLS_PER_TURN;
+    if (call->head.turns)
+        self->calls_in_row = 0;
     forget(call);
     *(is_last ? &call->kind->reduced : &call->kind->received) += 1;
     self->ended_s = now_s();
@@ -399,10 +391,11 @@ static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *
             PyBuffer_Release(bytes);
         return NULL;
     }
+    call->head.ways = &ways;
     call->calls = (ShortCalls *)Py_NewRef((PyObject *)self);
     call->kind = kind;
     call->array = Py_NewRef(array);
-    call->result = Py_NewRef(result);
+    call->head.result = Py_NewRef(result);
     call->bytes = *bytes;
     call->number = self->last + 1;
     call->entry = describe(self, kind, call->number);
@@ -575,14 +568,6 @@ static PyObject *trace(PyObject *object, PyObject *arguments)
 
 /* -- the awaitable -------------------------------------------------------------------------------- */
 
-/* Let go of a call that its caller drives no longer. */
-static void leave(ShortCall *call)
-{
-    call->state = AWAITED;
-    forget(call);
-    Py_CLEAR(call->rest);
-}
-
 /* Look whether the result is there, for the caller, which has come back. Returns 1 if the call is over. */
 static int look(ShortCall *call)
 {
@@ -601,7 +586,7 @@ static int look(ShortCall *call)
 /* Whether the call waits for its caller, and no thread looks at it. -1 with an exception. */
 static int is_held(const ShortCall *call)
 {
-    if (call->state != BEGUN || call->is_looked_at || call->calls->parts[HELD] == Py_None)
+    if (call->head.state != BEGUN || call->is_looked_at || call->calls->parts[HELD] == Py_None)
         return 0;
     return PyDict_Contains(call->calls->parts[HELD], (PyObject *)call);
 }
@@ -618,8 +603,9 @@ static int take_out(ShortCall *call)
 }
 
 /* The first step of an `await`: end the call, or make `rest`. Returns 0, or -1 with an exception. */
-static int resume(ShortCall *call)
+static int resume(Awaitable *head)
 {
+    ShortCall *call = (ShortCall *)head;
     ShortCalls *self = call->calls;
     /* Exactly one of the caller and the runtime removes the call from `held`, and goes on with it. */
     int is_mine = PyDict_Contains(self->parts[HELD], (PyObject *)call);
@@ -630,127 +616,17 @@ static int resume(ShortCall *call)
     int is_unsafe = is_mine && call->address ? may_handler_raise(self) : 0;
     if (is_mine && !is_unsafe && look(call) > 0)
         return 0;
-    call->rest = is_mine ? go_on(call) : PyObject_CallMethod(self->parts[RUNNER], "taken", "O", call);
-    call->state = RESTING;
-    return call->rest ? 0 : -1;
+    head->rest = is_mine ? go_on(call) : PyObject_CallMethod(self->parts[RUNNER], "taken", "O", call);
+    head->state = RESTING;
+    return head->rest ? 0 : -1;
 }
 
-static PySendResult send(PyObject *object, PyObject *value, PyObject **result)
+static void forget_array(Awaitable *head)
 {
-    ShortCall *call = (ShortCall *)object;
-    *result = NULL;
-    if (call->state == AWAITED) {
-        PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
-        return PYGEN_ERROR;
-    }
-    if (call->state == BEGUN && resume(call) < 0) {
-        leave(call);
-        return PYGEN_ERROR;
-    }
-    if (call->state == ENDED) {
-        if (++call->calls->turn >= CALLS_PER_TURN) {
-            call->calls->turn = 0;
-            *result = Py_NewRef(Py_None); /* what `asyncio.sleep(0)` yields */
-            return PYGEN_NEXT;
-        }
-        call->state = AWAITED;
-        *result = call->result;
-        call->result = NULL;
-        return PYGEN_RETURN;
-    }
-    PyObject *rest = Py_NewRef(call->rest);
-    PySendResult how = PyIter_Send(rest, value, result);
-    Py_DECREF(rest);
-    if (how != PYGEN_NEXT)
-        leave(call);
-    return how;
+    forget((ShortCall *)head);
 }
 
-/* The same for callers in Python: the result is the value of a StopIteration. */
-static PyObject *send_in_python(PyObject *object, PyObject *value)
-{
-    PyObject *result;
-    PySendResult how = send(object, value, &result);
-    if (how != PYGEN_RETURN)
-        return result;
-    PyObject *stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, result, NULL);
-    if (stop)
-        PyErr_SetObject(PyExc_StopIteration, stop);
-    Py_XDECREF(stop);
-    Py_DECREF(result);
-    return NULL;
-}
-
-static PyObject *next(PyObject *object)
-{
-    return send_in_python(object, Py_None);
-}
-
-static PyObject *itself(PyObject *object)
-{
-    return Py_NewRef(object);
-}
-
-/* Raise the exception of the arguments of `throw`: an exception, or a class and a value. */
-static PyObject *raise(PyObject *const *arguments, Py_ssize_t count)
-{
-    PyObject *type = arguments[0], *value = count > 1 && arguments[1] != Py_None ? arguments[1] : NULL;
-    if (PyExceptionInstance_Check(type))
-        PyErr_SetObject((PyObject *)Py_TYPE(type), type);
-    else if (PyExceptionClass_Check(type))
-        PyErr_SetObject(type, value);
-    else
-        PyErr_SetString(PyExc_TypeError, "exceptions must be classes or instances deriving from BaseException");
-    return NULL;
-}
-
-/* `throw(error)`. A task that is cancelled before its first step throws at once; a call that has begun takes its first
- * step nevertheless, so that the cancellation reaches it. */
-static PyObject *throw(PyObject *object, PyObject *const *arguments, Py_ssize_t count)
-{
-    ShortCall *call = (ShortCall *)object;
-    PyObject *result = NULL;
-    if (count < 1) {
-        PyErr_SetString(PyExc_TypeError, "throw(error)");
-        return NULL;
-    }
-    if (call->state == BEGUN) {
-        PySendResult how = send(object, Py_None, &result);
-        Py_CLEAR(result);
-        if (how == PYGEN_ERROR)
-            return NULL;
-    }
-    if (call->state != RESTING) {
-        leave(call);
-        return raise(arguments, count);
-    }
-    PyObject *rest = Py_NewRef(call->rest);
-    PyObject *method = PyObject_GetAttrString(rest, "throw");
-    if (method)
-        result = PyObject_CallFunctionObjArgs(method, arguments[0], count > 1 ? arguments[1] : NULL,
-                                              count > 2 ? arguments[2] : NULL, NULL);
-    Py_XDECREF(method);
-    Py_DECREF(rest);
-    if (!result)
-        leave(call);
-    return result;
-}
-
-/* `close()`: the caller does not want the result. The runtime goes on with a call that has begun. */
-static PyObject *close_call(PyObject *object, PyObject *unused)
-{
-    ShortCall *call = (ShortCall *)object;
-    (void)unused;
-    if (call->state != RESTING) {
-        call->state = AWAITED;
-        Py_RETURN_NONE;
-    }
-    PyObject *rest = Py_NewRef(call->rest);
-    PyObject *closed = PyObject_CallMethod(rest, "close", NULL);
-    Py_DECREF(rest);
-    leave(call);
-    return closed;
-}
+static const Ways ways = {.resume = resume, .left = forget_array};
 
 /* `look()`: see asyncoll.runtime.handles.Shared. The call stays in `held` meanwhile, so an exception loses nothing. */
 static PyObject *look_in_any_thread(PyObject *object, PyObject *unused)
@@ -762,10 +638,10 @@ static PyObject *look_in_any_thread(PyObject *object, PyObject *unused)
         call->is_looked_at = true;
         outcome = look(call);
         call->is_looked_at = false;
-        if (call->state == ENDED && take_out(call) < 0)
+        if (call->head.state == ENDED && take_out(call) < 0)
             outcome = -1;
     }
-    return outcome < 0 ? NULL : PyBool_FromLong(call->state == ENDED);
+    return outcome < 0 ? NULL : PyBool_FromLong(call->head.state == ENDED);
 }
 
 /* `claim()`: see asyncoll.runtime.handles.Shared. */
@@ -798,10 +674,10 @@ static int traverse_call(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(call->calls);
     Py_VISIT(call->array);
-    Py_VISIT(call->result);
+    Py_VISIT(call->head.result);
     Py_VISIT(call->entry);
     Py_VISIT(call->expires_s);
-    Py_VISIT(call->rest);
+    Py_VISIT(call->head.rest);
     return 0;
 }
 
@@ -810,9 +686,9 @@ static int clear_call(PyObject *object)
 {
     ShortCall *call = (ShortCall *)object;
     forget(call);
-    Py_CLEAR(call->result);
+    Py_CLEAR(call->head.result);
     Py_CLEAR(call->expires_s);
-    Py_CLEAR(call->rest);
+    Py_CLEAR(call->head.rest);
     return 0;
 }
 
@@ -832,9 +708,6 @@ static void destroy_call(PyObject *object)
 }
 
 static PyMethodDef call_methods[] = {
-    {"send", send_in_python, METH_O, NULL},
-    {"throw", (PyCFunction)(void (*)(void))throw, METH_FASTCALL, NULL},
-    {"close", close_call, METH_NOARGS, NULL},
     {"look", look_in_any_thread, METH_NOARGS, NULL},
     {"claim", claim, METH_NOARGS, NULL},
     {"finish", finish, METH_NOARGS, NULL},
@@ -843,7 +716,7 @@ static PyMethodDef call_methods[] = {
 
 static PyMemberDef call_members[] = {
     {"array", T_OBJECT, offsetof(ShortCall, array), READONLY, NULL},
-    {"result", T_OBJECT, offsetof(ShortCall, result), READONLY, NULL},
+    {"result", T_OBJECT, offsetof(ShortCall, head.result), READONLY, NULL},
     {"entry", T_OBJECT, offsetof(ShortCall, entry), READONLY, NULL},
     {"since_s", T_DOUBLE, offsetof(ShortCall, since_s), READONLY, NULL},
     {"expires_s", T_OBJECT, offsetof(ShortCall, expires_s), READONLY, NULL},
@@ -852,16 +725,8 @@ static PyMemberDef call_members[] = {
 };
 
 static PyType_Slot call_slots[] = {
-    {Py_tp_dealloc, destroy_call},
-    {Py_tp_traverse, traverse_call},
-    {Py_tp_clear, clear_call},
-    {Py_tp_methods, call_methods},
-    {Py_tp_members, call_members},
-    {Py_am_await, itself},
-    {Py_am_send, send},
-    {Py_tp_iter, itself},
-    {Py_tp_iternext, next},
-    {0, NULL},
+    {Py_tp_dealloc, destroy_call}, {Py_tp_traverse, traverse_call}, {Py_tp_clear, clear_call},
+    {Py_tp_methods, call_methods}, {Py_tp_members, call_members},   {0, NULL},
 };
 
 PyType_Spec short_call_spec = {

@@ -13,9 +13,21 @@ enum {
 
 /* -- arrays ----------------------------------------------------------------------------------- */
 
-bool is_4_or_8(const Py_buffer *view)
+/* Whether the code of the format, which numpy puts behind the byte order if it gives one, is among `codes`. */
+static bool is_one_of(const Py_buffer *view, const char *codes)
 {
-    return view->itemsize == 4 || view->itemsize == 8;
+    size_t length = view->format ? strlen(view->format) : 0;
+    return length && strchr(codes, view->format[length - 1]);
+}
+
+bool has_integers(const Py_buffer *view)
+{
+    return is_one_of(view, "ilq") && (view->itemsize == 4 || view->itemsize == 8);
+}
+
+bool has_floats(const Py_buffer *view)
+{
+    return is_one_of(view, "fd") && (view->itemsize == 4 || view->itemsize == 8);
 }
 
 size_t elements_of(const Py_buffer *view)
@@ -26,7 +38,8 @@ size_t elements_of(const Py_buffer *view)
 bool hold_views(PyObject **objects, Py_buffer *views, int count, int readable)
 {
     for (int held = 0; held < count; held++)
-        if (PyObject_GetBuffer(objects[held], &views[held], held < readable ? PyBUF_ND : PyBUF_ND | PyBUF_WRITABLE)) {
+        if (PyObject_GetBuffer(objects[held], &views[held],
+                               PyBUF_FORMAT | PyBUF_ND | (held < readable ? 0 : PyBUF_WRITABLE))) {
             release_views(views, held);
             return false;
         }
@@ -143,11 +156,12 @@ static Py_ssize_t sum_rests(const Kind *kind, Rest *rests, size_t count, int64_t
     return found;
 }
 
-/* The kind of parts whose indices and values have these widths, or NULL. */
+/* The kind of parts whose indices and values are of these dtypes, or NULL. */
 static const Kind *kind_of(const Py_buffer *indices, const Py_buffer *values)
 {
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++)
-        if (indices->itemsize == (Py_ssize_t)kinds[i].index && values->itemsize == (Py_ssize_t)kinds[i].value)
+        if (has_integers(indices) && indices->itemsize == (Py_ssize_t)kinds[i].index && has_floats(values) &&
+            values->itemsize == (Py_ssize_t)kinds[i].value)
             return &kinds[i];
     return NULL;
 }
@@ -159,7 +173,7 @@ static int hold_parts(PyObject *const lists[2], int parts, Py_buffer *views)
     int held = 0;
     for (; held < 2 * parts; held++) {
         PyObject *array = PySequence_GetItem(lists[held % 2], held / 2);
-        int failed = array ? PyObject_GetBuffer(array, &views[held], PyBUF_ND) : -1;
+        int failed = array ? PyObject_GetBuffer(array, &views[held], PyBUF_FORMAT | PyBUF_ND) : -1;
         Py_XDECREF(array);
         if (failed)
             break;
@@ -261,8 +275,8 @@ DEFINE_COMMON(common_64, int64_t)
 static PyObject *common_held(const Py_buffer *one, const Py_buffer *other, const Py_buffer *found)
 {
     size_t ones = elements_of(one), others = elements_of(other), count;
-    if (!is_4_or_8(one) || other->itemsize != one->itemsize || found->itemsize != one->itemsize ||
-        elements_of(found) < ones) {
+    if (!has_integers(one) || !has_integers(other) || !has_integers(found) || other->itemsize != one->itemsize ||
+        found->itemsize != one->itemsize || elements_of(found) < ones) {
         PyErr_SetString(PyExc_ValueError, "the indices have different widths, or there is no room for all");
         return NULL;
     }

@@ -2,18 +2,17 @@
  *
  * The counterpart of `Repeat.start` and `_PromptCall` (asyncoll/algorithms/rounds/repeats.py and operations.py), with the
  * accounting of `Engine` and the turns of `CallOrder`. No bytecode runs between the beginning of a call and its answer,
- * so an exception of a signal handler finds the call not begun, or over: see answers.c.
+ * so an exception of a signal handler finds the call not begun, or over: see awaitables.c.
  */
 #include "rounds.h"
 
-/* engine.py: _AIM, _STALE, _LAGS, and the number of cells. */
-enum { AIM, STALE, LAGS, ENGINE_CELLS = 64 };
+/* The fields of a `Reduction` (reduction.py), in the order in which `reduction_of` has their values. */
+static const char *const reduction_fields[] = {"round", "active", "included", "skipped",  "synchronous", "missed",
+                                               "group", "ranks",  "lag",      "waited_s", "result"};
+enum { REDUCTION_FIELDS = sizeof reduction_fields / sizeof *reduction_fields };
 
 /* call_order.py: the attributes of a CallOrder. */
 enum { ORDER_NUMBERS, ORDER_NOW, ORDER_OVER, ORDER_WAITING };
-
-/* progress.py: CALLS_PER_TURN. */
-enum { CALLS_PER_TURN = 64 };
 
 /* The turn of a call that begins now; NULL if an earlier call of this rank is under way, or with an exception set. */
 static PyObject *take_turn(Rounds *self)
@@ -77,13 +76,13 @@ static bool is_sound(const Rounds *self, int64_t block)
 /* Whether the blocks that a call uses have memory: those that it takes, the staged ones, and the newest result. */
 static bool has_sound_blocks(const Rounds *self)
 {
-    int64_t count = free_count(self), latest = self->head[LATEST];
+    int64_t count = free_count(self), latest = self->head[HEAD_LATEST];
     if (count < 2 || count > self->limit || !is_sound(self, self->stack[count - 1]) ||
         !is_sound(self, self->stack[count - 2]) ||
         !is_sound(self, results_of(self, latest)[self->rank * KEPT_CELLS + KEPT_BLOCK]))
         return false;
     for (int64_t rank = 0; rank < self->size; rank++) {
-        if (!is_sound(self, row_of(self, rank)[STAGED]))
+        if (!is_sound(self, row_of(self, rank)[RANK_CELLS_STAGED]))
             return false;
     }
     return true;
@@ -93,10 +92,10 @@ static bool has_sound_blocks(const Rounds *self)
  * late and given the newest one. Under the lock; changes nothing. */
 static bool ends_at_once(Rounds *self, int64_t aim)
 {
-    int64_t latest = self->head[LATEST], *here = &row_of(self, self->rank)[HERE];
-    bool needs_drawn = self->opening == MAJORITY && !is_synchronous(self, latest + 1);
+    int64_t latest = self->head[HEAD_LATEST], *here = &row_of(self, self->rank)[RANK_CELLS_HERE];
+    bool needs_drawn = self->opening == MAJORITY && !waits_for_all(self, latest + 1);
     if (latest < 0 || latest >= ROUNDS_MAX || latest < aim - 1 || latest - aim >= ENGINE_CELLS - LAGS ||
-        self->head[RUNNING] || (needs_drawn && self->planned != latest + 1) || !has_sound_blocks(self))
+        self->head[HEAD_RUNNING] || (needs_drawn && self->planned != latest + 1) || !has_sound_blocks(self))
         return false;
     if (latest >= aim)
         return !rounds_late_call_opens(self, latest + 1);
@@ -119,7 +118,7 @@ static void divide_result(const Rounds *self, const Py_buffer *flat, int64_t act
 /* Under the lock: carry out a call that `ends_at_once`. Returns the ranks in its result; NULL with an exception set. */
 static PyObject *carry_out(Rounds *self, Call *call, const Py_buffer *flat, int64_t aim)
 {
-    call->number = self->head[LATEST] < aim ? aim : 0;
+    call->number = self->head[HEAD_LATEST] < aim ? aim : 0;
     rounds_count_late(self, aim, call->came_ns);
     if (rounds_stage(self, call, flat, 1.0) < 0 || rounds_come(self, call, aim) < 0 ||
         rounds_copy_result(self, call, flat) < 0)
@@ -145,12 +144,12 @@ static int64_t deliver(Rounds *self, const Call *call, bool *included)
 }
 
 /* The `Reduction` of a call of `array`; NULL with an exception set. Its class is written in Python, and its `__init__`
- * would be bytecode: see answers.c. */
+ * would be bytecode: see awaitables.c. */
 static PyObject *reduction_of(Rounds *self, const Call *call, PyObject *ranks, bool included, int64_t lag,
                               PyObject *array)
 {
     int64_t number = call->kept[KEPT_NUMBER];
-    bool synchronous = is_synchronous(self, number) && !call->kept[KEPT_ABSENT];
+    bool synchronous = waits_for_all(self, number) && !call->kept[KEPT_ABSENT];
     allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->reduction, Py_tp_alloc);
     PyObject *made = allocate((PyTypeObject *)self->reduction, 0);
     PyObject *values =
@@ -245,17 +244,29 @@ PyObject *rounds_at_once(PyObject *object, PyObject *array)
     return turn ? end_call(self, turn, answer) : answer;
 }
 
-/* `attach(answer, reduction, fields, turns, owed, engine, divisor)`: what `at_once` needs. */
+/* Whether these slots of a class are those of `reduction_fields`. A field that the core does not know would stay empty. */
+static bool has_known_fields(PyObject *slots)
+{
+    bool is = PyTuple_Size(slots) == REDUCTION_FIELDS;
+    for (Py_ssize_t i = 0; is && i < REDUCTION_FIELDS; i++) {
+        PyObject *name = PyObject_GetAttrString(PyTuple_GetItem(slots, i), "__name__");
+        is = name && PyUnicode_Check(name) && PyUnicode_CompareWithASCIIString(name, reduction_fields[i]) == 0;
+        Py_XDECREF(name);
+    }
+    return is;
+}
+
+/* `attach(reduction, fields, turns, owed, engine, divisor)`: what `at_once` needs. */
 PyObject *rounds_attach(PyObject *object, PyObject *arguments)
 {
     Rounds *self = (Rounds *)object;
-    PyObject *answer, *reduction, *fields, *turns[4], *owed, *engine;
+    PyObject *reduction, *fields, *turns[4], *owed, *engine;
     long long divisor;
-    if (!PyArg_ParseTuple(arguments, "OO!O!(OO!O!O!)OOL:attach", &answer, &PyType_Type, &reduction, &PyTuple_Type,
-                          &fields, &turns[ORDER_NUMBERS], &PyList_Type, &turns[ORDER_NOW], &PySet_Type,
-                          &turns[ORDER_OVER], &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor))
+    if (!PyArg_ParseTuple(arguments, "O!O!(OO!O!O!)OOL:attach", &PyType_Type, &reduction, &PyTuple_Type, &fields,
+                          &turns[ORDER_NUMBERS], &PyList_Type, &turns[ORDER_NOW], &PySet_Type, &turns[ORDER_OVER],
+                          &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor))
         return NULL;
-    if (self->answer || !is_answer_type(answer) || PyTuple_Size(fields) < 11 || !PyIter_Check(turns[ORDER_NUMBERS]) ||
+    if (self->answer || !has_known_fields(fields) || !PyIter_Check(turns[ORDER_NUMBERS]) ||
         PyList_Size(turns[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->is_long || self->history ||
         divisor < 0)
         return PyErr_Format(PyExc_ValueError, "these calls cannot be over at once");
@@ -274,8 +285,9 @@ PyObject *rounds_attach(PyObject *object, PyObject *arguments)
     self->fields = Py_NewRef(fields);
     self->owed = Py_NewRef(owed);
     self->divisor = divisor;
-    self->answer = Py_NewRef(answer); /* last: now `at_once` may be called */
-    Py_RETURN_NONE;
+    PyObject *module = PyType_GetModule(Py_TYPE(object));
+    self->answer = module ? PyObject_GetAttrString(module, "Answer") : NULL; /* last: now `at_once` may be called */
+    return self->answer ? Py_NewRef(Py_None) : NULL;
 }
 
 int rounds_visit_attached(Rounds *self, visitproc visit, void *arg)

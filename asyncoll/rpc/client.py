@@ -29,7 +29,7 @@ from asyncoll.rpc.server import depth
 from asyncoll.rpc.service import METHODS, is_name
 from asyncoll.rpc.shown import Sender
 from asyncoll.rpc.window import Slots
-from asyncoll.runtime.deadlines import clock, expires_s, remaining_s
+from asyncoll.runtime.deadlines import clock, expiry, remaining_s
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
 
@@ -181,7 +181,7 @@ class Client:
 
     def _ends_s(self) -> float:
         """When a caller in this context stops waiting: after `patience_s`, or at its own deadline."""
-        expires = expires_s()
+        expires = expiry.get()
         if self._patience_s == math.inf:
             return math.inf if expires is None else expires
         ends_s = self._now_s() + self._patience_s
@@ -241,8 +241,8 @@ class Client:
             seconds = remaining_s()
         deferred = [tensor for tensor in staged if tensor.is_deferred] if staged else staged
         slots, nbytes = self._slots[peer, level], len(body)
-        if arrays:
-            nbytes += sum(array.nbytes for array in arrays)
+        for array in arrays:
+            nbytes += array.nbytes
         if not slots.take_nowait(nbytes):
             await self._in_time(lambda: self._unless_failed(slots.take(nbytes)), ends_s, request)
             seconds = remaining_s()

@@ -312,7 +312,7 @@ class _Decoder:
             np.minimum(flat, 1, out=flat)  # numpy and torch misbehave with a bool of another byte than 0 or 1
         if family == _TORCH and not len(memory):
             return torch_view(np.empty(shape, storage), DTYPES[dtype])
-        make = _maker(family, dtype, shape)
+        make = torch_maker(DTYPES[dtype], shape) if family == _TORCH else _numpy_maker(family, dtype, shape)
         if where == _INSIDE and storage.kind != "b" and len(_known) < _KNOWN_MAX:
             _known[form] = _Known(len(body), make)
         return make(memory)
@@ -385,10 +385,8 @@ class _Known(NamedTuple):
 _known: dict[bytes, _Known] = {}
 
 
-def _maker(family: int, dtype: int, shape: tuple[int, ...]) -> Callable[[Any], Any]:
-    """A function that makes an array of this kind over the memory that it is given."""
-    if family == _TORCH:
-        return torch_maker(DTYPES[dtype], shape)
+def _numpy_maker(family: int, dtype: int, shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    """A function that makes a numpy array or scalar over the memory that it is given."""
     flat = partial(np.frombuffer, dtype=_STORAGE[dtype])
     if family == _SCALAR:
         return lambda memory: flat(memory)[0]

@@ -62,6 +62,11 @@ class Operand(NamedTuple):
     def is_torch(self) -> bool:
         return not isinstance(self.source, np.ndarray)
 
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return self.flat.size
+
     def write_back(self) -> None:
         """Put `flat` back into the caller's tensor, if it is a copy."""
         if not self.copied:
@@ -159,6 +164,23 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
     if isinstance(x, Metrics):
         remedy = "give it beside tensors, as in [x, metrics], to a wait-avoiding call"
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: {remedy}")
+
+
+def one_for_each(xs: object, size: int, operation: str) -> list[Operand]:
+    """The tensors of a call that has one for each of `size` ranks. Raises UsageError if `xs` are none."""
+    no_sequence = (TypeError, RuntimeError, ValueError) if is_tensor(xs) else TypeError
+    try:
+        given = list(xs)  # type: ignore[call-overload]
+    except no_sequence:
+        given = []
+    if len(given) != size:
+        what = f"{len(given)}" if given else f"{xs!r:.60}"
+        raise UsageError(f"{operation} needs one tensor for each of the {size} ranks, got {what}")
+    operands = [as_operand(x, may_stage=True) for x in given]
+    check_devices(operands)
+    if len({operand.dtype for operand in operands}) > 1:
+        raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
+    return operands
 
 
 def is_in_mode() -> bool:

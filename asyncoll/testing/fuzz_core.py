@@ -32,11 +32,11 @@ from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
 from asyncoll.algorithms.dense.rendezvous import RendezvousArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.compiled_rounds import rounds_of
 from asyncoll.algorithms.rounds.one_sided import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_cells import BlockLayout
 from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
@@ -45,8 +45,9 @@ from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.operands import bundle
 from asyncoll.tensors.reductions import ReduceOp, kernel_number
 from asyncoll.transport.control_block import DOORBELLS, control_block_bytes
+from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory.arena import HostArena, local_world
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, LockPolicy, RobustMutex
+from asyncoll.transport.memory.mutex import LockPolicy, RobustMutex
 
 _SIZES = Sizes(
     shown=1 << 9, short=1 << 11, chunk=1 << 9, window=1 << 9, piece=1 << 9, whole=1 << 11, private=1 << 62, calls=2
@@ -54,7 +55,6 @@ _SIZES = Sizes(
 _ALLOWED = (AsyncollError, OSError, TypeError, ValueError, OverflowError, IndexError, BufferError, MemoryError)
 _CANARY = bytes(range(200, 232))
 _BATCH = 200  # inputs on one world
-_LAST = 1  # what `Meetings.arrive` returns if this rank is to reduce
 _ADDRESSES = 1 << 40  # those of the arena are below
 _SEGMENT = 1 << 20  # bytes of the memory of a rank that the rounds see
 _PTHREAD_BYTES = 40  # on x86-64; 48 on ARM, where the last 8 bytes of it are not damaged either
@@ -236,9 +236,7 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
         for number in range(1, 4):
             array = None if number == 2 else np.ones(draw.choice((8, 128)))
             for rank, meetings in enumerate(ranks):
-                if meetings.arrive(number, signed(number), array, 0, sum_of, 1, rank == 0) == _LAST:
-                    states.append(areas[0].control_block.cells.tobytes())
-                    meetings.publish(number, 1 if array is None else array.nbytes, rank == 0)
+                meetings.arrive(number, signed(number), array, 0, sum_of, 1, rank == 0)
                 states.append(areas[0].control_block.cells.tobytes())
                 numbers.append(number)
         areas_cells = len(areas[0].control_block.cells)
@@ -271,7 +269,6 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
     polls, sleep_ns = _exactly(lambda draw: draw.randrange(3)), _exactly(lambda draw: draw.randrange(200))
     methods = {
         "arrive": [valid, fingerprint, any_array, address, _Argument(_kernel), _divisor, _flag],
-        "publish": [valid, done, _flag],
         "complete": [valid, done, any_array, _flag],
         "look": [valid, done, polls, sleep_ns, _Argument(_kernel), _divisor],
     }

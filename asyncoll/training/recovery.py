@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import asyncoll
@@ -43,8 +43,12 @@ class Recovery:
     `close` and `end` may be called in another thread, which is the one that changes the state.
     """
 
-    def __init__(self, comm: asyncoll.Communicator, name: str, read: Callable[[], State]) -> None:
-        """`read` returns a copy of this rank's state. `name` is that of the training."""
+    def __init__(
+        self, comm: asyncoll.Communicator, name: str, read: Callable[[], State], *, history: int, sync_every: int
+    ) -> None:
+        """`read` returns a copy of this rank's state. `name`, `history` and `sync_every` are those of the training."""
+        # With synchronous rounds the next one makes all replicas equal. Without history replicas drift apart anyway.
+        self.is_used = bool(history) and not sync_every and comm.size > 1
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._name = "recovery_" + hashlib.sha256(name.encode()).hexdigest()[:16]  # an identifier, whatever the name
         self._read: Callable[[], State] | None = read
@@ -65,6 +69,21 @@ class Recovery:
         self._is_served = True
         for function in (self.offer, self.give):
             calls.register(function, name=f"{self._name}.{function.__name__}")
+
+    @contextlib.contextmanager
+    def opened(self, round_: int) -> Iterator[None]:
+        """For a wait, in which this rank's state stays that of the end of round `round_`: it is given to late ranks.
+
+        Not between steps: a program may await something while other weights are in the model, as in a validation.
+        """
+        if not self.is_used:
+            yield
+            return
+        self.open(round_)
+        try:
+            yield
+        finally:
+            self.close()
 
     def open(self, round_: int) -> None:
         """The state is that of the end of round `round_`, until `close`. Answers the questions that wait for it."""
@@ -113,6 +132,10 @@ class Recovery:
                 self._questions.remove(question)
 
     # -- this rank is late ------------------------------------------------------------------------
+
+    def is_due(self, round_: int, needed: int) -> bool:
+        """Whether this rank, whose state is that of `round_`, has lost results before that of round `needed`."""
+        return self.is_used and round_ < needed
 
     async def take(self, needed: int) -> State:
         """The state of another rank, at the end of round `needed` or a later one. This rank's own state is closed.

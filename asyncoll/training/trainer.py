@@ -18,7 +18,6 @@ import asyncio
 import hashlib
 import inspect
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack, get_args
@@ -29,6 +28,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import asyncoll
 from asyncoll.training import replicas, saved
+from asyncoll.training.scheduled import ScheduledRounds
 from asyncoll.training.step import Step, step_of
 from asyncoll.training.step_metrics import StepMetrics, means_of_all
 
@@ -121,8 +121,7 @@ class Trainer(ABC):
         self._is_weighted: bool | None = None  # the first call decides
         self._metrics = StepMetrics("give `metrics` in the first step at all ranks, {} where there are none")
         self._is_loaded = False
-        self._has_scheduled = False
-        self._last_scheduled = math.inf  # the newest round for which the scheduler is stepped
+        self._schedule = ScheduledRounds(self._scheduler)
         self._loses_nothing = False  # if the step under way is cancelled now
         self._state = "new"
 
@@ -301,17 +300,7 @@ class Trainer(ABC):
 
     def _pass_round(self) -> None:
         self.round += 1
-        if self._scheduler is None or self.round > self._last_scheduled:
-            return
-        if self._has_scheduled:
-            self._scheduler.step()
-            return
-        self._has_scheduled = True
-        with warnings.catch_warnings():
-            # torch warns of a schedule that moves before the optimizer. A rank that begins late skips rounds, and an
-            # algorithm may step without the optimizer.
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-            self._scheduler.step()
+        self._schedule.step(self.round)
 
     def _skip_to(self, round_: int) -> None:
         """Pass rounds whose results this rank does not have."""

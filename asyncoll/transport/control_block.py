@@ -18,6 +18,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple, Protocol
 
 from asyncoll.errors import AsyncollError
+from asyncoll.transport.lock_cells import FLAGGED, FLAGS
 
 
 class Mutex(Protocol):
@@ -48,11 +49,6 @@ class Doorbells(Protocol):
     def wake_futex(self, cell: memoryview) -> None:
         """Wake the threads of all processes that sleep in a futex at the low half of `cell`."""
 
-
-# The first cells of a control block are its own: a count, then one flag for each doorbell of the host. The count makes
-# `wake` cheap in the frequent case that no rank sleeps.
-_FLAGGED = 0  # the number of flags that are set
-_FLAGS = 1  # 1 if the doorbell must ring at the next `wake`
 
 # For each rank: one doorbell for the loops of callers, and one for the runtime's loop. With a single one, the loop that
 # reads a ring first would often be the wrong one, and would have to wake the other loop through its self-pipe.
@@ -118,8 +114,8 @@ class PythonControlBlock:
         """`raw` is the shared memory, of `control_block_bytes` bytes, initially zero."""
         cells = raw.cast("q")
         self._count = local_size * DOORBELLS
-        self._flags = cells[: _FLAGS + self._count]
-        self.cells = cells[_FLAGS + self._count :]
+        self._flags = cells[: FLAGS + self._count]
+        self.cells = cells[FLAGS + self._count :]
         self.created = created
         self.interleaved = interleaved
         self.passing: Callable[[], None] | None = None
@@ -158,17 +154,17 @@ class PythonControlBlock:
 
     def wake(self, at_most: int = sys.maxsize) -> None:
         flags = self._flags
-        for doorbell in range(self._count if flags[_FLAGGED] else 0):
-            if flags[_FLAGS + doorbell] and at_most > 0:
-                flags[_FLAGS + doorbell] = 0
-                flags[_FLAGGED] -= 1
+        for doorbell in range(self._count if flags[FLAGGED] else 0):
+            if flags[FLAGS + doorbell] and at_most > 0:
+                flags[FLAGS + doorbell] = 0
+                flags[FLAGGED] -= 1
                 at_most -= 1
                 self._ringing.append(doorbell)
 
     def ring_at_next_wake(self, doorbell: int) -> None:
-        if not self._flags[_FLAGS + doorbell]:
-            self._flags[_FLAGS + doorbell] = 1
-            self._flags[_FLAGGED] += 1
+        if not self._flags[FLAGS + doorbell]:
+            self._flags[FLAGS + doorbell] = 1
+            self._flags[FLAGGED] += 1
 
     def wake_futex(self, cell: int) -> None:
         self._doorbells.wake_futex(self.cells[cell : cell + 1])
@@ -176,7 +172,7 @@ class PythonControlBlock:
 
 def control_block_bytes(cells: int, local_size: int) -> int:
     """The size in bytes of a control block with `cells` cells for its user, on a host of `local_size` ranks."""
-    return 8 * (_FLAGS + local_size * DOORBELLS + cells)
+    return 8 * (FLAGS + local_size * DOORBELLS + cells)
 
 
 class Wait(NamedTuple):

@@ -19,7 +19,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from asyncoll.algorithms.dense.group_memory import GroupMemory
-from asyncoll.algorithms.dense.pieces import ALIGNED, share
+from asyncoll.algorithms.dense.meeting_cells import ALIGNED
+from asyncoll.algorithms.dense.pieces import share
 from asyncoll.algorithms.dense.rendezvous import Rendezvous
 from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.tensors.reductions import ReduceOp

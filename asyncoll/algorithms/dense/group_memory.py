@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncoll.algorithms.dense.pieces import ALIGNED
+from asyncoll.algorithms.dense.meeting_cells import ALIGNED
 from asyncoll.algorithms.dense.rendezvous import Rendezvous, RendezvousArea
 from asyncoll.algorithms.dense.shared_block import SharedBlock
 from asyncoll.runtime.member import Member

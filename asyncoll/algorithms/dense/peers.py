@@ -18,15 +18,17 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll._core import NativeCore
+from asyncoll.algorithms.dense.meeting_cells import (
+    PAGE,
+    PEER_ADDRESS,
+    PEER_CAN_READ,
+    PEER_CELLS,
+    PEER_PID,
+    PEER_TOKEN,
+    SCRATCH,
+)
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import ControlBlock
-
-# The cells of a rank. All are 0 until the rank has joined.
-#   PID, ADDRESS, TOKEN  its process, and where there is a token in its memory, and which one
-#   CAN_READ             1 if the rank can read the tokens of all ranks, -1 if not
-_PID, _ADDRESS, _TOKEN, _CAN_READ = range(4)
-PEER_CELLS = 4  # of each rank
-_SCRATCH = 1 << 19  # bytes: a block of the array of each other rank, in the cache of a core
 
 
 class PeerReduction(NamedTuple):
@@ -53,17 +55,17 @@ class Peers:
         self._has_agreed = False  # all ranks have found that they can read all others
         mine = first + PEER_CELLS * rank
         with control_block:
-            self._cells[mine + _PID] = os.getpid()
-            self._cells[mine + _ADDRESS] = self._token.ctypes.data
-            self._cells[mine + _TOKEN] = int(self._token[0])
+            self._cells[mine + PEER_PID] = os.getpid()
+            self._cells[mine + PEER_ADDRESS] = self._token.ctypes.data
+            self._cells[mine + PEER_TOKEN] = int(self._token[0])
 
     def can_read(self) -> bool:
         """Whether all ranks can read the memory of all others. A hint: the other ranks may decide otherwise now."""
-        mine = self._first + PEER_CELLS * self._rank + _CAN_READ
+        mine = self._first + PEER_CELLS * self._rank + PEER_CAN_READ
         if not self._has_agreed:
-            if not self._cells[mine] and all(self._column(_TOKEN)):
+            if not self._cells[mine] and all(self._column(PEER_TOKEN)):
                 self._cells[mine] = 1 if self.has_read_all() else -1
-            self._has_agreed = min(self._column(_CAN_READ)) == 1  # no rank decides twice
+            self._has_agreed = min(self._column(PEER_CAN_READ)) == 1  # no rank decides twice
         return self._has_agreed
 
     def has_read_all(self) -> bool:
@@ -72,7 +74,7 @@ class Peers:
         Raises PermissionError if the kernel forbids now what it has allowed before.
         """
         found = np.zeros(1, np.int64)
-        for pid, address, token in zip(*map(self._column, (_PID, _ADDRESS, _TOKEN)), strict=True):
+        for pid, address, token in zip(*map(self._column, (PEER_PID, PEER_ADDRESS, PEER_TOKEN)), strict=True):
             try:
                 self._native.read_memory(pid, address, found)
             except PermissionError:
@@ -91,7 +93,7 @@ class Peers:
         return column
 
     def reduction(self, addresses: Sequence[int], kernel: int, divisor: int) -> PeerReduction:
-        return PeerReduction(tuple(self._column(_PID)), tuple(addresses), kernel, divisor)
+        return PeerReduction(tuple(self._column(PEER_PID)), tuple(addresses), kernel, divisor)
 
     def reduce(self, reduction: PeerReduction, own: Array, chunk: slice) -> None:
         """Reduce these bytes of all arrays, in the order of ranks, into those of `own`, the array of this rank.
@@ -102,7 +104,7 @@ class Peers:
         try:
             scratch = self._spare.pop()
         except IndexError:
-            scratch = np.empty(max(_SCRATCH, 4096 * self._size), np.uint8)
+            scratch = np.empty(max(SCRATCH, PAGE * self._size), np.uint8)
         pids, addresses, kernel, divisor = reduction
         self._native.reduce_from_peers(
             kernel, pids, addresses, self._rank, own, chunk.start, chunk.stop, scratch, divisor

@@ -19,13 +19,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from asyncoll.algorithms.dense.arriving import arrived
+from asyncoll.algorithms.dense.meeting_cells import STEPS, needed, share_at, steps_of
 from asyncoll.algorithms.dense.rendezvous import Rendezvous, RendezvousArea
 from asyncoll.tensors.reductions import Array, Reduce
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import checkpoint
 
-_STEPS = 3  # of each piece
-ALIGNED = 64  # bytes: no element lies across the boundary of two shares
 _POLLS = 200  # looks at the cells of the other ranks, each with an offer of the core to them, before a rank sleeps
 
 
@@ -62,7 +61,7 @@ def put_first(operand: Summand, slot: Array, rank: int, size: int, piece: int) -
 
 async def reduce_in_pieces(area: RendezvousArea, rendezvous: Rendezvous, operand: Summand) -> None:
     """Reduce. All ranks have arrived, with slots that contain the first pieces; the caller leaves the rendezvous."""
-    end = _STEPS * max(1, -(-operand.raw.size // area.sizes.piece))
+    end = steps_of(operand.raw.size, area.sizes.piece)
     slots = [area.arena.view(address, nbytes) for address, nbytes, _ in rendezvous.shown()]
     perform = _performer(area, rendezvous, operand, slots, end)
     if operand.staged is None:
@@ -83,22 +82,13 @@ async def _perform_as_it_arrives(
 ) -> None:
     """All steps, for an array of a device: the next piece is copied in once it has arrived. No other rank notices."""
     total, piece, returned = operand.raw.size, area.sizes.piece, 0
-    for step in range(0, end, _STEPS):
-        reduced = min((step // _STEPS + 1) * piece, total)
+    for step in range(0, end, STEPS):
+        reduced = min((step // STEPS + 1) * piece, total)
         await arrived(staged, min(reduced + piece, total))
-        await _perform(rendezvous, perform, step, step + _STEPS)
+        await _perform(rendezvous, perform, step, step + STEPS)
         if operand.is_wanted and reduced - returned >= area.sizes.staged:
             staged.put(reduced)
             returned = reduced
-
-
-def needed(step: int) -> int:
-    """The number of steps that all ranks must have done before a rank begins this step.
-
-    To copy the next piece in: the one before, in the same half, is copied out. To reduce: all have copied this piece
-    in. To copy out: all have reduced.
-    """
-    return step - _STEPS if step % _STEPS == 1 else step
 
 
 def _performer(area: RendezvousArea, rendezvous: Rendezvous, operand: Summand, slots: list[Array], end: int) -> Perform:
@@ -131,7 +121,7 @@ def _python_performer(
         return slot[index % 2 * piece :][:piece]
 
     def copy_in(index: int) -> None:
-        if (index + 1) * _STEPS < end:
+        if (index + 1) * STEPS < end:
             _put(operand.raw[(index + 1) * piece :][:piece], half(index + 1, slots[rank]), rank, size)
 
     def reduce(index: int) -> None:
@@ -154,7 +144,7 @@ def _python_performer(
 
     def perform(step: int, stop: int) -> int:
         del stop
-        steps[step % _STEPS](step // _STEPS)
+        steps[step % STEPS](step // STEPS)
         rendezvous.advance(step + 1)
         return step + 1
 
@@ -170,8 +160,7 @@ def _put(own: Array, half: Array, rank: int, size: int) -> None:
 
 def share(rank: int, size: int, nbytes: int) -> tuple[int, int]:
     """The first byte, and that behind the last one, of the share of `rank` of a piece of `nbytes` bytes."""
-    each = -(-nbytes // (size * ALIGNED)) * ALIGNED
-    return min(rank * each, nbytes), min((rank + 1) * each, nbytes)
+    return share_at(rank, size, nbytes), share_at(rank + 1, size, nbytes)
 
 
 def traffic(total: int, piece: int, rank: int, size: int, *, is_wanted: bool) -> tuple[int, int]:

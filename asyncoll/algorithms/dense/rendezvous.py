@@ -23,7 +23,37 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.dense.peers import PEER_CELLS, PeerReduction, Peers
+from asyncoll.algorithms.dense.meeting_cells import (
+    ARRIVED,
+    CANNOT_READ,
+    CLAIMED,
+    COPIED_UNDER_LOCK,
+    DIRECT,
+    DONE,
+    FINGERPRINT,
+    FIRST,
+    HAS_LEFT,
+    LEFT,
+    PAGE,
+    PART_ADDRESS,
+    PART_BITS,
+    PART_BUSY,
+    PART_BYTES,
+    PART_CELLS,
+    PEER_CELLS,
+    PRIVATE,
+    RECORD_HEAD,
+    SLEEPERS,
+    TAG,
+    WITHDRAWN,
+    addresses_at,
+    newest_at,
+    peers_at,
+    record_cells,
+    record_index,
+    tag_of,
+)
+from asyncoll.algorithms.dense.peers import PeerReduction, Peers
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.tensors.reductions import Array, Reduce, ReduceToAll
@@ -31,36 +61,9 @@ from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import Turn, turn_of, until
 from asyncoll.transport.staging import HANDLE_BYTES
 
-# The cells of a record: first those of the rendezvous, then the part of each rank.
-#   TAG          the rendezvous that uses the record; 0 if none has used it yet
-#   ARRIVED      the number of ranks that have shown their memory
-#   DIRECT       the number of ranks that show their callers' own memory, not a slot; a rank that asks for windows adds
-#                more than all ranks
-#   CLAIMED      the bytes that ranks have claimed to reduce
-#   DONE         the bytes that ranks have reduced
-#   LEFT         the number of ranks that have left
-#   FINGERPRINT  that of the call, to compare; FIRST: the rank that wrote it
-#   WITHDRAWN    1 if a rank has withdrawn from it
-#   SLEEPERS     the number of ranks that sleep, for a short time, in a futex at DONE or LEFT
-#   PRIVATE      the number of ranks that show private memory, which the others read through the kernel (`peers`)
-_TAG, _ARRIVED, _DIRECT, _CLAIMED, _DONE, _LEFT, _FINGERPRINT, _FIRST, _WITHDRAWN, _SLEEPERS, _PRIVATE = range(11)
-_HEAD = 11
-# The part of a rank: the address of the memory that it shows, negated if it is the caller's own and registered; its
-# bytes; 1 while the rank reduces a chunk, or in a reduction by pieces the number of its steps, or at a rendezvous of
-# neighbours how many have read the memory; there the tag when the rank has arrived, or with private memory a bit for
-# each chunk whose result is in this rank's memory. With private memory the third cell can be negative, which only the
-# compiled core writes: the rank has left, or it could not read the memory of another rank.
-_PART = 4
-_HAS_LEFT, _CANNOT_READ = -1, -2
-_BITS = 62  # chunks of private memory, at most
-
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
-_NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
 _LEAST = 1024  # bytes of the smallest slot
-_COPIED_UNDER_LOCK = 4096  # bytes: to copy them takes less time than to acquire the lock again
 _VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
-_PRIVATE_LEAST = 1 << 18  # bytes of a chunk of private memory: one system call for each rank takes some microseconds
-_PAGE = 4096
 PATIENCE = 8  # to sleep and wake takes longer than the other ranks need for their last chunks
 _CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
 _NO_CALL = -1  # in place of a number, which are from 1
@@ -79,11 +82,6 @@ class DisagreementError(AsyncollError):
 def signed(fingerprint: int) -> int:
     """The fingerprint of a call, of 64 bits, as a signed cell has it."""
     return fingerprint - _HALF
-
-
-def _tag(number: int, count: int) -> int:
-    """Identifies a rendezvous among those that use the same record. Never 0. Repeats after 2^30 calls."""
-    return (number % _NUMBERS + 1) << 32 | count
 
 
 class Copy(NamedTuple):
@@ -106,10 +104,10 @@ class RendezvousArea:
         self.rank = rank
         self.sizes = sizes
         self.shown = min(sizes.shown, sizes.short)  # longer arrays than short ones are always shown
-        self._stride = _HEAD + _PART * size
-        self._addresses = 2 * sizes.calls * self._stride  # first of `size` cells: address of each rank's short arrays
-        self._begun = self._addresses + size  # first of `size` cells: each rank's newest call, for error messages only
-        first = self._begun + size
+        self._stride = record_cells(size)
+        self._addresses = addresses_at(size, sizes.calls)
+        self._begun = newest_at(size, sizes.calls)
+        first = peers_at(size, sizes.calls)
         # Of each rank, for one block of `shared_block`: the bits of its readers, and its handle.
         self.block_cells = -(-size // RANKS_IN_CELL) + HANDLE_BYTES // 8
         # Of each rank: the state of `group_memory`, the cells of its block, and those of the one of `pair_memory`.
@@ -207,7 +205,7 @@ class RendezvousArea:
 
     def turn(self, number: int, count: int = 0) -> int:
         """The record of rendezvous number `count`, from 0, of call `number`."""
-        return 2 * (number % self.sizes.calls) + count % 2
+        return record_index(number, count, self.sizes.calls)
 
     def rendezvous(self, number: int, count: int, fingerprint: int) -> Rendezvous:
         """The rendezvous number `count`, from 0, of call `number`, whose signed fingerprint is `fingerprint`."""
@@ -215,8 +213,8 @@ class RendezvousArea:
 
     def look_ahead(self, number: int) -> None:
         """Note in `known_free` whether the first record of call `number` is free. The caller holds the lock."""
-        cells, base, tag = self.control_block.cells, self.base(2 * (number % self.sizes.calls)), _tag(number, 0)
-        is_left = cells[base + _LEFT] == self.size or cells[base + _TAG] in (0, tag)
+        cells, base, tag = self.control_block.cells, self.base(self.turn(number)), tag_of(number, 0)
+        is_left = cells[base + LEFT] == self.size or cells[base + TAG] in (0, tag)
         # Call `number - calls` used the record before, and may come back to it while it is under way. If `end` has said
         # that it is over at this rank, neither it nor an earlier call has a further rendezvous at the record, because
         # this rank would have to take part.
@@ -245,11 +243,6 @@ class RendezvousArea:
             slot = self.arena.view(address, room)
             self._slots[turn] = address, slot
         return address, slot[:nbytes]
-
-    @staticmethod
-    def private_chunk(total: int) -> int:
-        """The bytes of a chunk, of private arrays of `total` bytes: there are at most _BITS."""
-        return max(_PRIVATE_LEAST, -(-total // (_BITS * _PAGE)) * _PAGE)
 
     def block(self, nbytes: int) -> tuple[int, int]:
         """The address and the size of a block of at least `nbytes` bytes, for a long array of one call.
@@ -348,7 +341,7 @@ class Rendezvous:
         self._fingerprint = fingerprint
         self._number = number
         self.turn = turn
-        self.tag = _tag(number, count)
+        self.tag = tag_of(number, count)
 
     @property
     def control_block(self) -> ControlBlock:
@@ -361,7 +354,7 @@ class Rendezvous:
     def is_free(self) -> bool:
         """Whether all ranks have left the previous rendezvous of this record. Under the lock."""
         cells, base = self._cells, self._base
-        return cells[base + _TAG] in (0, self.tag) or cells[base + _LEFT] == self._area.size
+        return cells[base + TAG] in (0, self.tag) or cells[base + LEFT] == self._area.size
 
     def is_free_now(self) -> bool:
         """`is_free`, without the lock."""
@@ -392,47 +385,47 @@ class Rendezvous:
         area, cells, base = self._area, self._cells, self._base
         with self.control_block as control_block:
             self._enter()
-            part = base + _HEAD + _PART * area.rank
-            cells[part] = -address if direct else address
-            cells[part + 1] = nbytes
-            cells[part + 2] = 0
-            cells[part + 3] = 0
-            cells[base + _DIRECT] += area.size + 1 if windows else direct
-            cells[base + _PRIVATE] += private
-            cells[base + _ARRIVED] += 1
-            is_last = cells[base + _ARRIVED] == area.size
+            part = base + RECORD_HEAD + PART_CELLS * area.rank
+            cells[part + PART_ADDRESS] = -address if direct else address
+            cells[part + PART_BYTES] = nbytes
+            cells[part + PART_BUSY] = 0
+            cells[part + PART_BITS] = 0
+            cells[base + DIRECT] += area.size + 1 if windows else direct
+            cells[base + PRIVATE] += private
+            cells[base + ARRIVED] += 1
+            is_last = cells[base + ARRIVED] == area.size
             if is_last:
                 control_block.wake(helpers if self.is_direct() else sys.maxsize)
         if is_last:
             self._wake_in_futex()
 
-    def _wake_in_futex(self, cell: int = _DONE) -> None:
+    def _wake_in_futex(self, cell: int = DONE) -> None:
         """Wake the ranks that sleep in a futex at `cell`. They count themselves under the lock, so none is missed."""
-        if self._cells[self._base + _SLEEPERS]:
+        if self._cells[self._base + SLEEPERS]:
             self.control_block.wake_futex(self._base + cell)
 
     def _enter(self) -> None:
         """Enter the rendezvous. The first rank opens it: it clears the cells. The caller holds the lock."""
         cells, base = self._cells, self._base
-        if cells[base + _TAG] == self.tag:
-            if cells[base + _FINGERPRINT] != self._fingerprint:
-                raise DisagreementError(cells[base + _FIRST])
+        if cells[base + TAG] == self.tag:
+            if cells[base + FINGERPRINT] != self._fingerprint:
+                raise DisagreementError(cells[base + FIRST])
             return
-        for cell in range(base, base + _HEAD):
+        for cell in range(base, base + RECORD_HEAD):
             cells[cell] = 0
         for rank in range(self._area.size):  # no rank is busy: an earlier rendezvous may have counted something here
-            cells[self._part(rank) + 2] = 0
-        cells[base + _TAG] = self.tag
-        cells[base + _FINGERPRINT] = self._fingerprint
-        cells[base + _FIRST] = self._area.rank
+            cells[self._part(rank) + PART_BUSY] = 0
+        cells[base + TAG] = self.tag
+        cells[base + FINGERPRINT] = self._fingerprint
+        cells[base + FIRST] = self._area.rank
 
     async def all_arrived(self, patience: int = 1) -> None:
         """Wait until all ranks have arrived. If one of them has withdrawn, the wait ends with the failure alone.
 
         `patience`: how many times as long as usual this rank polls before it sleeps.
         """
-        cells, arrived, size = self._cells, self._base + _ARRIVED, self._area.size
-        withdrawn = self._base + _WITHDRAWN
+        cells, arrived, size = self._cells, self._base + ARRIVED, self._area.size
+        withdrawn = self._base + WITHDRAWN
         await until(self.control_block, lambda: cells[arrived] == size and not cells[withdrawn], patience)
 
     # -- short arrays (`meetings`) --------------------------------------------------------------------
@@ -455,10 +448,10 @@ class Rendezvous:
             self._enter()
             part = self._part(area.rank)
             if x is not None and shown:
-                cells[part], cells[part + 1], cells[part + 2] = shown, x.nbytes, 0
-                cells[self._base + _DIRECT] += address != 0
-            cells[self._base + _ARRIVED] += 1
-            is_last = cells[self._base + _ARRIVED] == area.size and not cells[self._base + _WITHDRAWN]
+                cells[part + PART_ADDRESS], cells[part + PART_BYTES], cells[part + PART_BUSY] = shown, x.nbytes, 0
+                cells[self._base + DIRECT] += address != 0
+            cells[self._base + ARRIVED] += 1
+            is_last = cells[self._base + ARRIVED] == area.size and not cells[self._base + WITHDRAWN]
         if is_last and shown:
             self._wake_in_futex()
         return is_last
@@ -469,7 +462,7 @@ class Rendezvous:
 
     def is_lent(self, x: Array) -> bool:
         """Whether this rank shows the memory of `x` itself: it is registered, or private and too long to be copied."""
-        is_registered = self.is_shown(x.nbytes) and self._cells[self._part(self._area.rank)] < 0
+        is_registered = self.is_shown(x.nbytes) and self._cells[self._part(self._area.rank) + PART_ADDRESS] < 0
         return is_registered or x.nbytes > self._area.sizes.short
 
     def reduce_copies(self, x: Array, reduce: Reduce, divisor: int) -> None:
@@ -487,13 +480,13 @@ class Rendezvous:
 
     def complete_shortly(self, done: int, x: Array | None) -> bool:
         """`receive_shortly` and `leave`, if there is a result, of `done` bytes. Returns whether there is."""
-        area, cells, left = self._area, self._cells, self._base + _LEFT
+        area, cells, left = self._area, self._cells, self._base + LEFT
         array = None
         if x is not None and not self.is_lent(x):  # before the lock, which this may take
             array = area.short_array(area.rank if self.is_shown(x.nbytes) else 0, self.turn, x.dtype, x.size)
-        is_copied_under_lock = x is None or x.nbytes <= _COPIED_UNDER_LOCK
+        is_copied_under_lock = x is None or x.nbytes <= COPIED_UNDER_LOCK
         with area.control_block as control_block:
-            if cells[self._base + _DONE] != done:
+            if cells[self._base + DONE] != done:
                 return False
             if is_copied_under_lock:
                 if x is not None and array is not None:
@@ -518,74 +511,75 @@ class Rendezvous:
         cells, part = self._cells, self._part(self._area.rank)
         with self.control_block as control_block:
             self._enter()
-            cells[part] = address
-            cells[part + 1] = nbytes
-            cells[part + 2] = 0
-            cells[part + 3] = self.tag
+            cells[part + PART_ADDRESS] = address
+            cells[part + PART_BYTES] = nbytes
+            cells[part + PART_BUSY] = 0
+            cells[part + PART_BITS] = self.tag
             control_block.wake()
 
     async def shown_by(self, ranks: Collection[int]) -> list[int]:
         """Wait until one of `ranks` has arrived. Returns those that have."""
-        cells, tag, marks = self._cells, self.tag, {rank: self._part(rank) + 3 for rank in ranks}
+        cells, tag, marks = self._cells, self.tag, {rank: self._part(rank) + PART_BITS for rank in ranks}
         await until(self.control_block, lambda: any(cells[mark] == tag for mark in marks.values()))
         return [rank for rank, mark in marks.items() if cells[mark] == tag]
 
     def address_of(self, rank: int) -> int:
         """The address of the memory that `rank`, which has arrived, shows."""
-        return self._cells[self._part(rank)]
+        return self._cells[self._part(rank) + PART_ADDRESS]
 
     def read(self, rank: int) -> None:
         """Note that this rank has read the memory of `rank`, which may wait for that."""
         with self.control_block as control_block:
-            self._cells[self._part(rank) + 2] += 1
+            self._cells[self._part(rank) + PART_BUSY] += 1
             control_block.wake()
 
     async def read_by(self, count: int) -> None:
         """Wait until `count` ranks have read the memory of this rank, which has left."""
-        cells, tag, base, mine = self._cells, self.tag, self._base, self._part(self._area.rank) + 2
+        cells, tag, base, mine = self._cells, self.tag, self._base, self._part(self._area.rank) + PART_BUSY
         # Another tag: all ranks have left, and a later rendezvous uses the record.
-        await until(self.control_block, lambda: cells[base + _TAG] != tag or cells[mine] == count)
+        await until(self.control_block, lambda: cells[base + TAG] != tag or cells[mine] == count)
 
     def _part(self, rank: int) -> int:
         """The first cell of the part of `rank`."""
-        return self._base + _HEAD + _PART * rank
+        return self._base + RECORD_HEAD + PART_CELLS * rank
 
     # -- the memory that the ranks show, once all have arrived ------------------------------------
 
     def shown(self) -> list[tuple[int, int, bool]]:
         """For each rank: the address and the bytes of the memory that it shows, and whether it is its caller's own."""
         # No lock: `all_arrived` has acquired it after the last of these cells was written.
-        first = self._base + _HEAD
-        cells = self._cells[first : first + _PART * self._area.size].tolist()
-        return [(abs(cells[i]), cells[i + 1], cells[i] < 0) for i in range(0, len(cells), _PART)]
+        first = self._base + RECORD_HEAD
+        cells = self._cells[first : first + PART_CELLS * self._area.size].tolist()
+        parts = [cells[i : i + PART_CELLS] for i in range(0, len(cells), PART_CELLS)]
+        return [(abs(part[PART_ADDRESS]), part[PART_BYTES], part[PART_ADDRESS] < 0) for part in parts]
 
     def is_direct(self) -> bool:
         """Whether all ranks show their callers' own memory, which is registered."""
-        return self._cells[self._base + _DIRECT] == self._area.size
+        return self._cells[self._base + DIRECT] == self._area.size
 
     def is_private(self) -> bool:
         """Whether all ranks show private memory."""
-        return self._cells[self._base + _PRIVATE] == self._area.size
+        return self._cells[self._base + PRIVATE] == self._area.size
 
     def is_partly_own(self) -> bool:
         """Whether at least one rank shows its caller's own memory, or asks for windows."""
-        return self._cells[self._base + _DIRECT] > 0 or self._cells[self._base + _PRIVATE] > 0
+        return self._cells[self._base + DIRECT] > 0 or self._cells[self._base + PRIVATE] > 0
 
     def is_in_windows(self) -> bool:
         """Whether at least one rank asks for windows, or offers memory of its device."""
-        return self._cells[self._base + _DIRECT] > self._area.size
+        return self._cells[self._base + DIRECT] > self._area.size
 
     def is_on_devices(self) -> bool:
         """Whether all ranks offer memory of their devices."""
         size = self._area.size
-        is_in_windows = self._cells[self._base + _DIRECT] == size * (size + 1)
+        is_in_windows = self._cells[self._base + DIRECT] == size * (size + 1)
         return is_in_windows and all(nbytes for _, nbytes, _ in self.shown())
 
     # -- a reduction by pieces: each rank counts its steps --------------------------------------------
 
     def step_cells(self) -> tuple[int, int]:
         """The cell of the steps of rank 0, and the distance to the cell of the next rank."""
-        return self._part(0) + 2, _PART
+        return self._part(0) + PART_BUSY, PART_CELLS
 
     async def reached(self, steps: int) -> None:
         """Wait until each rank has done at least `steps` steps."""
@@ -594,13 +588,13 @@ class Rendezvous:
     def advance(self, steps: int) -> None:
         """Note that this rank has done `steps` steps, one more than before."""
         with self.control_block as control_block:
-            self._cells[self._part(self._area.rank) + 2] = steps
+            self._cells[self._part(self._area.rank) + PART_BUSY] = steps
             if self._least_steps() == steps:  # otherwise those who wait for this rank wait for another one, too
                 control_block.wake()
 
     def _least_steps(self) -> int:
-        first = self._part(0) + 2
-        return min(self._cells[first : first + _PART * (self._area.size - 1) + 1 : _PART].tolist())
+        first = self._part(0) + PART_BUSY
+        return min(self._cells[first : first + PART_CELLS * (self._area.size - 1) + 1 : PART_CELLS].tolist())
 
     # -- reducing together ------------------------------------------------------------------------
 
@@ -609,14 +603,14 @@ class Rendezvous:
 
         It has `chunk` bytes, by default `Sizes.chunk`, or more of a very long array.
         """
-        cells, claimed = self._cells, self._base + _CLAIMED
-        chunk = chunk or max(self._area.sizes.chunk, total // _CLAIMS // _PAGE * _PAGE)
+        cells, claimed = self._cells, self._base + CLAIMED
+        chunk = chunk or max(self._area.sizes.chunk, total // _CLAIMS // PAGE * PAGE)
         with self._area.control_block:
             first = cells[claimed]
             if first >= total:
                 return None
             cells[claimed] = first + chunk
-            cells[self._base + _HEAD + _PART * self._area.rank + 2] = 1
+            cells[self._base + RECORD_HEAD + PART_CELLS * self._area.rank + PART_BUSY] = 1
         return slice(first, min(first + chunk, total))
 
     def done(self, nbytes: int, total: int, bit: int = 0) -> None:
@@ -624,14 +618,14 @@ class Rendezvous:
 
         `bit` is that of the chunk, if the result is in the private memory of this rank.
         """
-        cells, done = self._cells, self._base + _DONE
+        cells, done = self._cells, self._base + DONE
         with self._area.control_block as control_block:
             cells[done] += nbytes
             if bit:
-                cells[self._part(self._area.rank) + 3] |= bit
-            cells[self._base + _HEAD + _PART * self._area.rank + 2] = 0
+                cells[self._part(self._area.rank) + PART_BITS] |= bit
+            cells[self._base + RECORD_HEAD + PART_CELLS * self._area.rank + PART_BUSY] = 0
             # A withdrawal waits for this rank. DONE may never become `total` then.
-            is_over = cells[done] == total or cells[self._base + _WITHDRAWN]
+            is_over = cells[done] == total or cells[self._base + WITHDRAWN]
             if is_over:
                 control_block.wake()
         if is_over:
@@ -658,7 +652,7 @@ class Rendezvous:
 
     def reduced_by(self, rank: int, each: int, total: int) -> list[slice]:
         """The bytes that are reduced in the private memory of `rank`, once all are. Chunks have `each` bytes."""
-        bits, parts = self._cells[self._part(rank) + 3], []
+        bits, parts = self._cells[self._part(rank) + PART_BITS], []
         for start in range(0, total, each):
             if bits >> start // each & 1:
                 parts.append(slice(start, min(start + each, total)))
@@ -667,17 +661,17 @@ class Rendezvous:
     def has_left(self) -> bool:
         """Whether this rank has left a rendezvous with private memory, in the compiled core."""
         with self.control_block:
-            is_reused = self._cells[self._base + _TAG] != self.tag
-            return is_reused or self._cells[self._part(self._area.rank) + 2] == _HAS_LEFT
+            is_reused = self._cells[self._base + TAG] != self.tag
+            return is_reused or self._cells[self._part(self._area.rank) + PART_BUSY] == HAS_LEFT
 
     def could_not_read(self) -> bool:
         """Whether this rank could not read private memory, in the compiled core."""
-        return self._cells[self._part(self._area.rank) + 2] == _CANNOT_READ
+        return self._cells[self._part(self._area.rank) + PART_BUSY] == CANNOT_READ
 
     def is_withdrawn(self) -> bool:
         """Whether a rank has withdrawn."""
         with self.control_block:
-            return self._cells[self._base + _WITHDRAWN] != 0
+            return self._cells[self._base + WITHDRAWN] != 0
 
     def arrays(self, nbytes: int, dtype: np.dtype[Any]) -> list[Array]:
         """What all ranks show, as arrays of `nbytes` bytes."""
@@ -690,7 +684,7 @@ class Rendezvous:
 
     def is_reduced(self, total: int) -> bool:
         """Whether all `total` bytes are reduced. Under the lock; without it a hint."""
-        return self._cells[self._base + _DONE] == total
+        return self._cells[self._base + DONE] == total
 
     def withdraw(self) -> None:
         """Withdraw, after a failure.
@@ -700,22 +694,22 @@ class Rendezvous:
         """
         cells = self._cells
         with self.control_block:
-            if cells[self._base + _TAG] == self.tag:  # otherwise all have left, and a later rendezvous uses the record
-                cells[self._base + _WITHDRAWN] = 1
-                cells[self._base + _CLAIMED] = sys.maxsize
+            if cells[self._base + TAG] == self.tag:  # otherwise all have left, and a later rendezvous uses the record
+                cells[self._base + WITHDRAWN] = 1
+                cells[self._base + CLAIMED] = sys.maxsize
 
     async def given_back(self, is_lost: Callable[[int], bool]) -> None:
         """After `withdraw`, wait until the memory that this rank showed is its caller's again.
 
         Each rank that has claimed a chunk is then done with it, or is lost, as `is_lost` says of a group rank.
         """
-        cells, first = self._cells, self._base + _HEAD + 2
+        cells, first = self._cells, self._base + RECORD_HEAD + PART_BUSY
         with self.control_block:
-            if cells[self._base + _TAG] == self.tag:
-                cells[first + _PART * self._area.rank] = 0
+            if cells[self._base + TAG] == self.tag:
+                cells[first + PART_CELLS * self._area.rank] = 0
 
         def is_busy(rank: int) -> bool:
-            return cells[self._base + _TAG] == self.tag and cells[first + _PART * rank] > 0 and not is_lost(rank)
+            return cells[self._base + TAG] == self.tag and cells[first + PART_CELLS * rank] > 0 and not is_lost(rank)
 
         await until(self.control_block, lambda: not any(map(is_busy, range(self._area.size))))
 
@@ -728,20 +722,20 @@ class Rendezvous:
         to leave then take the lock once. Returns False if a rank has withdrawn. The data that was read may then be
         wrong, because its owner may have overwritten it meanwhile.
         """
-        area, cells, left = self._area, self._cells, self._base + _LEFT
+        area, cells, left = self._area, self._cells, self._base + LEFT
         with area.control_block as control_block:
             cells[left] += 1
             have_all_left = cells[left] == area.size
             if reduced:
-                cells[self._base + _DONE] = reduced
+                cells[self._base + DONE] = reduced
             if reduced or have_all_left:
                 control_block.wake()
             area.look_ahead(self._number + 1)
-            is_valid = not cells[self._base + _WITHDRAWN]
+            is_valid = not cells[self._base + WITHDRAWN]
         if reduced:
             self._wake_in_futex()
         elif have_all_left:
-            self._wake_in_futex(_LEFT)
+            self._wake_in_futex(LEFT)
         return is_valid
 
     async def all_left(self) -> None:
@@ -749,6 +743,6 @@ class Rendezvous:
         cells, base = self._cells, self._base
         await until(
             self.control_block,
-            lambda: cells[base + _TAG] != self.tag or cells[base + _LEFT] == self._area.size,
+            lambda: cells[base + TAG] != self.tag or cells[base + LEFT] == self._area.size,
             PATIENCE,
         )

@@ -21,6 +21,7 @@ import numpy as np
 
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.arriving import arrived
+from asyncoll.algorithms.dense.meeting_cells import private_chunk
 from asyncoll.algorithms.dense.pieces import Summand
 from asyncoll.algorithms.dense.rendezvous import PATIENCE, Copy, Rendezvous, RendezvousArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
@@ -304,7 +305,7 @@ class SharedCall:
         """
         area, total, own = self._area, what.raw.size, what.raw
         assert area.peers is not None
-        each = area.private_chunk(total)
+        each = private_chunk(total)
         addresses = [address for address, _, _ in rendezvous.shown()]
         reduction = area.peers.reduction(addresses, what.kernel, what.divisor)
         try:

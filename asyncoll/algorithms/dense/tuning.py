@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from asyncoll.algorithms.dense.meeting_cells import ALIGNED
 from asyncoll.errors import UsageError
 
 VARIABLE = "ASYNCOLL_SIZES"
-_ALIGNED = 64  # bytes: no element of any dtype lies across such a boundary
 
 
 class Sizes(NamedTuple):
@@ -72,7 +72,7 @@ def choose(ranks: int, environ: Mapping[str, str]) -> Sizes:
         if name not in Sizes._fields or not value.isdecimal() or int(value) < 1:
             names = ", ".join(Sizes._fields)
             raise UsageError(f"{VARIABLE}: {entry!r} is not NAME=NUMBER; the names are {names}")
-        if name != "calls" and int(value) % _ALIGNED:
-            raise UsageError(f"{VARIABLE}: {entry!r} is not a multiple of {_ALIGNED} bytes")
+        if name != "calls" and int(value) % ALIGNED:
+            raise UsageError(f"{VARIABLE}: {entry!r} is not a multiple of {ALIGNED} bytes")
         sizes = sizes._replace(**{name: int(value)})
     return sizes

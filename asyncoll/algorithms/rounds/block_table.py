@@ -7,15 +7,19 @@ again when the count is 0. Its memory may have been allocated by any rank. Block
 
 from __future__ import annotations
 
+from asyncoll.algorithms.rounds.round_cells import (
+    BITMAP_BITS,
+    FREE,
+    MADE,
+    NONE,
+    bitmap_words,
+    bitmaps_at,
+    block_addresses_at,
+    keepers_at,
+    stack_at,
+    weights_at,
+)
 from asyncoll.transport import Arena, ControlBlock
-
-_FREE, _MADE = range(2)  # cells of the head: the number of free blocks, and of all blocks
-_HEAD = 2
-
-_BITS = 63  # of a bitmap in one cell: all but the sign
-
-NONE = 0  # instead of a block: no memory
-LENT = -1  # instead of a block: the memory of a caller that waits
 
 
 class BlockTable:
@@ -32,23 +36,18 @@ class BlockTable:
         self._cells = control_block.cells
         self._reals = self._cells.cast("B").cast("d")  # the same cells as float64
         self._head = first_cell
-        self._stack = first_cell + _HEAD  # of free blocks
-        self._addresses = self._stack + limit - 1  # less 1, as blocks count from 1
-        self._keepers = self._addresses + limit
-        self._words = _words(size)
-        self._weights = self._keepers + limit
-        self._bitmaps = self._weights + limit + 1 - self._words
+        self._stack = stack_at(first_cell)  # of free blocks
+        self._addresses = block_addresses_at(first_cell, limit)
+        self._keepers = keepers_at(first_cell, limit)
+        self._words = bitmap_words(size)
+        self._weights = weights_at(first_cell, limit)
+        self._bitmaps = bitmaps_at(first_cell, limit, size)
         self.limit = limit
         self._nbytes = nbytes
 
-    @staticmethod
-    def cells(limit: int, size: int) -> int:
-        """How many cells of a control block a table of `limit` blocks among `size` ranks needs."""
-        return _HEAD + (4 + _words(size)) * limit
-
     def free_count(self) -> int:
         """The number of free blocks."""
-        return self._cells[self._head + _FREE]
+        return self._cells[self._head + FREE]
 
     def provide(self, count: int) -> None:
         """Allocate blocks until `count` are free. Not under the lock; raises RuntimeError if the table is full.
@@ -60,20 +59,20 @@ class BlockTable:
             address = self._arena.allocate(self._nbytes)
             cells = self._cells
             with self._control_block:
-                block = cells[self._head + _MADE] + 1
+                block = cells[self._head + MADE] + 1
                 if block > self.limit:
                     raise RuntimeError(f"all {self.limit} blocks of an operation are in use")
-                cells[self._head + _MADE] = block
+                cells[self._head + MADE] = block
                 cells[self._addresses + block] = address
                 self._push(block)
 
     def take(self) -> int:
         """A free block, with the caller as its one keeper; NONE if no block is free."""
         cells = self._cells
-        free = cells[self._head + _FREE]
+        free = cells[self._head + FREE]
         if not free:
             return NONE
-        cells[self._head + _FREE] = free - 1
+        cells[self._head + FREE] = free - 1
         block = cells[self._stack + free - 1]
         cells[self._keepers + block] = 1
         return block
@@ -92,9 +91,9 @@ class BlockTable:
 
     def _push(self, block: int) -> None:
         cells = self._cells
-        free = cells[self._head + _FREE]
+        free = cells[self._head + FREE]
         cells[self._stack + free] = block
-        cells[self._head + _FREE] = free + 1
+        cells[self._head + FREE] = free + 1
 
     def address(self, block: int) -> int:
         """Where `block` lies in the arena. It never moves."""
@@ -109,20 +108,15 @@ class BlockTable:
             self._reals[self._weights + block] = weight
         at = self._bitmaps + block * self._words
         for word in range(self._words if block else 0):
-            self._cells[at + word] = ranks >> word * _BITS & (1 << _BITS) - 1
+            self._cells[at + word] = ranks >> word * BITMAP_BITS & (1 << BITMAP_BITS) - 1
 
     def contributors(self, block: int) -> int:
         """The bitmap of the ranks whose contributions are in the result `block`. Keepers need no lock."""
         at = self._bitmaps + block * self._words
         if self._words == 1:
             return self._cells[at]
-        return sum([self._cells[at + word] << word * _BITS for word in range(self._words)])
+        return sum([self._cells[at + word] << word * BITMAP_BITS for word in range(self._words)])
 
     def weight(self, block: int) -> float:
         """The weight of all contributions in the result `block`. Keepers need no lock."""
         return self._reals[self._weights + block]
-
-
-def _words(size: int) -> int:
-    """The number of cells of a bitmap of `size` ranks."""
-    return -(-size // _BITS)

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from asyncoll._core import NativeCore
-from asyncoll.algorithms.rounds.block_table import NONE
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.one_sided import OneSidedCall, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
-from asyncoll.algorithms.rounds.round_cells import BlockLayout, Kept
+from asyncoll.algorithms.rounds.round_cells import NONE, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
@@ -153,10 +153,9 @@ class CompiledRounds(OneSidedRounds):
         operation, order, engine = self.operation, self._order, self._engine
         if operation.group_size or operation.history or operation.weighted or len(operation.layout) > 1:
             return None
-        Coroutine.register(core.Answer)  # a task takes it only then
         divisor = {ReduceOp.AVG: self._size, ReduceOp.AVG_ACTIVE: 0}.get(operation.op, 1)
         turns = order.numbers, order.now, order.over, order.waiting
-        self._compiled.attach(core.Answer, Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
+        self._compiled.attach(Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
         return self._compiled.at_once
 
     def _opened(self, what: int, at_s: float, number: int) -> Event:

@@ -28,6 +28,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, ActivationStep, activation, edges, heard, synchronous
 from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.round_cells import AIM, ENGINE_CELLS, LAGS, STALE
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 
 
@@ -54,11 +55,6 @@ class Told(NamedTuple, Generic[R]):
     lag: int  # rounds from the one that the call aimed at to the one of its result
 
 
-# The cells of an engine: the round that the next call aims at; the number of calls whose contribution was not in their
-# result; and from _LAGS on the number of calls that were given a round so many rounds after their aim.
-_AIM, _STALE, _LAGS = range(3)
-_CELLS = 64
-
 _TOO_OLD = -1  # the newest one of owed rounds that can only count as skipped
 
 
@@ -66,8 +62,8 @@ class Engine(Generic[R]):
     """The calls of one rank on one operation, one after another. `take_back` may be called at any moment."""
 
     def __init__(self, operation: Operation) -> None:
-        self.cells = memoryview(bytearray(8 * _CELLS)).cast("q")  # the compiled core carries out and counts calls, too
-        self.cells[_AIM] = 1
+        self.cells = memoryview(bytearray(8 * ENGINE_CELLS)).cast("q")  # the core counts calls, too
+        self.cells[AIM] = 1
         self._operation = operation
         self._replaces = operation.group_size > 0  # contributions replace each other
         # Of each answer taken back: how many rounds it told of, one after another, and the newest of them.
@@ -77,7 +73,7 @@ class Engine(Generic[R]):
     @property
     def aim(self) -> int:
         """The round that the next call aims at."""
-        return self.cells[_AIM]
+        return self.cells[AIM]
 
     def begin(self, latest: int, late_call_opens: Callable[[], bool]) -> int:
         """A call begins, and `latest` is the newest round that is over. Returns the round that the call waits for.
@@ -99,7 +95,7 @@ class Engine(Generic[R]):
         answers.sort(key=itemgetter(1))
         aim = self.aim
         while answers and answers[-1][1] == self.aim - 1:
-            self.cells[_AIM] -= answers.pop()[0]
+            self.cells[AIM] -= answers.pop()[0]
         self.owed.extend(answers)
         return self.aim < aim
 
@@ -113,21 +109,18 @@ class Engine(Generic[R]):
     def deliver(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         """The call with contribution `ticket` is given `result`, and `missed` of the rounds from its aim to that."""
         told = self._tell(ticket, result, missed)
-        if told.lag < _CELLS - _LAGS:
-            self.cells[_LAGS + told.lag] += 1
+        if told.lag < ENGINE_CELLS - LAGS:
+            self.cells[LAGS + told.lag] += 1
         else:
             self._lag[told.lag] += 1
         if not told.included:
-            self.cells[_STALE] += 1
+            self.cells[STALE] += 1
         return told
 
     def deliver_own(self, number: int) -> None:
-        """A call is given round `number`, at which it aimed, and which has its contribution; nothing is owed.
-
-        The short form of `deliver` for this case: it misses no result, and its lag is 0.
-        """
-        self.cells[_AIM] = number + 1
-        self.cells[_LAGS] += 1
+        """As `deliver`, of round `number`, at which the call aimed, which has its contribution, and nothing is owed."""
+        self.cells[AIM] = number + 1
+        self.cells[LAGS] += 1
 
     def has_news(self, latest: int) -> bool:
         """Whether the newest round, `latest`, was not told to a caller of this rank."""
@@ -141,8 +134,8 @@ class Engine(Generic[R]):
     def _tell(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         # Gradients add up until a round takes them. In groups a model that another has replaced is in no round.
         included = ticket == result.taken if self._replaces else ticket <= result.taken
-        lag = result.number - self.cells[_AIM]
-        self.cells[_AIM] = result.number + 1
+        lag = result.number - self.cells[AIM]
+        self.cells[AIM] = result.number + 1
         skipped = lag - len(missed) + self._skip_owed()
         return tuple.__new__(Told, (included, missed, skipped, lag))  # in half the time of `Told(...)`
 
@@ -167,14 +160,14 @@ class Engine(Generic[R]):
         self, rounds: int, active: dict[int, int], waits_s: Sequence[float], late_s: Sequence[float]
     ) -> OperationStatistics:
         """The totals of these calls, together with those of the rounds."""
-        lag = self._lag + Counter(dict(enumerate(self.cells[_LAGS:])))
+        lag = self._lag + Counter(dict(enumerate(self.cells[LAGS:])))
         calls = lag.total()
         return OperationStatistics(
             rounds=rounds,
             calls=calls,
             active=dict(sorted(active.items())),
             lag=dict(sorted(lag.items())),
-            stale=self.cells[_STALE] / calls if calls else 0.0,
+            stale=self.cells[STALE] / calls if calls else 0.0,
             waits_s=tuple(waits_s),
             late_s=tuple(late_s),
         )

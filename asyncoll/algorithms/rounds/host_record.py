@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll.algorithms.rounds.attempts import Attempts
-from asyncoll.algorithms.rounds.block_table import NONE
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.round_cells import COLUMN, BlockLayout, Groups
-from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
+from asyncoll.algorithms.rounds.round_cells import COLUMN, NONE
+from asyncoll.algorithms.rounds.round_record import Groups, Memory, RoundRecord
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import Array

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from asyncoll.algorithms.rounds.block_table import LENT, NONE
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.call_order import CallOrder
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.engine import Engine, Told
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.round_cells import BlockLayout, Chunk, Kept, StagedCells
-from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
+from asyncoll.algorithms.rounds.round_cells import LENT, NONE, Kept
+from asyncoll.algorithms.rounds.round_record import Chunk, Memory, RoundRecord, StagedCells
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
 from asyncoll.runtime.trace import Trace

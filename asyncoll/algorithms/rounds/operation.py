@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from asyncoll.algorithms.rounds.grouping import partition
+from asyncoll.algorithms.rounds.round_cells import is_synchronous
 from asyncoll.arguments import digest
 from asyncoll.errors import UsageError
 from asyncoll.runtime.signature import Site
@@ -84,7 +85,7 @@ class Operation:
 
     def is_synchronous(self, number: int) -> bool:
         """Whether round `number` waits for every rank."""
-        return self.sync_every > 0 and (number + self.sync_offset) % self.sync_every == 0
+        return is_synchronous(number, self.sync_every, self.sync_offset)
 
     def drawn(self, number: int, size: int) -> tuple[int, ...]:
         """The distinct ranks that all ranks draw for round `number` (Floyd's sampling).

@@ -1,16 +1,12 @@
-"""The cells of a `RoundRecord`, and how a contribution lies in a block. asyncoll/_core/rounds.h has the same in C."""
+"""The cells of a `RoundRecord` and of its `BlockTable`, and the arithmetic on them.
+
+The compiled core is generated from this module (`hatch_build.py`), which imports nothing but the standard library. A
+function here is one expression of integers that are not negative.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple
-
-from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.tensors.reductions import Array, storage
-
-_ALIGNED = 64  # bytes: a cache line
 
 
 class Head(NamedTuple):
@@ -67,41 +63,94 @@ class Kept(NamedTuple):
     taken: int  # the ticket of the rank's newest contribution when the round took the staged one
 
 
-class StagedCells(NamedTuple):
-    """The staged contribution of a rank."""
+HEAD_CELLS, ROW_CELLS, KEPT_CELLS = (len(kind._fields) for kind in (Head, RankCells, Kept))
+COLUMN = RankCells(*range(ROW_CELLS))  # of the table of all rows
+KEPT = Kept(*range(KEPT_CELLS))  # of the tables of kept results
 
-    block: int  # NONE, or LENT
-    address: int  # 0 if there is none
-    ticket: int  # the number of the rank's newest contribution
-    weight: float
+# Instead of a block.
+NONE = 0  # no memory
+LENT = -1  # the memory of a caller that waits
 
+FREE, MADE, TABLE_HEAD = range(3)  # cells of the head of the table: the number of free blocks, and of all blocks
+BITMAP_BITS = 63  # of a bitmap in one cell: all but the sign
 
-COLUMN = RankCells(*range(len(RankCells._fields)))  # of the table of all rows
-KEPT = Kept(*range(len(Kept._fields)))  # of the tables of kept results
+# The cells of an `Engine`, which are in the memory of its process: the round that the next call aims at; the number of
+# calls whose contribution was not in their result; and from LAGS on the number of calls that were given a round so many
+# rounds after their aim.
+AIM, STALE, LAGS = range(3)
+ENGINE_CELLS = 64
 
-
-Groups = Sequence[tuple[tuple[int, ...], "slice | Array"]]
-
-
-class Chunk(NamedTuple):
-    """A piece of a round's work: reduce `nbytes` of each source."""
-
-    into: int  # address of the result
-    sources: tuple[int, ...]  # addresses, in order of ranks
-    part: int  # index in the layout
-    nbytes: int
+CHUNK_BYTES = 1 << 17  # one rank reduces so much at a time
+HELPED = 4  # a round of more chunks wakes sleeping ranks to reduce some of them
+BEGINNINGS = 64  # rounds whose time of beginning is kept
 
 
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
-    """How a contribution lies in a block."""
+def is_synchronous(number: int, every: int, offset: int) -> bool:
+    """Whether round `number` waits for every rank: every so many do, of rounds that a program counts from `offset`."""
+    return every > 0 and (number + offset) % every == 0
 
-    offsets: tuple[int, ...]  # of its parts
-    lengths: tuple[int, ...]
-    nbytes: int
 
-    @classmethod
-    def of(cls, operation: Operation) -> BlockLayout:
-        lengths = tuple(count * storage(dtype).itemsize for dtype, count in operation.layout)
-        ends = tuple(accumulate((-(-length // _ALIGNED) * _ALIGNED for length in lengths), initial=0))
-        return cls(ends[:-1], lengths, max(ends[-1], _ALIGNED))
+# A control block has in order: whether each rank is gone (`OperationRegistry` sets these), the head, a row for each
+# rank, the results of the rounds that are kept, when the last rounds have begun, how many rounds had how many
+# contributors, and the table of blocks. These functions return the first cell of each.
+
+
+def rows_at(size: int) -> int:
+    return size + HEAD_CELLS
+
+
+def results_at(size: int) -> int:
+    return rows_at(size) + size * ROW_CELLS
+
+
+def kept_rounds(history: int) -> int:
+    """How many rounds there are results of: the newest one, those of history, and one that is being written."""
+    return history + 2
+
+
+def beginnings_at(size: int, history: int) -> int:
+    return results_at(size) + kept_rounds(history) * size * KEPT_CELLS
+
+
+def counts_at(size: int, history: int) -> int:
+    return beginnings_at(size, history) + BEGINNINGS
+
+
+def table_at(size: int, history: int, contributors: int) -> int:
+    """So many ranks may contribute to a result."""
+    return counts_at(size, history) + contributors + 1
+
+
+# A table of blocks begins at cell `table` and has room for `limit` blocks: the stack of the free ones; the address, the
+# keepers and the weight of each; the bitmap of its contributors. Blocks count from 1, so the cell of block 0 would be
+# the one before the first.
+
+
+def stack_at(table: int) -> int:
+    return table + TABLE_HEAD
+
+
+def block_addresses_at(table: int, limit: int) -> int:
+    return stack_at(table) + limit - 1
+
+
+def keepers_at(table: int, limit: int) -> int:
+    return block_addresses_at(table, limit) + limit
+
+
+def weights_at(table: int, limit: int) -> int:
+    return keepers_at(table, limit) + limit
+
+
+def bitmap_words(contributors: int) -> int:
+    """The number of cells of a bitmap."""
+    return (contributors + BITMAP_BITS - 1) // BITMAP_BITS
+
+
+def bitmaps_at(table: int, limit: int, contributors: int) -> int:
+    return weights_at(table, limit) + limit + 1 - bitmap_words(contributors)
+
+
+def table_cells(limit: int, contributors: int) -> int:
+    """How many cells the table has."""
+    return TABLE_HEAD + (4 + bitmap_words(contributors)) * limit

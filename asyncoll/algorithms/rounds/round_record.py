@@ -12,30 +12,59 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll.algorithms.rounds import rules
-from asyncoll.algorithms.rounds.block_table import LENT, NONE, BlockTable
+from asyncoll.algorithms.rounds.block_layout import BlockLayout
+from asyncoll.algorithms.rounds.block_table import BlockTable
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_cells import (
+    BEGINNINGS,
+    CHUNK_BYTES,
     COLUMN,
+    HELPED,
     KEPT,
-    BlockLayout,
-    Chunk,
-    Groups,
+    KEPT_CELLS,
+    LENT,
+    NONE,
+    ROW_CELLS,
     Head,
     Kept,
     RankCells,
-    StagedCells,
+    beginnings_at,
+    counts_at,
+    kept_rounds,
+    results_at,
+    rows_at,
+    table_at,
+    table_cells,
 )
 from asyncoll.algorithms.rounds.unpublished import unpublished
 from asyncoll.arguments import digest
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.trace import Trace, What
+from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena
 
-CHUNK_BYTES = 1 << 17  # one rank reduces so much at a time
 SHORT_BYTES = 1 << 14  # so much is copied under the lock, in about a microsecond: to acquire it again takes longer
-_HELPED = 4  # a round of more chunks wakes sleeping ranks to reduce some of them
-_BEGINNINGS = 64  # rounds whose time of beginning is kept
+
+Groups = Sequence[tuple[tuple[int, ...], "slice | Array"]]
+
+
+class StagedCells(NamedTuple):
+    """The staged contribution of a rank."""
+
+    block: int  # NONE, or LENT
+    address: int  # 0 if there is none
+    ticket: int  # the number of the rank's newest contribution
+    weight: float
+
+
+class Chunk(NamedTuple):
+    """A piece of a round's work: reduce `nbytes` of each source."""
+
+    into: int  # address of the result
+    sources: tuple[int, ...]  # addresses, in order of ranks
+    part: int  # index in the layout
+    nbytes: int
 
 
 class Memory(NamedTuple):
@@ -76,25 +105,21 @@ class RoundRecord:
         self._layout = layout
         self._cores = arena.cores
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
-        # In order: whether each rank is gone (`OperationRegistry` sets these), the head, a row for each rank, the
-        # results of the rounds that are kept, when the last rounds have begun, how many rounds had how many
-        # contributors, and the table of blocks.
-        self._head = Head(*range(size, size + len(Head._fields)))
-        self._rows = size + len(Head._fields)
-        ends = range(self._rows, self._rows + len(COLUMN) * (size + 1), len(COLUMN))
+        self._rows, self._results_at = rows_at(size), results_at(size)
+        self._head = Head(*range(size, self._rows))
+        ends = range(self._rows, self._results_at + ROW_CELLS, ROW_CELLS)
         self._row = [RankCells(*range(first, end)) for first, end in pairwise(ends)]  # of each rank
         self._mine = self._row[group.rank]
-        self._results_at = ends[-1]
-        self._history = operation.history
-        self._kept_rounds = operation.history + 2  # the newest one, those of history, and one that is being written
-        self._begun = self._results_at + self._kept_rounds * size * len(KEPT)
-        self._counts = self._begun + _BEGINNINGS
-        blocks = self._counts + self._contributors + 1
+        self._history = history = operation.history
+        self._kept_rounds = kept_rounds(history)
+        self._begun = beginnings_at(size, history)
+        self._counts = counts_at(size, history)
+        blocks = table_at(size, history, self._contributors)
         # The blocks of one rank: one that it fills, one staged, one in a round, one granted to it, and as many to read
         # as results are kept. It may hold as many again for the call after one that was cancelled. Between hosts there
         # are, of each group, what the host has given to two rounds, and a copy for each attempt.
-        limit = size * (3 * operation.history + 16) + 16
-        self.more = blocks + BlockTable.cells(limit, self._contributors)
+        limit = size * (3 * history + 16) + 16
+        self.more = blocks + table_cells(limit, self._contributors)
         context = digest(group.communicator, *self._context(operation))
         self.control_block = registry.enter(context, operation.fingerprint(), self.more + more)
         self.cells = self.control_block.cells
@@ -102,9 +127,9 @@ class RoundRecord:
         self.blocks = BlockTable(arena, self.control_block, blocks, limit, layout.nbytes, self._contributors)
         # The same cells as arrays: with many ranks, a loop over all cells of their rows would be most of a round.
         self._gone = np.frombuffer(self.cells[:size], np.int64)
-        self._table = np.frombuffer(self.cells[self._rows : self._results_at], np.int64).reshape(size, len(COLUMN))
+        self._table = np.frombuffer(self.cells[self._rows : self._results_at], np.int64).reshape(size, ROW_CELLS)
         kept = np.frombuffer(self.cells[self._results_at : self._begun], np.int64)
-        self._results = kept.reshape(self._kept_rounds, size, len(KEPT))  # of round n, at n modulo their number
+        self._results = kept.reshape(self._kept_rounds, size, KEPT_CELLS)  # of round n, at n modulo their number
         self._all = [(tuple(range(size)), slice(None))]
         self._chunks_of_block = len(self._chunks(0, ()))
         # The rank that opens a short round reduces it, still under the lock: that takes less time than to acquire it
@@ -251,7 +276,7 @@ class RoundRecord:
             return len(groups)
         cells[head.running] = number
         cells[head.claimed] = cells[head.done] = 0
-        cells[self._begun + number % _BEGINNINGS] = now_ns
+        cells[self._begun + number % BEGINNINGS] = now_ns
         table[:, COLUMN.source : COLUMN.source_at + 1] = table[:, COLUMN.staged : COLUMN.staged_at + 1]
         chunks, absent = 0, int(np.count_nonzero(self._gone))
         for ranks, index in groups:
@@ -280,7 +305,7 @@ class RoundRecord:
         cells[head.chunks] = chunks
         if not chunks:  # there will be no last chunk whose end publishes the round
             self._publish()
-        elif chunks > _HELPED:
+        elif chunks > HELPED:
             self.control_block.wake(min(chunks, self._cores) - 1)
         return 0
 
@@ -298,7 +323,7 @@ class RoundRecord:
         groups = self._groups_of(number)
         if blocks.free_count() < len(groups):
             return len(groups)
-        cells[self._begun + number % _BEGINNINGS] = now_ns
+        cells[self._begun + number % BEGINNINGS] = now_ns
         results, absent = self._results[number % self._kept_rounds], int(np.count_nonzero(self._gone))
         staged = table[:, COLUMN.staged].tolist()
         for ranks, index in groups:
@@ -428,7 +453,7 @@ class RoundRecord:
         """
         cells, mine = self.cells, self._mine
         has_begun = max(self.latest, self.running) >= number
-        until_ns = cells[self._begun + number % _BEGINNINGS] if has_begun else now_ns
+        until_ns = cells[self._begun + number % BEGINNINGS] if has_begun else now_ns
         cells[mine.waited_ns] += max(0, until_ns - came_ns)
         granted = Kept(*cells[mine.granted : mine.granted_taken + 1].tolist())
         cells[mine.waits_for] = cells[mine.granted] = 0
@@ -456,7 +481,7 @@ class RoundRecord:
         newest = max(self.latest, self.running)
         if newest >= aim:
             # A caller more than 64 rounds late is counted from the oldest beginning that is still kept.
-            begun = self.cells[self._begun + max(aim, newest - _BEGINNINGS + 1) % _BEGINNINGS]
+            begun = self.cells[self._begun + max(aim, newest - BEGINNINGS + 1) % BEGINNINGS]
             self.cells[self._mine.late_ns] += max(0, now_ns - begun)
 
     def totals(self) -> tuple[dict[int, int], list[float], list[float]]:

@@ -11,12 +11,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from asyncoll.errors import UsageError
 from asyncoll.training import saved
+from asyncoll.training.scheduled import ScheduledRounds
 
 _Options = list[dict[str, Any]]
 _PLAIN = (bool, int, float, str, tuple, Tensor, type(None))
 
 
-class OptionSchedule:
+class OptionSchedule(ScheduledRounds):
     """Steps a scheduler once for each round, and finds out whether the program changes options in between.
 
     A rank that applies the result of a round later than the others must do it with the same options.
@@ -30,14 +31,9 @@ class OptionSchedule:
             )
         if scheduler is not None and scheduler.optimizer is not optimizer:
             raise UsageError("the scheduler belongs to another optimizer")
+        super().__init__(scheduler)
         self._optimizer = optimizer
-        self._scheduler = scheduler
         self._options: _Options = []
-
-    def step(self) -> None:
-        """A round has passed."""
-        if self._scheduler is not None:
-            self._scheduler.step()
 
     def kind(self) -> str:
         """The class of the scheduler."""

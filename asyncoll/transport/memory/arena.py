@@ -30,10 +30,11 @@ from asyncoll.transport.control_block import (
     Wait,
     control_block_bytes,
 )
+from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory import futex
 from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
 from asyncoll.transport.memory.heap import Heap
-from asyncoll.transport.memory.mutex import MUTEX_BYTES, AbandonedMutex, LockPolicy, RobustMutex
+from asyncoll.transport.memory.mutex import AbandonedMutex, LockPolicy, RobustMutex
 from asyncoll.transport.memory.pages import check_room, commit, give_back, mib, too_much
 from asyncoll.transport.memory.segment import HEAD_BYTES, Segment, capacity_of, close_segment, make_segment, map_segment
 

@@ -16,13 +16,12 @@ from functools import partial
 from asyncoll.errors import AsyncollError, PeerLostError
 from asyncoll.forks import refusal
 from asyncoll.transport import Loss
+from asyncoll.transport.lock_cells import HOLDER_OFFSET, MUTEX_BYTES
 from asyncoll.transport.processes import is_gone, is_stopped
 
-MUTEX_BYTES = 64
-# A 64-bit cell behind the pthread_mutex_t, which has 40 bytes, or 48 on ARM. It contains the local rank of the last
-# holder; or ~local_rank of a holder that has died; or _INTERRUPTED - local_rank of a holder that an exception has
-# interrupted. A negative value means that the lock is lost for ever.
-_HOLDER = 56
+# The cell of the holder contains the local rank of the last one; or ~local_rank of a holder that has died; or
+# _INTERRUPTED - local_rank of a holder that an exception has interrupted. A negative value means that the lock is lost
+# for ever.
 _INTERRUPTED = -(1 << 32)
 _PROCESS_SHARED = 1
 _ROBUST = 1
@@ -82,7 +81,7 @@ class RobustMutex:
         """
         self._mutex = (ctypes.c_char * MUTEX_BYTES).from_buffer(memory)  # keeps the memory mapped
         self._futex = memory[:4].cast("I")
-        self._holder = memory[_HOLDER:MUTEX_BYTES].cast("q")
+        self._holder = memory[HOLDER_OFFSET:MUTEX_BYTES].cast("q")
         self._local_rank = local_rank
         self._ranks = ranks
         self._policy = policy or LockPolicy()
