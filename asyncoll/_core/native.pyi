@@ -98,7 +98,10 @@ class Rounds:
         """As `Rounds.at_once`."""
 
     def trace(self, append: Callable[[Any], object] | None, make: Callable[[int, float, int], Any], /) -> None:
-        """As `ShortCalls.trace`, of the rounds that this rank opens: with the number in place of the entry."""
+        """From now on pass the rounds that this rank opens to `append`, if it is not None.
+
+        Each is a tuple `(make, what, at_s, number)`, which stands for `make(what, at_s, number)`: see `runtime.trace`.
+        """
 
     def is_needed(self, number: int, /) -> bool:
         """Whether a call that waits for round `number` has to look again. Without the lock the answer is a hint."""

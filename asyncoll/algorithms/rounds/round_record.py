@@ -266,7 +266,10 @@ class RoundRecord:
         return missing
 
     def _start(self, now_ns: int) -> int:
-        """Open the next round of long contributions, which ranks then reduce together. Returns what `_open` does."""
+        """Open the next round, of contributions that ranks reduce together.
+
+        Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
+        """
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
