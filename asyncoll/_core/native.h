@@ -220,10 +220,6 @@ PyObject *openings_in_python(void);
 
 /* -- awaitables.c ----------------------------------------------------------------------------- */
 
-/* Calls that are over when they are awaited, before the caller's loop turns: CALLS_PER_TURN of
- * asyncoll/runtime/progress.py. */
-enum { CALLS_PER_TURN = 64 };
-
 extern PyType_Spec awaitable_spec; /* the base of the other two */
 extern PyType_Spec answer_spec;
 

@@ -71,7 +71,7 @@ typedef struct {
     PyObject *parts[PARTS];
     PyObject *names[NAMES];
     long long last; /* the number of the last call */
-    long long polls, sleep_ns;
+    long long polls, sleep_ns, calls_per_turn;
     long long start, length, first;     /* of this rank's shared memory: pointer, bytes, address of the first byte */
     long long private_min, private_max; /* bytes of arrays that the others may read where they are */
     double ended_s;                     /* when the last call ended */
@@ -253,7 +253,7 @@ static int end(ShortCall *call, bool is_last)
 {
     ShortCalls *self = call->calls;
     call->head.state = ENDED;
-    call->head.turns = ++self->calls_in_row == CALLS_PER_TURN;
+    call->head.turns = ++self->calls_in_row >= self->calls_per_turn;
     if (call->head.turns)
         self->calls_in_row = 0;
     forget(call);
@@ -722,13 +722,13 @@ PyType_Spec short_call_spec = {
 
 /* -- the type of the factory ---------------------------------------------------------------------- */
 
-/* `ShortCalls(meetings, (start, length, first), (private_min, private_max), polls, sleep_ns, **parts)` */
+/* `ShortCalls(meetings, (start, length, first), (private_min, private_max), polls, sleep_ns, calls_per_turn, **parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *meetings, *parts[GIVEN];
-    long long start, length, first, private_min, private_max, polls, sleep_ns;
-    if (!PyArg_ParseTuple(arguments, "O(LLL)(LL)LL:ShortCalls", &meetings, &start, &length, &first, &private_min,
-                          &private_max, &polls, &sleep_ns))
+    long long start, length, first, private_min, private_max, polls, sleep_ns, calls_per_turn;
+    if (!PyArg_ParseTuple(arguments, "O(LLL)(LL)LLL:ShortCalls", &meetings, &start, &length, &first, &private_min,
+                          &private_max, &polls, &sleep_ns, &calls_per_turn))
         return NULL;
     for (int i = 0; i < GIVEN; i++) {
         parts[i] = keywords ? PyDict_GetItemString(keywords, given[i]) : NULL;
@@ -754,6 +754,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->private_max = private_max;
     self->polls = polls;
     self->sleep_ns = sleep_ns;
+    self->calls_per_turn = calls_per_turn;
     PyObject *module = PyType_GetModule(type);
     self->parts[CALL_TYPE] = module ? PyObject_GetAttrString(module, "ShortCall") : NULL;
     self->parts[LIBRARIES] = PyTuple_New(0);

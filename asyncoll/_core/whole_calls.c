@@ -187,7 +187,7 @@ static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *
         return ends ? NULL : Py_NewRef(Py_None);
     if (PyTuple_Size(ranks)) /* otherwise there is no result, and the array has the contribution still */
         divide_result(self, flat, PyTuple_Size(ranks));
-    bool included, turns = ++self->calls_in_row == CALLS_PER_TURN;
+    bool included, turns = ++self->calls_in_row >= self->calls_per_turn;
     int64_t lag = deliver(self, &call, &included);
     if (turns)
         self->calls_in_row = 0;
@@ -256,15 +256,15 @@ static bool has_known_fields(PyObject *slots)
     return is;
 }
 
-/* `attach(reduction, fields, turns, owed, engine, divisor)`: what `at_once` needs. */
+/* `attach(reduction, fields, turns, owed, engine, divisor, calls_per_turn)`: what `at_once` needs. */
 PyObject *rounds_attach(PyObject *object, PyObject *arguments)
 {
     Rounds *self = (Rounds *)object;
     PyObject *reduction, *fields, *turns[4], *owed, *engine;
-    long long divisor;
-    if (!PyArg_ParseTuple(arguments, "O!O!(OO!O!O!)OOL:attach", &PyType_Type, &reduction, &PyTuple_Type, &fields,
+    long long divisor, calls_per_turn;
+    if (!PyArg_ParseTuple(arguments, "O!O!(OO!O!O!)OOLL:attach", &PyType_Type, &reduction, &PyTuple_Type, &fields,
                           &turns[ORDER_NUMBERS], &PyList_Type, &turns[ORDER_NOW], &PySet_Type, &turns[ORDER_OVER],
-                          &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor))
+                          &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor, &calls_per_turn))
         return NULL;
     if (self->answer || !has_known_fields(fields) || !PyIter_Check(turns[ORDER_NUMBERS]) ||
         PyList_Size(turns[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->is_long || self->history ||
@@ -285,6 +285,7 @@ PyObject *rounds_attach(PyObject *object, PyObject *arguments)
     self->fields = Py_NewRef(fields);
     self->owed = Py_NewRef(owed);
     self->divisor = divisor;
+    self->calls_per_turn = calls_per_turn;
     PyObject *module = PyType_GetModule(Py_TYPE(object));
     self->answer = module ? PyObject_GetAttrString(module, "Answer") : NULL; /* last: now `at_once` may be called */
     return self->answer ? Py_NewRef(Py_None) : NULL;

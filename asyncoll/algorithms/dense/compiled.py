@@ -22,6 +22,7 @@ from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.progress import CALLS_PER_TURN
 from asyncoll.runtime.signature import Signature, place_outside
 from asyncoll.runtime.work import Driven, Work
 from asyncoll.statistics import Traffic
@@ -99,6 +100,7 @@ class CompiledCalls:
             arena.polls,
             # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
             _SLEEP_NS * -(-staging.size // arena.cores),
+            CALLS_PER_TURN,
             host=host,
             rest=self,
             runner=runner,

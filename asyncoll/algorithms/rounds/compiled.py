@@ -25,6 +25,7 @@ from asyncoll.algorithms.rounds.round_cells import NONE, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.progress import CALLS_PER_TURN
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import until
@@ -129,7 +130,7 @@ class CompiledRounds(OneSidedRounds):
             return None
         divisor = {ReduceOp.AVG: self._size, ReduceOp.AVG_ACTIVE: 0}.get(operation.op, 1)
         turns = order.numbers, order.now, order.over, order.waiting
-        self._compiled.attach(Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
+        self._compiled.attach(Reduction, SLOTS, turns, engine.owed, engine.cells, divisor, CALLS_PER_TURN)
         return self._compiled.at_once
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
