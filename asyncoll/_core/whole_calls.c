@@ -151,6 +151,7 @@ static PyObject *reduction_of(Rounds *self, const Call *call, PyObject *ranks, b
     int64_t number = call->kept[KEPT_NUMBER];
     bool synchronous = waits_for_all(self, number) && !call->kept[KEPT_ABSENT];
     allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->reduction, Py_tp_alloc);
+    /* Without `__init__`, so that no bytecode runs; the slots are set one by one, as the class has no dictionary. */
     PyObject *made = allocate((PyTypeObject *)self->reduction, 0);
     PyObject *values =
         Py_BuildValue("(LnOLO()OOLdO)", (long long)number, PyTuple_Size(ranks), included ? Py_True : Py_False,
@@ -173,6 +174,8 @@ static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *
 {
     Call call = {.came_ns = clock_ns(), .first_missed = 1};
     int64_t aim = ((int64_t *)self->engine.buf)[AIM];
+    /* A lock that others hold for long means waiting, which is left to Python: it would block the caller's loop
+     * here. */
     int outcome = control_block_lock_soon(self->block);
     if (outcome < 0)
         return NULL;
@@ -185,6 +188,7 @@ static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *
         control_block_unlock(self->block);
     if (!ranks)
         return ends ? NULL : Py_NewRef(Py_None);
+    /* Divided after the lock is released: the array is the caller's own. */
     if (PyTuple_Size(ranks)) /* otherwise there is no result, and the array has the contribution still */
         divide_result(self, flat, PyTuple_Size(ranks));
     bool included, turns = ++self->calls_in_row >= self->calls_per_turn;
