@@ -50,7 +50,7 @@ static Range share_of(const Pieces *self, int rank, Range piece)
 /* The half of the slot of `rank` for a piece. `create` has checked that the piece fits. */
 static char *half_of(const Pieces *self, int rank, int64_t index)
 {
-    return (char *)self->slots[rank].buf + index % 2 * self->piece;
+    return (char *)self->slots[rank].buf + half_at(index, self->piece);
 }
 
 static char *own_piece(const Pieces *self, Range piece)

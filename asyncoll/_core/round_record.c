@@ -146,7 +146,7 @@ bool rounds_may_open(const Rounds *self, int64_t number)
 bool rounds_late_call_opens(const Rounds *self, int64_t number)
 {
     return self->opening == MAJORITY && !self->head[HEAD_RUNNING] && !waits_for_all(self, number) &&
-           self->is_drawn[self->rank] && 2 * count_arrived(self, number, false) >= self->size;
+           self->is_drawn[self->rank] && are_enough(count_arrived(self, number, false), self->size);
 }
 
 /* -- results ---------------------------------------------------------------------------------- */
@@ -310,7 +310,7 @@ void rounds_begin_call(Rounds *self, Call *call, int64_t aim)
     call->number = latest < aim || rounds_late_call_opens(self, latest + 1) ? latest + 1 : 0; /* Engine.begin */
     rounds_count_late(self, aim, call->came_ns);
     if (call->number > aim)
-        keep_results(self, call, larger(aim, latest + 1 - self->history), latest);
+        keep_results(self, call, first_missed(aim, latest, self->history), latest);
 }
 
 void rounds_fill(const Rounds *self, char *memory, const Py_buffer *flats, char *before)
