@@ -239,21 +239,6 @@ static void forget(ShortCall *call)
     Py_CLEAR(call->array);
 }
 
-/* Tell the call that waits for the end of call `number`. A signal handler may raise in `self->parts[END]`, which is written in
- * Python; so it is called until it has ended. Returns 0, or -1 with the exception of the handler. */
-static int tell_waiting(ShortCalls *self, PyObject *number)
-{
-    PyObject *type = NULL, *value = NULL, *trace = NULL, *told;
-    while (!(told = PyObject_CallFunctionObjArgs(self->parts[END], number, NULL))) {
-        Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
-        PyErr_Fetch(&type, &value, &trace);
-    }
-    Py_DECREF(told);
-    if (type)
-        PyErr_Restore(type, value, trace);
-    return type ? -1 : 0;
-}
-
 /* The result is in the array. Returns 0, or -1 with an exception. */
 static int end(ShortCall *call, bool is_last)
 {
@@ -270,7 +255,7 @@ static int end(ShortCall *call, bool is_last)
     PyObject *number = PyTuple_GetItem(call->entry, 1);
     if (PySet_Discard(self->parts[UNFINISHED], number) < 0)
         return -1;
-    return PyDict_Size(self->parts[TURNS]) ? tell_waiting(self, number) : 0;
+    return PyDict_Size(self->parts[TURNS]) ? call_to_its_end(self->parts[END], number) : 0;
 }
 
 /* The rest of a call, with the exception that is set, as a coroutine. NULL with an exception. */

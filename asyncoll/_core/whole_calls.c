@@ -26,28 +26,17 @@ static PyObject *take_turn(Rounds *self)
     return NULL;
 }
 
-/* Wake the call that waits for turn `next`, if there is one. A signal handler may raise in `Turn.set`, which is written
- * in Python; so it is called until it has ended. Returns 0, or -1 with the exception of the handler. */
+/* Wake the call that waits for turn `next`, if there is one. Returns 0, or -1 with the exception of a signal handler. */
 static int wake_turn(Rounds *self, PyObject *next)
 {
     PyObject *turn = PyDict_GetItemWithError(self->turns[ORDER_WAITING], next);
     if (!turn)
         return PyErr_Occurred() ? -1 : 0;
-    Py_INCREF(turn);
+    PyObject *set = PyObject_GetAttrString(turn, "set");
     PyDict_DelItem(self->turns[ORDER_WAITING], next);
-    PyObject *type = NULL, *value = NULL, *trace = NULL, *set = NULL;
-    while (!set) {
-        set = PyObject_CallMethod(turn, "set", NULL);
-        if (!set) {
-            Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
-            PyErr_Fetch(&type, &value, &trace);
-        }
-    }
-    Py_DECREF(set);
-    Py_DECREF(turn);
-    if (type)
-        PyErr_Restore(type, value, trace);
-    return type ? -1 : 0;
+    int failed = set ? call_to_its_end(set, NULL) : -1;
+    Py_XDECREF(set);
+    return failed;
 }
 
 /* `CallOrder.end` of a call that had its turn. Returns 0, or -1 with an exception set. */
