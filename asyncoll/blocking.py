@@ -160,7 +160,8 @@ class _Session:
         except BaseException as error:
             self._outcome = error
         self._over.open()
-        self._entered.open()  # last: after an error in joining nothing of it is left
+        # Last: after an error in joining nothing of the world is left.
+        self._entered.open()
 
     async def _stay(self, runner: HandleRunner, environment: Environment | None) -> None:
         self._asked = asyncio.Event()
@@ -199,7 +200,8 @@ def _with_handle(
     @functools.wraps(method)
     def call(caller: Any, /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         member = caller._member
-        member.check_open()  # in a forked child, another thread of its parent may hold the lock for ever
+        # In a forked child, another thread of its parent may hold the lock for ever.
+        member.check_open()
         with caller._order:
             handle: Handle[T] = member.runner.handle(method(caller, *args, **kwargs))
             return handle

@@ -23,6 +23,7 @@ from asyncoll.algorithms.guarantees import (
     CANCELLATION,
     CANCELLATION_IN_PLACE,
     COLLECTIVE,
+    COLLECTIVE_IN_GRAPH,
     LEAVE_ALONE,
     ROUNDS,
     guarantees,
@@ -1028,7 +1029,7 @@ class Communicator(Uncopied):
 
     # -- gossip -----------------------------------------------------------------------------------
 
-    @guarantees(CANCELLATION_IN_PLACE)
+    @guarantees(COLLECTIVE_IN_GRAPH, LEAVE_ALONE, CANCELLATION_IN_PLACE)
     def neighbor_average(
         self, x: T, *, graph: str = "ring", iteration: int = 0, peers: int = 1
     ) -> Coroutine[Any, Any, T]:
@@ -1039,12 +1040,7 @@ class Communicator(Uncopied):
         rounding. Sums are in the order of ranks. Those of float16 and bfloat16 are computed in float32, and the mean is
         rounded once.
 
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. But
-        a rank waits for its neighbours only. If `x` is longer than 1 MiB (2 MiB in shared memory), it waits for its
-        destinations, too. In shared memory a rank is at most 4 calls ahead of the slowest rank. The call starts at
-        once; the coroutine only waits for its end. A call that is never awaited runs to its end all the same.
-
-        Leave `x` alone from the call until the coroutine has ended. The call takes memory for one more `x` for each
+        A call that is never awaited runs to its end all the same. The call takes memory for one more `x` for each
         source.
 
         Args:
@@ -1085,7 +1081,7 @@ class Communicator(Uncopied):
 
         return self._start(self._call("neighbor_average", operand, str(chosen)), body, operand)
 
-    @guarantees(CANCELLATION)
+    @guarantees(COLLECTIVE_IN_GRAPH, CANCELLATION)
     def push_sum(
         self, x: T, weight: object, *, graph: str = "exponential", iteration: int = 0, peers: int = 1
     ) -> Coroutine[Any, Any, tuple[T, float]]:
@@ -1102,11 +1098,6 @@ class Communicator(Uncopied):
         are small enough. Sums of what comes from several sources are in the order of ranks; those of float16 and
         bfloat16 are computed in float32 and rounded once. In both graphs each rank has as many sources as destinations,
         so weights that begin as 1 stay 1 up to rounding, if all ranks add what they receive in the same iteration.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. But
-        a rank waits for its sources only. If `x` is longer than 1 MiB (2 MiB in shared memory), it waits for its
-        destinations, too. In shared memory a rank is at most 4 calls ahead of the slowest rank. The call starts at
-        once; the coroutine only waits for its end, so several calls may be under way, and may be awaited in any order.
 
         Await every call: a call that is never awaited loses the mass that it receives, and aborts the communicator when
         its coroutine is destroyed. The division takes place in the caller's thread. The call takes memory for one more

@@ -86,19 +86,24 @@ class Rounds:
         owed: deque[Any],
         cells: memoryview,
         divisor: int,
+        calls_per_turn: int,
         /,
     ) -> None:
         """Before the first `at_once`, which returns awaitables of a `reduction`, a class with `slots`.
 
         `turns` are the attributes of the `CallOrder`, `owed` and `cells` those of the `Engine`.
-        Results are divided by `divisor`, or, if that is 0, by the number of contributors.
+        Results are divided by `divisor`, or, if that is 0, by the number of contributors. After so many calls in a row
+        that are over at once the caller's loop turns.
         """
 
     def at_once(self, array: Any, /) -> Answer | Exception | None:
         """As `Rounds.at_once`."""
 
     def trace(self, append: Callable[[Any], object] | None, make: Callable[[int, float, int], Any], /) -> None:
-        """As `ShortCalls.trace`, of the rounds that this rank opens: with the number in place of the entry."""
+        """From now on pass the rounds that this rank opens to `append`, if it is not None.
+
+        Each is a tuple `(make, what, at_s, number)`, which stands for `make(what, at_s, number)`: see `runtime.trace`.
+        """
 
     def is_needed(self, number: int, /) -> bool:
         """Whether a call that waits for round `number` has to look again. Without the lock the answer is a hint."""
@@ -187,6 +192,7 @@ class ShortCalls:
         private: tuple[int, int],
         polls: int,
         sleep_ns: int,
+        calls_per_turn: int,
         /,
         *,
         host: Any,

@@ -12,9 +12,8 @@ from asyncoll.algorithms.seam.backend import Backend
 from asyncoll.algorithms.seam.call import REDUCING, Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.seam.short_calls import ShortCalls, signature_of
-from asyncoll.algorithms.seam.ways import with_own
+from asyncoll.algorithms.seam.ways import OWN, with_own
 from asyncoll.errors import describe
-from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
@@ -87,21 +86,20 @@ class Calls:
 
         An exception here aborts the communicator.
         """
-
-        def begin() -> Coroutine[Any, Any, T]:
-            pending = self._pending.enter(call.signature, call.signature.number)
+        signature = call.signature
+        try:
+            pending = self._pending.enter(signature, signature.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
             collectives = self._backend.collectives(call)
             if call.staged:
                 return self._start_staged(call, collectives, pending, self._backend.here)
-            work = self._carry_out(call.signature, collectives, call.body, pending)
-            work = self._traced(call.signature, pending, work, call.nbytes)
-            return self._backend.start(work, call.signature.__str__, call.nbytes, call.discarded)
-
-        try:
-            return self._begin(call.signature, begin)
+            work = self._carry_out(signature, collectives, call.body, pending)
+            if self._trace.sink is not None:
+                work = self._traced(signature, pending, work, call.nbytes)
+            return self._backend.start(work, signature.__str__, call.nbytes, call.discarded)
         except BaseException as error:
-            self._member.abort(f"{call.signature} was interrupted: {describe(error)}")
+            self._pending.drop(signature)
+            self._member.abort(f"{signature} was interrupted: {describe(error)}")
             raise
 
     def _start_staged(
@@ -275,9 +273,7 @@ class Calls:
     def resume(
         self, call: Signature, collectives: Collectives, body: Body[T], since_s: float, expires_s: float | None
     ) -> Coroutine[Any, Any, T]:
-        if not since_s:
-            since_s, expires_s = deadlines.now_s(), deadlines.expires_s()
-        pending = self._pending.enter_late(call, call.number, since_s, expires_s)
+        pending = self._pending.enter(call, call.number, since=(since_s, expires_s) if since_s else None)
         work = self._carry_out(call, collectives, body, pending)
         trace, number = self._trace, call.number
         return work if trace.sink is None else trace.follow(call, number, work, self._ended(call), number)
@@ -325,7 +321,7 @@ class Calls:
         try:
             async with collectives:
                 self._member.check()
-                return await body(with_own(collectives))
+                return await body(with_own(collectives) if OWN else collectives)
         finally:
             self._pending.leave(pending)
             self.ledger.enter(call.operation, collectives.traffic)

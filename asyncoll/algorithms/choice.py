@@ -16,7 +16,7 @@ from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.algorithms.rounds.announced import rounds_ways
 from asyncoll.algorithms.rounds.compiled_rounds import ROUNDS_WAYS
 from asyncoll.algorithms.rounds.directory import RoundsBackend
-from asyncoll.algorithms.seam.ways import Way, all_own
+from asyncoll.algorithms.seam.ways import OWN, Way
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 
@@ -50,7 +50,7 @@ def tables(ranks: int, environ: Mapping[str, str]) -> dict[str, tuple[Way[Any], 
     by_message: tuple[Way[Any], ...] = (*by_size.allreduce_ways(ranks, beside=False), *others, *rounds_ways(ranks))
     between_hosts: tuple[Way[Any], ...] = (*by_size.allreduce_ways(ranks, beside=True), *others)
     return {
-        "anywhere": all_own(),
+        "anywhere": tuple(OWN),
         "on one host": in_memory,
         "by message": by_message,
         "between so many hosts, after a reduction in the memory of each": between_hosts,

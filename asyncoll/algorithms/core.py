@@ -87,7 +87,8 @@ class Core:
         )
 
     def __del__(self) -> None:
-        if hasattr(self, "lifetime"):  # not if an exception ended `__init__`
+        # An exception may have ended `__init__` before it was made.
+        if hasattr(self, "lifetime"):
             self.lifetime.drop(self.calls.check_started)
 
     @property

@@ -19,6 +19,12 @@ COLLECTIVE = (
     "call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited "
     "in any order. A call that is never awaited runs to its end all the same."
 )
+COLLECTIVE_IN_GRAPH = (
+    "Collective: every rank of the communicator makes this call, at the same position among its collective calls. But "
+    "a rank waits for its sources only. If `x` is longer than 1 MiB (2 MiB in shared memory), it waits for its "
+    "destinations, too. In shared memory a rank is at most 4 calls ahead of the slowest rank. The call starts at once; "
+    "the coroutine only waits for its end, so several calls may be under way, and may be awaited in any order."
+)
 LEAVE_ALONE = "Leave `x` alone from the call until the coroutine has ended."
 CANCELLATION = (
     "Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their "

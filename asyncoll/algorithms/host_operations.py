@@ -81,7 +81,8 @@ class HostOperations(AnnouncedOperations):
     def __init__(self, member: Member, directory: Directory, hosts: Hosts, memory: HostMemory) -> None:
         self._hosts = hosts
         self._memory = memory
-        super().__init__(member, directory)  # last: it handles the announcements that have come already
+        # Last: it handles the announcements that have come already.
+        super().__init__(member, directory)
 
     def _told(self, operation: Operation) -> list[int]:
         del operation

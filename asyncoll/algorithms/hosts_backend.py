@@ -75,7 +75,8 @@ class HostsBackend(MessageBackend):
     # -- the end, as of `runtime.lifetime.CommunicatorPart` ---------------------------------------------------
 
     def retire(self) -> None:
-        for part in self._in_memory():  # first: the ports tell other ranks to look there
+        # First: the ports tell other ranks to look there.
+        for part in self._in_memory():
             part.retire()
         super().retire()
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from asyncoll.algorithms.dense.arriving import arrived
-from asyncoll.algorithms.dense.compiled import CompiledCalls
+from asyncoll.algorithms.dense.compiled import LEARNT, CompiledCalls
 from asyncoll.algorithms.dense.device_collectives import DeviceCollectives
 from asyncoll.algorithms.dense.device_pair import DevicePair
 from asyncoll.algorithms.dense.device_rpc import DeviceRpc
@@ -234,7 +234,7 @@ class MemoryBackend:
     def collectives(self, call: Call[Any]) -> MemoryCall:
         if call.overlapping is not None:
             return begin(device_ways(self._area.sizes), Shape(call.overlapping.mirror.nbytes), self, call)
-        if self._compiled is not None:
+        if self._compiled is not None and call.signature.operation in LEARNT:
             self._compiled.learn(call.signature)
         return self.collectives_of(call.signature)
 
@@ -257,9 +257,6 @@ class MemoryBackend:
         self._recent.append(call)
         return MemoryCall(self._member, self._area, call)
 
-    def _work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> SharedWork[T]:
-        return SharedWork(self._area.arena, work, self._check, describe)
-
     def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
         # By message: a rendezvous in memory is one of all ranks. A long tensor of a device may pass in device memory.
         if staged is not None and self._pairs.takes(staged.mirror.nbytes, staged.opened_device, peer):
@@ -273,13 +270,13 @@ class MemoryBackend:
 
         A long copy or reduction in the caller's thread would block the program's event loop.
         """
-        driven = self._work(work, describe)
+        driven = SharedWork(self._area.arena, work, self._check, describe)
         if nbytes > self._area.sizes.long and not self._member.runner.may_block():
             return self._member.runner.start(driven.finish(), discarded)
         return self._member.runner.drive(driven, discarded)
 
     def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
-        return self._work(work, describe).finish()
+        return SharedWork(self._area.arena, work, self._check, describe).finish()
 
     async def open(self, operation: Operation, site: str) -> Rounds:
         """Make `operation`, or join it if another rank has made it.

@@ -71,7 +71,8 @@ class Sources:
         self._selector.register(source, selectors.EVENT_READ, callback)
 
     def unwatch(self, source: Any) -> None:
-        with suppress(KeyError, ValueError):  # it is not watched, or closed
+        # The descriptor may not be watched, or be closed.
+        with suppress(KeyError, ValueError):
             self._selector.unregister(source)
 
     def wait(self, seconds: float | None) -> bool:

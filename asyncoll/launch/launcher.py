@@ -38,7 +38,8 @@ from asyncoll.transport.loopback import loopback
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = signal.SIGTSTP  # Ctrl-Z
-WAIT_MAX_S = 3600.0  # in one turn: `epoll` refuses a time-out of more than 24 days
+# The longest wait in one turn: `epoll` refuses a time-out of more than 24 days.
+WAIT_MAX_S = 3600.0
 LOOK_S = 0.5  # between two looks at the states of the ranks that run while others have ended
 
 

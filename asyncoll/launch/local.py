@@ -104,7 +104,8 @@ class LocalHost:
         elif self._pids:
             self._tell_template(order)
         else:
-            self._template.kill()  # it still loads, and there is no rank yet
+            # It still loads, and there is no rank yet.
+            self._template.kill()
 
     def end(self) -> None:
         self._is_ending = True
@@ -133,7 +134,8 @@ class LocalHost:
         self._hear_template()  # read its messages, so that both sides never block on sending to each other
 
     def _tell_template(self, order: dict[str, Any], *files: int) -> None:
-        with suppress(OSError):  # it is gone, which `_bury` deals with
+        # The process may be gone. `_bury` deals with that.
+        with suppress(OSError):
             control.send(self._channel, order, files)
 
     def _hear_template(self) -> None:

@@ -75,7 +75,8 @@ class Output(NamedTuple):
 def open_output(size: int, logs: Path | None) -> Iterator[Output]:
     """Open the streams of `size` ranks. If `logs` is given, their raw bytes are also written there."""
     with ExitStack() as opened:
-        nowhere = opened.enter_context(open(os.devnull, "w"))  # in place of a standard stream that was closed
+        # In place of a standard stream that was closed.
+        nowhere = opened.enter_context(open(os.devnull, "w"))
 
         def stream(rank: int, shown: TextIO | None, name: str) -> OutputStream:
             sink = nowhere if shown is None else shown

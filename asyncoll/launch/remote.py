@@ -33,7 +33,8 @@ SSH = (
     "--",
 )
 BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from asyncoll.launch.host_agent import main; main()"
-GREETING_BYTES_MAX = 1 << 16  # with what the shell there prints before it
+# The greeting, with what the shell of the host prints before it, has at most so many bytes.
+GREETING_BYTES_MAX = 1 << 16
 TRAVELLING = ("ASYNCOLL_", "PYTHON")
 STAYING = ("ASYNCOLL_ADDRESS", "ASYNCOLL_FOLDER", "ASYNCOLL_RANK_OF")  # of one host, or of one process
 SSH_FAILED, NO_PROGRAM = 255, (126, 127)
@@ -143,7 +144,8 @@ class RemoteHost:
             self._ssh.kill()
             return
         self._is_last = self._is_last or kills
-        with suppress(OSError, ValueError):  # it is gone, which `_bury` deals with; or told to end
+        # The process may be gone, which `_bury` deals with, or be told to end.
+        with suppress(OSError, ValueError):
             frames.send(self._stdin.fileno(), order)
 
     def end(self) -> None:

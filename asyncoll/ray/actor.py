@@ -45,7 +45,8 @@ class Rank:
     """The class of the actors. Its methods are coroutines, so that Ray can cancel `run`."""
 
     def __init__(self, rank: int, size: int) -> None:
-        process_tree.die_with_parent(os.getppid())  # with the raylet: Ray itself leaves this process to init
+        # It ends with the raylet: Ray itself leaves this process to init.
+        process_tree.die_with_parent(os.getppid())
         self._rank = rank
         self._size = size
         self._table = Table()

@@ -21,7 +21,8 @@ from asyncoll.transport import START_TIMEOUT_S
 from asyncoll.transport.keys import KEY_BYTES
 
 T = TypeVar("T")
-_END_S = 5.0  # for the processes of actors to end by themselves
+# The processes of actors have this time to end by themselves.
+_END_S = 5.0
 _ONE_CPU = {"CPU": 1.0}
 
 

@@ -61,10 +61,12 @@ class SocketCarrier:
         self._lost = lost
 
     def open(self, deliver: Deliver) -> None:
+        # Here and not in `__init__`: the socket delivers from now on, and needs `deliver` for that.
         self._segments = Segments(self, deliver)
         self.socket = self._make(self)
 
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
+        # A message to a peer that is gone is dropped, so it counts as sent: its calls fail by the loss.
         return not self.socket.has(dest) or self._segments.send_nowait(dest, head, arrays)
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:

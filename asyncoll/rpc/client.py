@@ -441,7 +441,8 @@ class Client:
         """
         if self._lost_notifications:
             self.check()
-        level = depth.set(protocol.MAX_DEPTH)  # at this depth slots are free, so the call does not wait for other calls
+        # At this depth slots are free, so the call does not wait for other calls.
+        level = depth.set(protocol.MAX_DEPTH)
         try:
             for peer in {pending.peer for pending in self._pending.values() if pending.kind == protocol.NOTIFY}:
                 await self._exchange(Request(peer, METHODS, (), {}))
@@ -455,7 +456,8 @@ class Client:
         """End every call with ClosedError, and wait for the background sends. Idempotent."""
         closed = partial(ClosedError, f"{self._name} is closed")
         self.fail(closed)
-        self._failure = closed  # also after a loss: peers disappear as they leave the world in good order
+        # Also after a loss: peers disappear as they leave the world in good order.
+        self._failure = closed
         if self._background_sends:
             await asyncio.wait(self._background_sends)
 

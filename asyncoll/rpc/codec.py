@@ -32,7 +32,8 @@ ALLOWED = (
     "torch tensors"
 )
 _KEPT_BYTES = 1 << 16  # an encoder gives up its packers after a longer value, because packers keep their memory
-_UNCHECKED_BYTES = 512  # in so few bytes, false lengths of nested lists make msgpack allocate little memory
+# In so few bytes, false lengths of nested lists make msgpack allocate little memory.
+_UNCHECKED_BYTES = 512
 _TUPLE, _SET, _COMPLEX, _DATACLASS, _ARRAY = 1, 2, 3, 4, 5
 _NUMPY, _TORCH, _SCALAR = 0, 1, 2
 _OUTSIDE, _INSIDE = 0, 1
@@ -155,7 +156,8 @@ class Encoder:
             return _extension(_ARRAY, form + array.tobytes())
         operand = as_operand(value, may_stage=True)
         flat, shape = operand.flat.view(np.uint8), operand.shape
-        is_staged = operand.staged is not None and flat.size > 0  # else there is nothing to fetch
+        # Without elements there is nothing to fetch.
+        is_staged = operand.staged is not None and flat.size > 0
         where = _INSIDE if flat.size <= INLINE_BYTES and not is_staged else _OUTSIDE
         form = _FORMS[len(shape)].pack(family, DTYPES.index(operand.dtype), where, len(shape), *shape)
         if where == _INSIDE:

@@ -59,7 +59,7 @@ class Arrivals:
         return landing
 
     def come(self) -> dict[int, LandingTensor]:
-        """Those that have come for the next message, which is here."""
+        """The tensors that have come for the next message, which is here."""
         landings, self._landings = self._landings, {}
         return {index: landing for index, landing in landings.items() if landing.is_whole}
 

@@ -101,7 +101,8 @@ class Threads:
         self._sleepers: list[_Sleeper] = []  # the last one is woken first
         self._pipe: tuple[int, int] | None = None
         self._may_read: list[tuple[int, int]] = []  # the pipe, while no thread reads it
-        with contextlib.suppress(OSError):  # there are no descriptors left: all idle threads sleep on locks
+        # There may be no descriptors left: then all idle threads sleep on locks.
+        with contextlib.suppress(OSError):
             self._pipe = os.pipe()
             self._may_read.append(self._pipe)
         # The threads refer to this object, so none of them reads any more when it is collected.
@@ -121,7 +122,8 @@ class Threads:
         self._unsettled += 1
         self._jobs.append(job)
         if not self._wake_one() and self._unsettled > len(self._all) < self._most:
-            self._add_thread(job)  # otherwise a thread is about to look for jobs
+            # Otherwise a thread is about to look for jobs, and finds this one.
+            self._add_thread(job)
 
     def _add_thread(self, job: _Job) -> None:
         thread = threading.Thread(target=self._run, name=f"{self._name}_{len(self._all)}", daemon=True)
@@ -169,7 +171,8 @@ class Threads:
 
     def settle(self) -> None:
         """Process the outcomes that have come."""
-        self._will_settle = False  # first: an outcome that comes meanwhile causes another run
+        # First: an outcome that comes meanwhile causes another run.
+        self._will_settle = False
         while self._over:
             done, result, error = self._over.popleft()
             self._unsettled -= 1
@@ -214,7 +217,8 @@ class Threads:
             pipe = self._may_read.pop()
         except IndexError:
             sleeper: _Sleeper = _OnLock()
-            self._sleepers.insert(-1, sleeper)  # before the one with the pipe, if that is the last
+            # Before the sleeper with the pipe, if that is the last one.
+            self._sleepers.insert(-1, sleeper)
             self._sleep_as(sleeper)
         else:
             sleeper = _OnPipe(*pipe)
@@ -232,7 +236,8 @@ class Threads:
         result, error = None, None
         try:
             result = job.work()
-        except BaseException as raised:  # also SystemExit and KeyboardInterrupt, which are for the loop
+        # SystemExit and KeyboardInterrupt, too, are outcomes for the loop.
+        except BaseException as raised:
             error = raised
         self._over.append((job.done, result, error))
         if result is not SETTLED and not self._will_settle:

@@ -69,7 +69,8 @@ class MemoryCarrier:
         self._check_world = check
         self._broken = broken
         self._inbox = self._inbox_of(arena.ranks[arena.local_rank])
-        self.sends_in_any_thread = not self._inbox.control_block.interleaved  # else there is no lock
+        # Where ranks share a thread, the control block has no lock.
+        self.sends_in_any_thread = not self._inbox.control_block.interleaved
         self._lender = Lender(arena, self._inbox.control_block, RETURNED)
         self._borrower = Borrower(arena)
         self._outboxes: dict[int, _Outbox] = {}
@@ -111,6 +112,7 @@ class MemoryCarrier:
         """
         if len(head) > HEAD_BYTES:
             raise UsageError(f"a head of {len(head)} bytes exceeds the limit of {HEAD_BYTES}")
+        # In memory there may always be room: a task that only sends would never let its loop turn.
         self._sent += 1
         if self._sent % _BATCH == 0:
             await asyncio.sleep(0)
@@ -127,12 +129,14 @@ class MemoryCarrier:
         self._deliver = _drop
         with contextlib.suppress(AsyncollError):
             self._inbox.close()
+            # What has come is taken, and dropped: the memory that was lent with it has to return.
             while self._inbox.has_messages():
                 self._receive()
         with contextlib.suppress(AsyncollError):
             self._borrower.give_back()
             self._lender.close()
-        self._arena.recheck()  # wakes the tasks that wait to send, which call `_check`
+        # This wakes the tasks that wait to send. They call `_check`, and raise.
+        self._arena.recheck()
         tasks = [outbox.pump for outbox in self._outboxes.values() if outbox.pump is not None]
         if self._reader is not None:
             self._reader.cancel()
@@ -170,12 +174,15 @@ class MemoryCarrier:
                 self._borrower.give_back()
                 if self._inbox.has_messages():
                     self._receive()
-                    await turn()  # lets the tasks that the messages have woken run before the next poll
+                    # The tasks that the messages have woken run before the next poll, which keeps the loop for a while.
+                    await turn()
         except ProtocolError as error:
             self._broken(error.source, error)
-        except AsyncollError:  # the failure of the world, which other parts report
+        # Other parts of the runtime report the failure of the world.
+        except AsyncollError:
             return
-        except Exception as error:  # a bug: without a failure, callers would wait for ever for their answers
+        # An error of this library: without a failure, callers would wait for ever for their answers.
+        except Exception as error:
             logger.exception("the inbox cannot be read")
             self._broken(-1, ProtocolError(f"the inbox cannot be read: {error!r}"))
 
@@ -186,7 +193,8 @@ class MemoryCarrier:
     def _receive(self) -> None:
         for message in self._inbox.take():
             source = self._arena.ranks[message.source]
-            if source not in self._ranks:  # a rank of this host, but not of this communicator
+            # All ranks of the host can write here, also those that are not of this communicator.
+            if source not in self._ranks:
                 raise ProtocolError("a message from a rank outside of this communicator", source)
             try:
                 self._deliver(source, message.head, self._arrays(source, message))
@@ -255,6 +263,7 @@ class _Outbox:
     def send_nowait(self, head: bytes, arrays: Sequence[Array]) -> bool:
         """Send a message if the arrays are not too long and no wait is necessary; returns whether it was done."""
         packing = Packing(arrays)
+        # A message must not overtake those that wait for room.
         if packing.nbytes > AT_ONCE_BYTES or self._queue:
             return False
         if packing.nbytes <= INLINE_BYTES:
@@ -265,7 +274,8 @@ class _Outbox:
             return False
         try:
             address = self._lender.take(packing.nbytes)
-        except UsageError:  # no memory is left; `send` raises it to the caller
+        # No memory is left. `send`, which follows, raises that to the caller.
+        except UsageError:
             return False
         try:
             for _ in self._copies(packing, address):
@@ -322,6 +332,7 @@ class _Outbox:
         end = self.inbox.put(raw)
         if end is None:
             return False
+        # Only now: the peer gives back what it finds in its inbox, and nothing else.
         if address:
             self._lender.lend(address)
             self._unread.append((end, nbytes))

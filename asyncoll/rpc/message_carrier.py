@@ -110,7 +110,8 @@ class MessageCarrier:
 
     def _hand_over(self) -> None:
         """Process the segments that have arrived. On the caller's loop."""
-        self._is_handing_over = False  # before reading `_arrived`: a segment that comes meanwhile schedules another run
+        # Before `_arrived` is read: a segment that comes meanwhile schedules another run.
+        self._is_handing_over = False
         while self._arrived:
             source, kind, number, payload = self._arrived.popleft()
             if self._is_closed:

@@ -83,7 +83,8 @@ class _Partial:
         target = self._empty[0][self._filled : self._filled + data.size]
         if target.size != data.size or not data.size:
             raise ProtocolError(f"a segment of {data.size} bytes; {target.size} were expected")
-        if target.ctypes.data != data.ctypes.data:  # else it was received there: see `room`
+        # If the addresses are equal, the socket has received it there already (`room`).
+        if target.ctypes.data != data.ctypes.data:
             target[...] = data
         self._filled += data.size
         if self._filled == self._empty[0].size:

@@ -312,7 +312,8 @@ class Server:
         self._tasks.discard(task)
         self._streams.pop(call.key, None)
         self._over(call)
-        if task.cancelled():  # before its first step, or while it sent its answer
+        # Before its first step, or while it sent its answer.
+        if task.cancelled():
             if call.is_cancelled or call.message.kind == NOTIFY:
                 self.answer(*call.key)
             else:
@@ -687,7 +688,8 @@ def _plain(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> A
     """Call a plain function."""
     try:
         return fn(*args, **kwargs)
-    except StopIteration as error:  # in a coroutine it would count as the end of that
+    # In a coroutine it would count as the end of that.
+    except StopIteration as error:
         raise RuntimeError(f"{fn!r} raised StopIteration") from error
 
 

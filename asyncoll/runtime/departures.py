@@ -17,8 +17,12 @@ from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.router import Router
 from asyncoll.transport.wire import Ending, EndingSeen
 
-_ANSWER_S = 2.0  # time for the answers to an Ending. The runtime of a rank answers, also while the rank computes
-_PAUSE_S = 0.002  # between two looks at the calls of this rank
+# The time for the answers to an Ending. The runtime of a rank answers, also while its program computes.
+_ANSWER_S = 2.0
+
+# Calls end in any thread, and most without a message to this object. So two of the waits look at them now and then.
+_PAUSE_S = 0.002
+
 IN_ORDER = Reason("it has left: it makes no further call")
 
 
@@ -99,7 +103,7 @@ class Departures:
         ]
 
     async def settle(self) -> None:
-        """Wait until then."""
+        """Wait until no numbered call of this rank is pending on any communicator."""
         while not self.is_settled():
             await asyncio.sleep(_PAUSE_S)
 
@@ -116,7 +120,8 @@ class Departures:
         self._failures.pass_on()
         for communicator in list(self._open.values()):
             communicator.leave_at_once(reason)
-        with contextlib.suppress(TimeoutError):  # the others may use the memory again after the Ending
+        # Before the Ending: after it the others may use the memory of this rank again.
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle(), _ANSWER_S)
         await self.part_from_others(reason)
 
@@ -132,6 +137,7 @@ class Departures:
         The end of a connection may be noticed before its last messages are read: those say why the rank has left.
         """
         others = set(range(self._router.size)) - {self._router.rank} - self._membership.lost
+        # A rank that has left needs no answer, and gives none.
         self._unanswered = others - self._membership.ended
         self.has_told = True
         for rank in self._unanswered:
@@ -145,11 +151,13 @@ class Departures:
 
     def ending(self, source: int, ending: Ending) -> None:
         """An Ending message: the end of the connection to `source` is no loss from now on."""
+        # First: the connection may end while the communicators are told.
         self._membership.ended.add(source)
         self._ended[source] = ending
         for communicator in list(self._open.values()):
             communicator.ended(source, ending)
-        if source not in self._unanswered:  # otherwise it takes the Ending of this rank for the answer
+        # Otherwise that rank takes the Ending of this one for the answer.
+        if source not in self._unanswered:
             self._router.tell(source, EndingSeen(source))
         self.answered(source)
 

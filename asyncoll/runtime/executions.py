@@ -167,7 +167,8 @@ class Executions:
         execution.identity, execution.piggyback = identity, piggyback
         for source, fingerprint in execution.early_fingerprints.items():
             if fingerprint != identity.fingerprint:
-                execution.mailbox.forget(source)  # these segments belong to another call than this one
+                # These segments belong to another call than this one.
+                execution.mailbox.forget(source)
                 self._dispute(source, identity)
         # Peers that asked about this execution before it was open here are answered now, if the calls differ.
         for source, fingerprint in self._checks.kept(key).items():
@@ -312,7 +313,8 @@ class Executions:
         """Tell world rank `source` that this rank takes `step`, before it posts the receive of a long array."""
         identity = execution.identity
         assert identity is not None
-        if not execution.is_undone:  # else the array has been granted already
+        # Otherwise the array has been granted already.
+        if not execution.is_undone:
             header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
             self._router.send(source, [header])
 

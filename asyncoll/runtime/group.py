@@ -151,7 +151,8 @@ class Lane:
         self, dest: int, data: Array, source: int, into: Array, step: int, combine: Combine | None = None
     ) -> None:
         """Send `data` to `dest` while receiving `into` from `source`. `data` and `into` must not overlap in memory."""
-        receive = self.post(source, step, into, combine)  # first: two ranks that exchange long arrays need both grants
+        # The receive comes first: two ranks that exchange long arrays need both grants.
+        receive = self.post(source, step, into, combine)
         self.traffic.sent(data.nbytes)
         peer = self._world[dest]
         if not self._executions.send_nowait(self._execution, peer, step, data):

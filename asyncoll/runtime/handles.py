@@ -181,7 +181,8 @@ class Handle(Uncopied, Awaitable[T]):
                     if call.look():
                         self._end(call.result)
                     elif self._runner.has_taken(call):
-                        self._hand_over()  # for the runtime to tell this handle
+                        # The runtime ends the call, and tells this handle.
+                        self._hand_over()
                 except AsyncollError:  # the runtime finds it, too
                     pass
         return self._is_done
@@ -374,7 +375,8 @@ class HandleRunner(ProgressThread):
     def abandon(self, parent: int) -> None:
         super().abandon(parent)
         self.parent = parent
-        self.held.clear()  # so that no handle looks at the memory of the parent
+        # So that no handle looks at the memory of the parent.
+        self.held.clear()
 
     def stop(self) -> None:
         super().stop()
@@ -403,7 +405,8 @@ class HandleRunner(ProgressThread):
 
         A thread of C that runs no Python now, and calls it later, cannot be seen.
         """
-        if handlers_may_run() or not self.computed_s():  # without times of threads, one may be computing
+        # Without the times of threads, one of them may be computing unseen.
+        if handlers_may_run() or not self.computed_s():
             return False
         # Threads that run Python, but that C has started: they may be about to make a call.
         unknown = sys._current_frames().keys() - {each.ident for each in threading.enumerate()}
@@ -578,7 +581,7 @@ def _see(task: asyncio.Task[Any]) -> None:
 
 
 def _threads_of_program() -> list[threading.Thread]:
-    """Those that may make calls."""
+    """The threads that may make calls."""
     return [each for each in threading.enumerate() if each.name not in _OWN_THREADS]
 
 

@@ -104,7 +104,8 @@ class Lifetime:
         """
         if not self._member.is_closed:
             self._member.post(lambda: self._close(error))
-            self._member.is_closed = True  # last: a signal handler may raise before the others are told
+            # Last: a signal handler may raise before the others are told.
+            self._member.is_closed = True
 
     def drop(self, check_started: Callable[[], None]) -> None:
         """The finalizer of what makes calls: this rank makes no more of them, and leaves as by `close`. In any thread.
@@ -235,7 +236,8 @@ class Lifetime:
         """World rank `rank` has left the world: it is through with all communicators and serves none. In any thread."""
         if rank not in self._member.group.ranks:
             return
-        if rank not in self._leaving:  # it has not known this communicator
+        # It has left the world without a Leave: it has not known this communicator.
+        if rank not in self._leaving:
             self._has_left(rank, ending, 0)
         self._calls.lacks(rank, Kind.ROUND)
         self._is_through(rank)

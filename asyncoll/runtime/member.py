@@ -157,7 +157,8 @@ class Member:
             self._aborted = reason
         failures, communicator, ranks = self.endpoint.failures, self.communicator, self.group.members
         failure = Abort(communicator, self.endpoint.rank, reason)
-        failures.record(failure, communicator)  # at once: no later call of this rank begins
+        # At once, and not on the runtime's loop: no later call of this rank begins.
+        failures.record(failure, communicator)
         self.post(lambda: failures.give_up(failure, communicator, ranks))
 
     def mismatch(self, text: str) -> None:

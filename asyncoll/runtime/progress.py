@@ -213,7 +213,8 @@ class _BegunCoroutine(_Awaited[T]):
             self._discarded()
 
     def __del__(self) -> None:
-        if hasattr(self, "_waiting"):  # not set if a signal handler raised during `__init__`
+        # The attribute is not set if a signal handler raised during `__init__`.
+        if hasattr(self, "_waiting"):
             with contextlib.suppress(RuntimeError):  # the loop is closed: the world has ended
                 self._discarded()
 
@@ -286,7 +287,8 @@ class _EndedForOne(_Ended[T]):
     __slots__ = ()
 
     def __del__(self) -> None:
-        if getattr(self, "_take", None) is not None:  # not set if a signal handler raised during `__init__`
+        # The attribute is not set if a signal handler raised during `__init__`.
+        if getattr(self, "_take", None) is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
                 self.close()
 
@@ -408,7 +410,8 @@ async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
     try:
         return await _shielded(task)
     except asyncio.CancelledError:
-        asyncio.get_running_loop().call_soon(task.cancel)  # later than the first step, which is already scheduled
+        # Later than the first step of the task, which is already scheduled.
+        asyncio.get_running_loop().call_soon(task.cancel)
         await _settled(task)
         # Not before: until the task has stopped, it may complete all the same, and it may use the caller's memory.
         discarded()
@@ -521,7 +524,8 @@ class ProgressThread:
     async def _claim(self, work: Driven[T], discarded: Callable[[], None]) -> T:
         """Continue `work` for the caller that awaits it, or wait for the runtime if that has taken it over."""
         claimed = self.held.pop(work, None) is not None
-        if claimed and may_interrupt():  # also if the program has set a signal handler since the call
+        # The program may have set a signal handler since the call began.
+        if claimed and may_interrupt():
             return await self.start(work.finish(), discarded)
         try:
             if claimed:
@@ -537,7 +541,8 @@ class ProgressThread:
     def set_timer(self) -> None:
         if self.is_timer_set:
             return
-        self.is_timer_set = True  # first: if the timer expired in between, it would stay unarmed, and count as set
+        # First: if the timer expired in between, it would stay unarmed, and count as set.
+        self.is_timer_set = True
         try:
             self._timer.set(TAKEOVER_S)
         except BaseException:  # of a signal handler
@@ -694,7 +699,8 @@ class _Crossing:
             # The work's own error is its outcome. Any other one is of the waiter, while the work still runs.
             if self._outcome.done() and not self._outcome.cancelled() and error is self._outcome.exception():
                 raise
-            if not self._there.is_closed() and self._there not in _abandoned:  # otherwise the work has ended, too
+            # Otherwise the work has ended, too.
+            if not self._there.is_closed() and self._there not in _abandoned:
                 self._there.call_soon_threadsafe(self._cancel)
                 if isinstance(error, GeneratorExit):  # a coroutine that is being closed cannot await
                     discarded()

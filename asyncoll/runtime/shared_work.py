@@ -80,7 +80,8 @@ class SharedWork(Generic[T]):
         wait = self._wait
         if wait is None or isinstance(wait, Turn) or not self._arena.look(wait.ready, wait.patience):
             return False
-        with wait.control_block:  # as `Arena.wait`: what was read without the lock is a hint
+        # As in `Arena.wait`, what was read without the lock is a hint.
+        with wait.control_block:
             if not wait.ready():
                 return False
         self._step(self._body.send, None)

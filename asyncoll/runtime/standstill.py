@@ -50,7 +50,7 @@ class CallsInProgress(Protocol):
     changes: int  # how many have begun or ended
 
     def waits(self) -> list[ToldCall]:
-        """Those in progress."""
+        """The calls in progress."""
 
     def begun(self) -> tuple[int, int]:
         """The communicator, and the number of the last call of all its ranks."""
@@ -168,7 +168,8 @@ class Standstill:
         elif not self._is_idle():
             self._watch()
         else:
-            self.is_asleep = True  # first: from here on a change wakes this
+            # First: from here on a change wakes this object.
+            self.is_asleep = True
             self._stamp += 1
             self._tell(self._lowest(), self._still(0))
 
@@ -208,7 +209,7 @@ class Standstill:
         return min(self._ranks())
 
     def _ranks(self) -> set[int]:
-        """Those that are in the world."""
+        """The ranks that are in the world."""
         return set(range(self._router.size)) - self._membership.ended
 
     def _tell(self, rank: int, message: Still | Stillness) -> None:

@@ -49,7 +49,7 @@ class Traced(Protocol):
 
     @property
     def epoch(self) -> int:
-        """That of `Group`."""
+        """The membership of the world that its ranks are of."""
 
     @property
     def site(self) -> Site | None:

@@ -100,7 +100,7 @@ class Placed(Protocol):
 
 
 def staged_parts(operands: Iterable[Placed]) -> list[Staged]:
-    """Those of the operands that are on devices."""
+    """The tensors among the operands that are on devices."""
     return [operand.staged for operand in operands if operand.staged is not None]
 
 
@@ -218,7 +218,8 @@ def _plain_torch_operand(x: torch.Tensor) -> Operand | None:
             return None
         shape = x.shape
         return Operand(x, (x if len(shape) == 1 else x.reshape(-1)).numpy(), dtype, tuple(shape), copied=False)
-    except RuntimeError:  # it has no memory: the general way says so
+    # It has no memory of its own: the general way says so.
+    except RuntimeError:
         return None
 
 
@@ -377,7 +378,8 @@ class Single:
     def write(self, parts: Iterable[Array], divisor: float = 1) -> None:
         (values,) = parts
         flat = self._flat
-        if values is not flat:  # else it was lent, and the result is there already
+        # Otherwise the memory was lent, and the result is there already.
+        if values is not flat:
             flat[...] = values
         if divisor != 1:
             divide(flat, self._dtype, divisor)

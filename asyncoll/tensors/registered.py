@@ -131,7 +131,8 @@ def _too_much(nbytes: int, error: Exception) -> UsageError:
 def _extents(shape: Any) -> Sequence[Any]:
     try:
         return tuple(shape)
-    except TypeError:  # also for an array without dimensions, which looks like a sequence
+    # An array without dimensions comes here, too: it looks like a sequence.
+    except TypeError:
         return (shape,)
 
 

@@ -294,7 +294,8 @@ async def _wait(
 
 async def _until_asleep(arena: Arena, count: int = 1) -> None:
     while len(arena.waiting()) < count:
-        await asyncio.sleep(1e-6)  # not 0: virtual time has to advance, too
+        # Not 0: virtual time has to advance, too.
+        await asyncio.sleep(1e-6)
 
 
 def _is_set(control_block: ControlBlock, cell: int) -> Callable[[], bool]:

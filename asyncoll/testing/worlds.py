@@ -156,7 +156,8 @@ def simulate(
         return await _run_all((world.transports, arenas), hosts, main, endpoints, crashes, departs=departs)
 
     thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)  # with the objects of a thousand ranks each collection is long and frees nothing
+    # With the objects of a thousand ranks each collection is long and frees nothing.
+    gc.set_threshold(100_000, 50, 100)
     try:
         results = _outside_of_any_loop(lambda: _run(loop, everything()))
     finally:

@@ -127,7 +127,8 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     """A process group that begins calls. The calls themselves are in the classes that derive from it."""
 
     def __init__(self, store: Any, comm: BlockingCommunicator, timeout: timedelta) -> None:
-        super().__init__(comm.rank, comm.size)  # with a store, C++ would not call this class
+        # Without the store: with it, C++ would not call this class.
+        super().__init__(comm.rank, comm.size)
         self._comm = comm
         self._calls = GroupCalls(comm)
         self._arguments = Arguments(comm.rank, comm.size)

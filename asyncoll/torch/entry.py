@@ -174,7 +174,8 @@ def _leave(comm: BlockingCommunicator, error: BaseException | None) -> None:
             comm._end(reason_to_leave(error))
         return
     _keep(world.served)
-    comm._leave(error)  # first: if a signal handler raises in it, the next call waits for the end
+    # First: if a signal handler raises in it, the next call waits for the end.
+    comm._leave(error)
     with _lock:
         if _world is world:
             _world = None

@@ -64,7 +64,8 @@ class FutureThreads:
             self._count += 1
         while True:
             function()
-            del function  # it holds the tensors of its call
+            # It holds the tensors of its call.
+            del function
             with self._lock:
                 self._free += 1
             while True:
@@ -74,7 +75,8 @@ class FutureThreads:
                     break
                 except queue.Empty:
                     with self._lock:
-                        if self._free > 0:  # otherwise a function is about to be in the queue
+                        # Otherwise a function is about to be in the queue.
+                        if self._free > 0:
                             self._free -= 1
                             self._count -= 1
                             return

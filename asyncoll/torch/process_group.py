@@ -68,7 +68,8 @@ class ProcessGroup(Uncopied, Unsupported, GroupCollectives):
         name = f"{entry.number_of_world()}/{member.communicator}"  # worlds one after the other may share the store
 
         def check() -> None:
-            member.check_open()  # in a forked child, too
+            # This raises in a forked child, too.
+            member.check_open()
             member.check()
 
         self._monitored_barrier = MonitoredBarriers(store, comm.rank, comm.size, name, check)

@@ -177,7 +177,8 @@ class OverlappedSGD(Trainer):
             hook.remove()
         if self._compute_as_before is not None:
             self._compute_as_before()
-        if self._started:  # by a backward() without a step: its gradient is dropped, as every rank drops it
+        # There was a backward() without a step: its gradient is dropped, as every rank drops it.
+        if self._started:
             await self._average_buckets()
             self._open()
             self._flat.zero_gradients()

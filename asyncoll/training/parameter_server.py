@@ -112,7 +112,8 @@ class ParameterServerSGD(Trainer):
         try:
             return await self.comm.rpc.call(0, f"{self._name}.{function}", self.comm.rank, *arguments)
         except BaseException as error:
-            cause = str(error).partition("\n")[0] or type(error).__name__  # without the traceback of the server
+            # The text goes without the traceback of the server.
+            cause = str(error).partition("\n")[0] or type(error).__name__
             self.comm.abort(f"a call of the parameter server failed: {cause}")
             raise
 

@@ -128,13 +128,14 @@ class Recovery:
         try:
             return await question.answer
         finally:
-            with self._lock, contextlib.suppress(ValueError):  # it was answered
+            # The question was answered meanwhile.
+            with self._lock, contextlib.suppress(ValueError):
                 self._questions.remove(question)
 
     # -- this rank is late ------------------------------------------------------------------------
 
     def is_due(self, round_: int, needed: int) -> bool:
-        """Whether this rank lacks results: its state is of round `round_`, and the next result is of round `needed`."""
+        """Whether this rank has lost results: its state is of `round_`, and those that it has continue `needed`."""
         return self.is_used and round_ < needed
 
     async def take(self, needed: int) -> State:

@@ -188,7 +188,8 @@ class Trainer(ABC):
             await self._prepare(weight)
             return await self._with_metrics(await self._update(None if weight is None else self._weight))
         except asyncio.CancelledError:
-            if not self._loses_nothing:  # also if all its collectives are over, but not the update
+            # Also if all its collectives are over, but not the update.
+            if not self._loses_nothing:
                 self.comm.abort(f"a step of {type(self).__name__} was cancelled")
             raise
         finally:
@@ -322,7 +323,8 @@ class Trainer(ABC):
             return
         total = torch.tensor(weight, dtype=torch.float64)
         await self.comm.allreduce(total)
-        share = weight / float(total) if total else 0.0  # at most 1: the product does not overflow
+        # The share is at most 1, so the product does not overflow.
+        share = weight / float(total) if total else 0.0
         await self.comm.allreduce(gradients.mul_(share))
 
     def _refuse_weight(self, weight: float | None, reason: str = "it averages models, and not gradients") -> None:
@@ -549,7 +551,8 @@ def computed(device: torch.device) -> Callable[[], None]:
     end.record(torch.cuda.current_stream(device))
 
     def wait() -> None:
-        with torch.cuda.device(device):  # else CUDA would take memory of the first device for this thread
+        # Otherwise CUDA would take memory of the first device for this thread.
+        with torch.cuda.device(device):
             end.synchronize()
 
     return wait

@@ -53,7 +53,8 @@ class HostAttempt:
         if not isinstance(error, Exception | asyncio.CancelledError):
             return
         own = self.folder / f"failed-{self._rank}"
-        with contextlib.suppress(OSError):  # this rank or another one was the first, or the job has ended
+        # This rank or another one was the first, or the job has ended.
+        with contextlib.suppress(OSError):
             with own.open("x") as file:
                 file.write(json.dumps(words_of(error, self._rank)))
             os.link(own, self._failed)

@@ -201,7 +201,8 @@ async def joined(
 
 @contextlib.contextmanager
 def sole_membership() -> Iterator[None]:
-    standard_streams.fill_gaps()  # before anything is opened
+    # Before anything is opened, so that no descriptor takes the place of a standard stream.
+    standard_streams.fill_gaps()
     member = _member
     if not member.acquire(blocking=False):
         raise UsageError(

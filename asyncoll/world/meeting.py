@@ -165,7 +165,8 @@ class _Addresses(NamedTuple):
 
 def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
     key = read_key(Path(environment.key_file)) if environment.key_file else None
-    if environment.address and environment.rank == 0:  # before it waits for the others; they tell theirs in its store
+    # Before rank 0 waits for the others. They tell their addresses in its store.
+    if environment.address and environment.rank == 0:
         check_address(environment.address, environment.interface)
     with contextlib.ExitStack() as undo:
         store = enter_store(environment, joining, key or Key(b""))
@@ -188,7 +189,8 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         _check_reachable(addresses.messages, hosts.names)
         transport = _transport(streams, addresses, hosts.neighbours, folder)
         joining.fails_by(store.tell)
-        joining.listen(None)  # from now on a connection tells of a failure, and the store would block the loop
+        # From now on a connection tells of a failure, and the store would block the loop.
+        joining.listen(None)
         links.pop_all()
         return PeerLinks(
             transport, arena, hosts.names, hosts.machines, addresses.all_have_arenas, until_joined=undo.pop_all()

@@ -108,7 +108,7 @@ class SealedStore:
     # -- how it ends ------------------------------------------------------------------------------
 
     def know_machines(self, machines: Sequence[object]) -> None:
-        """Those of the ranks, by rank: those of one machine may be lost together."""
+        """Take the machine of each rank, by rank: the ranks of one machine may be lost together."""
         self._failure.machines = machines
 
     def warn(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:

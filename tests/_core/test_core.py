@@ -381,22 +381,22 @@ def test_an_unknown_reduction_or_dtype_has_no_kernel():
 def test_an_unknown_kernel_is_declined(number):
     native, x, index = _core.native, np.ones(16, np.float32), np.arange(16, dtype=np.int32)
 
-    def try_all(staging: RendezvousArea) -> None:
-        meetings = meetings_of(staging, native)
+    def try_all(area: RendezvousArea) -> None:
+        meetings = meetings_of(area, native)
         calls = short_calls(meetings)
         for each in (
             lambda: native.reduce(number, x, [x], 1),
             lambda: native.reduce_to_all(number, [x], 1),
             lambda: native.reduce_from_peers(number, (os.getpid(),), (x.ctypes.data,), 0, x, 0, 64, index, 1),
-            lambda: native.Pieces(staging.control_block, 0, 1, 0, [x], x, 64, number, 1, True, 1),
+            lambda: native.Pieces(area.control_block, 0, 1, 0, [x], x, 64, number, 1, True, 1),
             lambda: meetings.arrive(1, 5, x, 0, number, 1, True),
             lambda: meetings.look(1, SIZES.shown, 1, 1, number, 1),
             lambda: calls.learn("float32", ReduceOp.SUM, 64, object(), 5, 1, 64, number),
         ):
-            before = staging.control_block.cells.tolist()
+            before = area.control_block.cells.tolist()
             with pytest.raises(ValueError, match=r"kernel|no reduction|no pieces|no kind"):
                 each()
-            assert staging.control_block.cells.tolist() == before
+            assert area.control_block.cells.tolist() == before
         assert calls.allreduce(x, ReduceOp.SUM) is None, "Python makes the call"
 
     with local_world(1) as (arena,):
@@ -408,7 +408,7 @@ def short_calls(meetings: Any) -> Any:
     """Those of a communicator that has none of the other parts: it can learn, and declines every call."""
     names = "host rest runner home held endpoint failures unused end note place_outside running_loop expiry may_raise"
     parts = dict.fromkeys(names.split()) | {"array_type": np.ndarray, "unfinished": set(), "turns": {}}
-    return _core.native.ShortCalls(meetings, (0, 0, 0), (0, 0), 1, 1, **parts)
+    return _core.native.ShortCalls(meetings, (0, 0, 0), (0, 0), 1, 1, 64, **parts)
 
 
 @needs_core
@@ -475,9 +475,9 @@ def test_a_reduction_with_other_fields_is_declined(slots):
     with arguments_of_rounds() as arguments:
         rounds = _core.native.Rounds(**arguments)
         with pytest.raises(ValueError, match="cannot be over at once"):
-            rounds.attach(Reduction, slots, (count(), *order), deque(), engine, 1)
+            rounds.attach(Reduction, slots, (count(), *order), deque(), engine, 1, 64)
         assert rounds.at_once(np.ones(4, np.float32)) is None, "Python makes the call"
-        rounds.attach(Reduction, SLOTS, (count(), *order), deque(), engine, 1)
+        rounds.attach(Reduction, SLOTS, (count(), *order), deque(), engine, 1, 64)
         del rounds
 
 

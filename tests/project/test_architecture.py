@@ -390,7 +390,7 @@ REPLACED = {
     "transport/test_transport.py": {"split._LEAVING_S": "so that the test does not wait for it"},
     "algorithms/dense/test_two_levels.py": {"two_level._WINDOW_BYTES": "short arrays in many windows"},
 }
-POINTS = re.compile(r"^(As|Like|See|Is) (of |in )?`|\b(is|are) (that|those) of\s+`")
+POINTS = re.compile(r"^(As|Like|See|Is|That|Those) (of |in )?`|\b(is|are) (that|those) of\s+`")
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj", "marshal", "shelve"}
 
 modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from asyncoll import DeadlineError, deadline
+from asyncoll.runtime.pending import Kind, PendingCall
 from asyncoll.testing import Network, Pause, run_ranks, simulate
 from asyncoll.transport.wire import Here
 
@@ -64,13 +65,13 @@ def test_only_the_addressed_rank_answers():
         await comm.barrier()
         if comm.rank == 0:
             pending = comm._calls._pending
-            asking = asyncio.ensure_future(pending._ask((0, 1), 3))
+            overdue = PendingCall(pending._last, 3, (0, 1), 0.0, 0.0, Kind.COLLECTIVE)
+            asking = asyncio.ensure_future(pending._ask(overdue))
             await asyncio.sleep(0)
             # Answers to earlier questions.
             pending._on_answer(2, Here(comm._core.member.group.communicator, 3, 0, "", "", "", "late"))
             pending._on_answer(1, Here(comm._core.member.group.communicator, 2, 0, "", "", "", "late"))
-            await asking
-            assert pending._answers[1].doing != "late"
+            assert (await asking)[1].doing != "late"
         await comm.barrier()
 
     simulate(3, main, Network(latency_s=0.01))

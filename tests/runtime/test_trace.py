@@ -15,7 +15,7 @@ import pytest
 
 from asyncoll import AbortedError
 from asyncoll.runtime.trace import What, events_of
-from asyncoll.testing import Network, run_ranks, simulate
+from asyncoll.testing import Network, fake_device, run_ranks, simulate
 from tests.support import tracing
 from tests.support.cases import looped
 from tests.support.places import ROOT, SCRIPTS
@@ -66,6 +66,44 @@ def test_the_laws_of_events_hold_on_every_carrier(carrier, program, size):
 def test_compiled_calls_have_the_events_of_those_in_python(carrier, size):
     """In a mixed world every second rank does without the core, and the calls of all ranks are the same."""
     tracing.alike(CARRIERS[carrier](size, lambda comm: tracing.traced(comm, tracing.in_step)))
+
+
+DEVICES = {
+    "device memory": "short=64,device=64,device_window=1024,staged=4096,window=2048",
+    "mirrors": "short=64,device=67108864,staged=67108864",
+    "mirrors in windows": "short=64,device=67108864,staged=4096,window=2048",
+}
+
+
+@pytest.mark.parametrize("sizes", DEVICES)
+@pytest.mark.parametrize("carrier", ["inproc", "shm", "shm-mixed", "messages", "memory", "hosts"])
+@looped("size", [1, 2, 3, 5])
+def test_calls_of_tensors_on_devices_have_the_same_events(carrier, sizes, size, monkeypatch):
+    import torch
+
+    monkeypatch.setenv("ASYNCOLL_SIZES", DEVICES[sizes])
+
+    async def in_step(comm, move):
+        for _ in range(2):
+            for elements in (4, 1500):
+                await comm.allreduce(move(torch.ones(elements)))
+                await comm.allgather(move(torch.ones(elements)))
+                await comm.reduce_scatter(move(torch.ones(elements * comm.size)))
+                await comm.solo_allreduce(move(torch.ones(elements)), name=f"solo {elements}", sync_every=1)
+            if comm.size > 1:
+                sent = comm.send(move(torch.ones(1500)), (comm.rank + 1) % comm.size)
+                await asyncio.gather(sent, comm.recv(move(torch.zeros(1500)), (comm.rank - 1) % comm.size))
+
+    def run(move):
+        events = CARRIERS[carrier](size, lambda comm: tracing.traced(comm, lambda comm: in_step(comm, move)))
+        tracing.check(events)
+        numbered = [[event for event in mine if event.verb != "send/recv"] for mine in events]
+        tracing.alike(numbered)  # a send and a receive are under way at the same time
+        return numbered
+
+    with fake_device(size, "loop") as device:
+        on_device, on_host = run(device.tensor), run(torch.clone)
+    tracing.alike([on_device[0], on_host[0]])
 
 
 CALLS = {

@@ -48,7 +48,7 @@ async def traced(comm: Communicator, main: Callable[[Communicator], Any]) -> lis
 
 async def in_step(comm: Communicator) -> None:
     """Calls in which every rank waits for all others, so that all ranks have the same events."""
-    for _ in range(4):  # the core learns a call from the first one of its kind
+    for _ in range(3):  # the core learns a call from the first one of its kind
         for elements in (8, 3000, 40_000):
             await comm.allreduce(np.ones(elements))
         await comm.barrier()
@@ -67,7 +67,7 @@ async def at_will(comm: Communicator) -> None:
     async def later() -> None:
         await asyncio.sleep(float(draw.exponential(1e-3)))
 
-    for _ in range(4):
+    for _ in range(3):
         await comm.neighbor_average(np.ones(8), graph="ring")
         await comm.sparse_allreduce(np.arange(64.0), density=0.25)
         for elements in (8, 30_000):

@@ -24,6 +24,7 @@ from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.progress import CALLS_PER_TURN
 from asyncoll.runtime.shared_work import Driven, SharedWork
 from asyncoll.runtime.signature import Signature, place_outside
 from asyncoll.runtime.trace import Event, What
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from asyncoll._core.native import Meetings
 
 _KINDS_MAX = 1024
+LEARNT = ("allreduce", "barrier")  # whose calls are whole calls of the core
 _SLEEP_NS = 200_000  # how long a call may block its caller's loop, after polling, instead of waking through the loop
 
 
@@ -115,6 +117,7 @@ class CompiledCalls:
             arena.polls,
             # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
             _SLEEP_NS * -(-area.size // arena.cores),
+            CALLS_PER_TURN,
             host=host,
             rest=self,
             runner=runner,
@@ -138,11 +141,9 @@ class CompiledCalls:
     def learn(self, call: Signature) -> None:
         """From now on calls as `call` begin here with their arguments alone.
 
-        Without effect unless it is an allreduce of one array, or a barrier; for a reduction that has no kernel; for
+        `call` is one of LEARNT. Without effect if it is not of one array; for a reduction that has no kernel; for
         long arrays, which would block their callers' loops; and if many kinds are known.
         """
-        if call.operation not in ("allreduce", "barrier"):
-            return
         kind = call.operation, call.dtype, call.elements, call.detail
         if kind in self._learnt or len(self._learnt) == _KINDS_MAX:
             return

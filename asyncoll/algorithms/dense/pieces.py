@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from asyncoll.algorithms.dense.arriving import arrived
-from asyncoll.algorithms.dense.meeting_cells import STEPS, needed, share_at, steps_of
+from asyncoll.algorithms.dense.meeting_cells import STEPS, half_at, needed, share_at, steps_of
 from asyncoll.algorithms.dense.rendezvous import Rendezvous, RendezvousArea
 from asyncoll.tensors.reductions import Array, Reduce
 from asyncoll.tensors.staged import Staged
@@ -118,9 +118,10 @@ def _python_performer(
     size = len(slots)
 
     def half(index: int, slot: Array) -> Array:
-        return slot[index % 2 * piece :][:piece]
+        return slot[half_at(index, piece) :][:piece]
 
     def copy_in(index: int) -> None:
+        # The next piece goes into the half that the piece before has left. Others still read the current one.
         if (index + 1) * STEPS < end:
             _put(operand.raw[(index + 1) * piece :][:piece], half(index + 1, slots[rank]), rank, size)
 
@@ -128,6 +129,7 @@ def _python_performer(
         own = operand.raw[index * piece :][:piece]
         first, last = share(rank, size, own.size)
         shares = [(own if other == rank else half(index, slot))[first:last] for other, slot in enumerate(slots)]
+        # Into the slot, from which the other ranks copy it out.
         result = half(index, slots[rank])[first:last]
         operand.reduce(result.view(operand.dtype), [each.view(operand.dtype) for each in shares], operand.divisor)
         if operand.is_wanted:
@@ -153,6 +155,7 @@ def _python_performer(
 
 def _put(own: Array, half: Array, rank: int, size: int) -> None:
     """Copy all shares of a piece but the rank's own into a half of its slot."""
+    # The rank reduces its own share from its own array, so nothing reads that share in the slot.
     first, last = share(rank, size, own.size)
     half[:first] = own[:first]
     half[last : own.size] = own[last:]

@@ -64,8 +64,10 @@ from asyncoll.transport.staging import HANDLE_BYTES
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
 _LEAST = 1024  # bytes of the smallest slot
 _VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
-PATIENCE = 8  # to sleep and wake takes longer than the other ranks need for their last chunks
-_CLAIMS = 128  # of a very long registered array: a claim takes some 15 us in Python
+# To sleep and to wake takes longer than the other ranks need for their last chunks.
+PATIENCE = 8
+# A very long registered array is reduced in so many claims, because one takes some 15 us in Python.
+_CLAIMS = 128
 _NO_CALL = -1  # in place of a number, which are from 1
 RANKS_IN_CELL = 62  # whose bits are in one cell
 _NOTHING: Array = np.empty(0, np.uint8)
@@ -153,7 +155,8 @@ class RendezvousArea:
             self._turns.setdefault(before, Turn())  # the dict is not empty, so the compiled core calls `end`, too
             if not self.is_over(before):
                 return
-            first = before  # it has ended in another thread between the two checks, perhaps without seeing this call
+            # It has ended in another thread between the two checks, perhaps without seeing this call.
+            first = before
         after = first
         while after == first or after in self._ended_early:
             self._pass_on(after)
@@ -482,7 +485,8 @@ class Rendezvous:
         """`receive_shortly` and `leave`, if there is a result, of `done` bytes. Returns whether there is."""
         area, cells, left = self._area, self._cells, self._base + LEFT
         array = None
-        if x is not None and not self.is_lent(x):  # before the lock, which this may take
+        # Before the lock is taken: this may allocate, and takes the lock itself.
+        if x is not None and not self.is_lent(x):
             array = area.short_array(area.rank if self.is_shown(x.nbytes) else 0, self.turn, x.dtype, x.size)
         is_copied_under_lock = x is None or x.nbytes <= COPIED_UNDER_LOCK
         with area.control_block as control_block:
@@ -589,7 +593,8 @@ class Rendezvous:
         """Note that this rank has done `steps` steps, one more than before."""
         with self.control_block as control_block:
             self._cells[self._part(self._area.rank) + PART_BUSY] = steps
-            if self._least_steps() == steps:  # otherwise those who wait for this rank wait for another one, too
+            # Otherwise those that wait for this rank wait for another one, too.
+            if self._least_steps() == steps:
                 control_block.wake()
 
     def _least_steps(self) -> int:

@@ -27,7 +27,8 @@ from asyncoll.runtime.member import Member
 from asyncoll.transport.staging import HANDLE_BYTES, Exchange, RefusedError, arrived
 
 _NO_HANDLE = bytes(HANDLE_BYTES)
-_PATIENCE_S = 5.0  # for the copies that are under way when a rank leaves the world, of this rank and of others
+# When a rank leaves, it waits so long for the copies under way, of itself and of others.
+_PATIENCE_S = 5.0
 _AGAIN_S = 0.002  # between two looks whether others have closed the block
 logger = logging.getLogger("asyncoll")
 
@@ -37,7 +38,8 @@ class SharedBlock:
 
     def __init__(self, area: RendezvousArea, member: Member, number: int, nbytes: int, calls: str) -> None:
         """The blocks with this `number`, 0 or 1, have `nbytes` bytes. `calls` are those that use them, for the log."""
-        self.device: Any = None  # that of the first tensor; tensors of others use mirrors
+        # The device of the first tensor. A block is on one device: tensors of others use mirrors.
+        self.device: Any = None
         self._area = area
         self._first = area.device_cells + 1 + area.block_cells * number
         self._nbytes = nbytes
@@ -83,6 +85,7 @@ class SharedBlock:
         """Open the blocks of `ranks`, which have offered them. Raises RefusedError; then none of them is open."""
         exchange, others, handles = self.exchange, set(ranks) - {self._area.rank}, {}
         cells = self._area.control_block.cells
+        # In one critical section: an owner that withdraws its handle afterwards finds this rank among its readers.
         with self._area.control_block:
             for rank in ranks:
                 first = self._handle_cell(rank)
@@ -93,6 +96,7 @@ class SharedBlock:
                 raise RefusedError("a rank has ended its calls")
             exchange.open(handles)
         except RefusedError:
+            # None is open, so nothing may keep the owners from freeing their blocks.
             with self._area.control_block:
                 self._count(others, is_reader=False)
             raise
@@ -111,6 +115,7 @@ class SharedBlock:
         Without effect the second time, and while a copy of this rank is under way.
         """
         self._close_opened()
+        # Only then: a rank that still copies has not ended its calls, and its block is needed for them.
         if self._exchange is not None and self._is_shut:
             with self._giving_back(), self._area.control_block:
                 self._show(_NO_HANDLE)
@@ -128,6 +133,7 @@ class SharedBlock:
             return
         with self._giving_back():
             self._is_shut = self._exchange.shut()
+            # While a copy is under way nothing is closed, and the owners must not free what it reads.
             if self._is_shut:
                 with self._area.control_block:
                     self._count(self._opened, is_reader=False)
@@ -157,8 +163,9 @@ class SharedBlock:
         """What cannot be given back stays until the process ends."""
         try:
             yield
+        # A rank has died in a critical section: the world has failed, and the memory ends with the process.
         except AsyncollError:
-            pass  # a rank has died in a critical section: the world has failed
+            pass
         except RefusedError as refusal:
             logger.warning("%s keeps memory of its device until it ends: %s", self._name, str(refusal))
             self._exchange = None

@@ -200,7 +200,8 @@ class Gossip(Uncopied):
         self._begun_updates += 1
         try:
             return runner.resuming(runner.start(arrived()), arrival.join)
-        except BaseException as error:  # of a signal handler: `close` waits for the update
+        # A signal handler has raised, and `close` waits for this update.
+        except BaseException as error:
             self._member.abort(f"an update of {self._call} was interrupted: {describe(error)}")
             raise
 

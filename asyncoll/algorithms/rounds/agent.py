@@ -112,7 +112,8 @@ class Agent:
         self._next = CoordinatedRound(self._operation, number, self._size, self._port.group.rank)
         self._told_ends: tuple[int, ...] = ()  # those of this host that the agents of the round's host were told
         for old in [each for each in self._early if each < number]:
-            del self._early[old]  # these signals came too late, and have no effect any more
+            # These signals came too late, and have no effect any more.
+            del self._early[old]
         # All hosts are done with the round before the last one.
         for key in [key for key in self._opened if key[0] < number - 1]:
             self._give_up(key)
@@ -201,7 +202,8 @@ class Agent:
     def _note_ends(self) -> None:
         """Note which ranks make no more calls: those that the last round has told of, and those of this host."""
         record, number = self._record, self._next.number
-        if record.ends() == self._told_ends:  # without the lock: after a change END comes, and this rank looks again
+        # Without the lock, because END comes after a change, and this rank looks again then.
+        if record.ends() == self._told_ends:
             return
         with record.control_block:
             ends, known = record.ends(), record.known_ends()

@@ -56,7 +56,8 @@ class AnnouncedOperations:
         for rank in self._told(operation):
             self._member.tell(rank, message)
         self.ports.append(port)
-        rounds.serve()  # after the announcement: a rank that has left already signals at once
+        # After the announcement: a rank that has left already signals at once.
+        rounds.serve()
         self._directory.add(rounds)
         return rounds
 

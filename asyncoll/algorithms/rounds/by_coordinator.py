@@ -132,7 +132,8 @@ class CoordinatedRounds(WaitAvoiding):
     def _finish(self, participation: Array, parts: Parts) -> None:
         """The round that is armed is over, with this participation list and this result. Raises ProtocolError."""
         included = participation[self._group.rank]  # so many of the contributions that this rank has sent
-        if not 0 <= included <= len(self._sent):  # also true for NaN
+        # The condition also fails for NaN, which a peer may send.
+        if not 0 <= included <= len(self._sent):
             raise ProtocolError(f"a result of {self.operation} has {included} of the {len(self._sent)} sent to it")
         taken = self._sent[int(included) - 1].ticket if included >= 1 else self._latest.taken
         del self._sent[: int(included)]

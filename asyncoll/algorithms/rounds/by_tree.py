@@ -60,7 +60,8 @@ class ActivatedRounds(WaitAvoiding):
         next_takes_it = self._staged is None and not self._round.has_begun
         lent = contribution.lend() if may_lend and next_takes_it and not outlives else None
         if lent is None:
-            # Staging adds to the staged arrays. If they are lent, their caller waits and must not see them change.
+            # A later contribution is added to the staged arrays. If they are lent, their caller waits and must not see
+            # them change.
             self._keep_staged()
             return super()._stage(contribution)
         contribution.scale_lent()
@@ -133,7 +134,8 @@ class ActivatedRounds(WaitAvoiding):
         if self._reached and self._number % max(1, wait_avoiding.EARLY_MAX // 4) == 0:
             for rank in _neighbours(self._group, -1):
                 self._port.send(rank, self._number, REACHED)
-        self._handle_signals()  # those for the next round, which arrived while this one was running
+        # Signals for the next round, which arrived while this one was running.
+        self._handle_signals()
 
     # -- executing it -----------------------------------------------------------------------------
 

@@ -120,7 +120,8 @@ class HostRecord(RoundRecord):
         return self.cells[self._at.over] > 0
 
     def join(self) -> None:
-        self.cells[self._rank] = GONE if self._keeps else JOINED  # in groups it waits for nothing
+        # In groups it waits for nothing, because they have no result of all ranks.
+        self.cells[self._rank] = GONE if self._keeps else JOINED
 
     def totals(self) -> tuple[dict[int, int], list[float], list[float]]:
         active, _, _ = super().totals()
@@ -235,7 +236,8 @@ class HostRecord(RoundRecord):
             return
         for block in self.attempts.forget(number - 1):
             self.blocks.drop(block)
-        if not self._keeps:  # in groups, hosts are not told of all ranks
+        # In groups, hosts are not told of all ranks.
+        if not self._keeps:
             self._ends[:] = outcome.ends
         np.maximum(self._times, outcome.times_s, out=self._times)
         is_last = outcome.is_last

@@ -75,6 +75,7 @@ class LoneRounds:
 
     def _at_once(self, array: Array) -> Coroutine[Any, Any, Reduction] | None:
         """A whole call of one array, or None. The array is the result as it is, also of an average of one rank."""
+        # With answers that were not received (`owed`), the call has results to tell, and goes the general way.
         flags, engine = array.flags, self._engine
         if array.size != self._count or not flags.c_contiguous or not flags.writeable or engine.owed:
             return None
@@ -87,8 +88,7 @@ class LoneRounds:
             self._kept.append(tuple.__new__(_KeptRound, (number, [array.flatten()], 1.0)))
             engine.deliver_own(number)
         synchronous = self.operation.is_synchronous(number)
-        waited_s = self._now_s() - came_s
-        reduction = reduction_of(number, 1, True, 0, synchronous, (), _ALONE, _ALONE, 0, waited_s, array)
+        reduction = _own_round(number, synchronous, self._now_s() - came_s, array)
         return self._runner.done(reduction, partial(engine.owed.append, (1, number)))
 
     async def call(self, contribution: Contribution) -> Delivery:
@@ -121,7 +121,14 @@ class LoneRounds:
         return self._engine.statistics(rounds, {1: rounds} if rounds else {}, (0.0,), (0.0,))
 
     def _result(self, kept: _KeptRound) -> Result:
+        # In their order and not by name: that takes a third of the time. The round is the ticket of its contribution.
         number, parts, weight = kept
-        synchronous = self.operation.is_synchronous(number)
-        # The round is the ticket of its one contribution.
-        return result_of((number, parts, _ALONE, _ALONE, number, synchronous, weight, False, False, False, 0))
+        taken, synchronous = number, self.operation.is_synchronous(number)
+        deserted, lent, averaged, block = False, False, False, 0
+        return result_of((number, parts, _ALONE, _ALONE, taken, synchronous, weight, deserted, lent, averaged, block))
+
+
+def _own_round(number: int, synchronous: bool, waited_s: float, x: Array) -> Reduction:
+    """The answer to a call in time: its own contribution, alone. By position: keywords take twice as long."""
+    active, included, skipped, missed, lag = 1, True, 0, (), 0
+    return reduction_of(number, active, included, skipped, synchronous, missed, _ALONE, _ALONE, lag, waited_s, x)

@@ -140,7 +140,8 @@ class OneSidedRounds:
             delivery = await self._conclude()
             return delivery
         finally:
-            if delivery is None:  # otherwise `release` ends the call
+            # Otherwise `release` ends the call.
+            if delivery is None:
                 self._order.end(turn)
 
     async def _conclude(self) -> Delivery | None:
@@ -200,9 +201,9 @@ class OneSidedRounds:
     def _come(self, call: OneSidedCall) -> int:
         """Under the lock: open the round of the call if this rank may, and note the result of the call if there is one.
 
-        In one critical section with the staging. Otherwise a round could take the contribution and end before this
-        caller is registered for its result, or a late call could be given a round after the one that has taken its
-        contribution. Returns how many blocks have to be provided until the round can be opened.
+        In one critical section with the swap that stages the contribution. Otherwise a round could take that and end
+        before this caller is registered for its result, or a late call could be given a round after the one that has
+        taken its contribution. Returns how many blocks have to be provided until the round can be opened.
         """
         rounds, missing = self._rounds, 0
         if call.number:

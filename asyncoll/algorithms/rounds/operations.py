@@ -63,7 +63,8 @@ class Receipt:
     def take_back(self) -> None:
         """No caller gets the delivery of this call, whether it exists yet or not."""
         self._is_unwanted = True
-        with contextlib.suppress(IndexError):  # there is no delivery yet, or the other thread has taken it back
+        # There is no delivery yet, or the other thread has taken it back.
+        with contextlib.suppress(IndexError):
             operation, delivery = self._given.pop()
             operation.take_back(delivery)
 
@@ -120,7 +121,8 @@ class Operations:
         arrival, receipt, runner = Arrival(self.member, given.staged), Receipt(), self.member.runner
         turn, pending = self._turns.setdefault(call.operation.name, asyncio.Lock()), self.pending.enter(call)
         self.pending.arrives(pending, given.staged)
-        self.repeats.pop(call.operation.name, None)  # they would not wait for their turn
+        # Repeated calls would not wait for their turn.
+        self.repeats.pop(call.operation.name, None)
         work = partial(self._contribute, call, given, receipt, pending)
         rest = self._traced(call, receipt, self._in_turn(turn, arrival, call, work, pending))
         return runner.resuming(runner.start(rest, receipt.take_back), arrival.join)
@@ -169,7 +171,8 @@ class Operations:
             return
         if spec.name in self._joined:
             return
-        if x.dtype == storage(spec.layout[0][0]):  # otherwise it is packed in another dtype, or in native byte order
+        # Otherwise it has to be packed in another dtype, or in native byte order.
+        if x.dtype == storage(spec.layout[0][0]):
             at_once, pending, begin = rounds.at_once, self.pending, partial(self._begin, rounds)
             self.repeats[spec.name] = Repeat(
                 spec, arguments, x.dtype, at_once, self.member, pending, begin, self.failed

@@ -44,7 +44,8 @@ from asyncoll.runtime.trace import Trace, What
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena
 
-SHORT_BYTES = 1 << 14  # so much is copied under the lock, in about a microsecond: to acquire it again takes longer
+# So much is copied under the lock, in about a microsecond. To acquire the lock again takes longer.
+SHORT_BYTES = 1 << 14
 
 Groups = Sequence[tuple[tuple[int, ...], "slice | Array"]]
 
@@ -265,7 +266,10 @@ class RoundRecord:
         return missing
 
     def _start(self, now_ns: int) -> int:
-        """Open the next round of long contributions, which ranks then reduce together. Returns what `_open` does."""
+        """Open the next round, of contributions that ranks reduce together.
+
+        Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
+        """
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
@@ -300,7 +304,8 @@ class RoundRecord:
             self.blocks.sign(dest, contributors, weight)
             table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken), absent
         cells[head.chunks] = chunks
-        if not chunks:  # there will be no last chunk whose end publishes the round
+        # There will be no last chunk, whose end publishes a round.
+        if not chunks:
             self._publish()
         elif chunks > HELPED:
             self.control_block.wake(min(chunks, self._cores) - 1)
@@ -347,7 +352,8 @@ class RoundRecord:
             for row, block in zip(self._row, staged, strict=True):
                 if block != NONE:
                     cells[row.staged] = cells[row.staged_at] = NONE
-                    if block != dest:  # otherwise its keeper is that of the result now
+                    # Otherwise its keeper is the one of the result now.
+                    if block != dest:
                         blocks.drop(block)
         self._forget(number)
         self.control_block.wake()
@@ -364,7 +370,8 @@ class RoundRecord:
         blocks = self.blocks
         if len(taken) < 2:  # the contribution is the result: nothing to reduce
             dest = taken[0] if taken else NONE
-            if self._keeps:  # it stays staged, so the block has another keeper
+            # The contribution stays staged, so the block has another keeper.
+            if self._keeps:
                 blocks.keep(dest)
             return dest
         dest = blocks.take()

@@ -23,5 +23,6 @@ def unpublished(head: Head, row: RankCells, published: int) -> list[int]:
     """
     runs = head.running > head.latest
     taken = row.taken if runs else published
-    addresses = [row.source_at] if taken > published else []  # otherwise the source is that of an earlier round
+    # Otherwise the source is that of an earlier round.
+    addresses = [row.source_at] if taken > published else []
     return [*addresses, row.staged_at] if row.ticket > taken else addresses

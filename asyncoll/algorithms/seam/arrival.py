@@ -82,6 +82,7 @@ async def to_its_end(work: Awaitable[T]) -> T:
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled and (waiting := asyncio.current_task()) is not None:
-        waiting.uncancel()  # otherwise they count as two, and `asyncio.timeout` raises TimeoutError for one only
+        # Otherwise they count as two, and `asyncio.timeout` raises TimeoutError for one only.
+        waiting.uncancel()
         waiting.cancel()
     return task.result()

@@ -39,7 +39,7 @@ class Backend(CommunicatorPart, Protocol):
         """Make what starts usual calls for `host`. None: all calls go the general way."""
 
     def collectives(self, call: Call[Any]) -> Collectives:
-        """Those of `call`. Called once for each call, in the order of their numbers. The ranks may differ in them.
+        """The collectives of `call`. Called once for each call, in the order of numbers. The ranks may differ in them.
 
         If `call.overlapping` is used while it arrives, it is deferred, copied back meanwhile, and `Staged.put` follows.
         """

@@ -58,7 +58,7 @@ def begin(ways: Sequence[Way[R]], shape: Shape, *arguments: Any) -> R:
 
 # -- ways of the program -------------------------------------------------------------------------
 
-_own: list[Way[Any]] = []
+OWN: list[Way[Any]] = []
 
 
 @contextmanager
@@ -68,26 +68,21 @@ def added(way: Way[Any]) -> Iterator[None]:
     `way.call` is the name of a method of `Collectives` whose first argument is an array, and `way.begin` gets the
     `Collectives` of the call and the arguments of that method. It must decline at all ranks or at none.
     """
-    _own.append(way)
+    OWN.append(way)
     try:
         yield
     finally:
-        _own.remove(way)
+        OWN.remove(way)
 
 
 def own(call: str) -> list[Way[Any]]:
     """The ways of the program for `call`."""
-    return [way for way in _own if way.call == call]
-
-
-def all_own() -> tuple[Way[Any], ...]:
-    """The ways of the program for all calls."""
-    return tuple(_own)
+    return [way for way in OWN if way.call == call]
 
 
 def with_own(collectives: Collectives) -> Collectives:
     """`collectives` that try the ways of the program first."""
-    return cast(Collectives, _WithOwn(collectives)) if _own else collectives
+    return cast(Collectives, _WithOwn(collectives))
 
 
 class _WithOwn:

@@ -120,7 +120,8 @@ class OnDevice:
         else:
             self._made = [*self._rooms(wanted.k), self._room(self._value.name, 1)]
             self._queue(device_operations.top_k)
-        self._first = staged_parts(self._made)[0]  # it knows the stream on which the program has made the call
+        # This mirror knows the stream on which the program has made the call.
+        self._first = staged_parts(self._made)[0]
 
     @property
     def staged(self) -> Sequence[Arriving]:

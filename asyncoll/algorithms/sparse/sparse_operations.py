@@ -45,7 +45,7 @@ class SparseReduction:
     """The values of the sum at `indices`, not divided by the number of ranks; the same bits at every rank."""
 
     included: Any
-    """Those of the indices selected by this rank whose values are in the sum, ascending. `x` is 0 there now."""
+    """The indices selected by this rank whose values are in the sum, ascending. `x` is 0 there now."""
 
     selected: int
     """The number of elements that this rank has selected and given."""

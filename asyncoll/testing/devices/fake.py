@@ -237,7 +237,8 @@ class FakeDevice:
     def holds(self, x: Any) -> bool:
         try:
             return x.untyped_storage().data_ptr() in self._memories
-        except (RuntimeError, NotImplementedError):  # it has no memory: sparse, fake, nested
+        # Such a tensor has no memory of its own: it is sparse, fake or nested.
+        except (RuntimeError, NotImplementedError):
             return False
 
     def check(self) -> None:
@@ -393,7 +394,8 @@ class FakeDevice:
         def carry_out(*arrays: Array) -> None:
             try:
                 work(*map(torch_view, arrays, dtypes))
-            except Exception as error:  # of content that makes no sense; a real device does no more work after it
+            # Content that makes no sense raises here. A real device does no more work after it.
+            except Exception as error:
                 self._broken = error
 
         return carry_out

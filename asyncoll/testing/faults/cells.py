@@ -34,7 +34,8 @@ from asyncoll.testing.faults.staged_calls import STAGED
 from asyncoll.testing.faults.staging_points import STAGING_POINTS
 
 DEATH_S = 0.1  # after a death, every survivor must have raised within this time
-FREEZE_S = 1.0  # after a freeze likewise
+# After a freeze they have this time.
+FREEZE_S = 1.0
 MIXED = "shm-mixed"  # shared memory, and every second rank does without the compiled core
 _AT_CORE_POINTS = ("kill", "stop")  # the faults that strike at the injection points of the compiled core
 _LETTERS = "abcdefgh"  # names of hosts

@@ -67,7 +67,8 @@ def be_rank(cell: Cell, rank: int, channel: socket.socket, began_s: float) -> No
 
 def _run_as_program(main: Callable[[], None]) -> None:
     """Call `main` as the interpreter runs a program: the functions at its end find the exception that has ended it."""
-    atexit._clear()  # those of the driver
+    # The functions registered so far are those of the driver.
+    atexit._clear()
     try:
         main()
     except (SystemExit, EarlyReturn):
@@ -141,7 +142,8 @@ class _CellPart:
             self._kind.make().strike(None)  # type: ignore[arg-type]
 
     async def _calls_of_loop(self, comm: Communicator) -> None:
-        if self._cell.operation == JOINING:  # it is over: the fault comes after it
+        # Joining is over: the fault comes after it.
+        if self._cell.operation == JOINING:
             while True:
                 await comm.barrier()
         comm.rpc.register(echo)

@@ -35,10 +35,10 @@ from asyncoll.testing.laws.story import (
     SPARSE,
     TRAINING,
     AlarmError,
-    Answered,
     Cancelled,
     Case,
     Joined,
+    MadeCall,
     Story,
     StoryTrainer,
     draw,
@@ -120,7 +120,8 @@ async def _part(comm: Communicator, case: Case) -> Any:
     if comm.rank not in case.on_devices:
         return await trainer(comm, case).run()
     with device_of(comm, case.seed) as device:
-        return await trainer(comm, case, device).run()  # in the end of the block the answers get their values
+        # At the end of the block the answers get their values.
+        return await trainer(comm, case, device).run()
 
 
 def _story(
@@ -249,9 +250,9 @@ def _gossip(**fields: Any) -> gossip.GossipPart:
     return gossip.GossipPart(**fields | {"updates": [gossip.Update(**update) for update in fields["updates"]]})
 
 
-def _call(**fields: Any) -> Answered:
-    """An `Answered` from fields read from JSON, which has lists instead of tuples."""
+def _call(**fields: Any) -> MadeCall:
+    """A `MadeCall` from fields read from JSON, which has lists instead of tuples."""
     fields["missed"] = tuple(fields["missed"])
     reduction = fields["reduction"]
     fields["reduction"] = Reduction(**reduction | {name: tuple(reduction[name]) for name in ("group", "ranks")})
-    return Answered(**fields)
+    return MadeCall(**fields)

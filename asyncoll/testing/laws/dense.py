@@ -109,7 +109,8 @@ class DenseCaller:
         gots += await asyncio.gather(*under_way)
         comm = None
         comms.clear()
-        left = await self._left()  # before a communicator fails: the trace of its error refers to it for some time
+        # Before a communicator fails: the trace of its error refers to it for some time.
+        left = await self._left()
         last = await self._give_up()
         await beside
         return DensePart(gots, self._counts, self._contributed, last, left, await self._take_leave())

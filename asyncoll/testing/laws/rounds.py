@@ -16,7 +16,7 @@ import numpy as np
 from asyncoll.algorithms.rounds.grouping import partition
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.tensors.reductions import Array, ReduceOp
-from asyncoll.testing.laws.story import NAP_S, Answered, Cancelled, Case, Story
+from asyncoll.testing.laws.story import NAP_S, Cancelled, Case, MadeCall, Story
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def history(story: Story) -> Iterator[Breach]:
             yield from _balances(calls, alarmed)
 
 
-def _completes(call: Answered, values: dict[int, Array], history: int) -> Iterator[Breach]:
+def _completes(call: MadeCall, values: dict[int, Array], history: int) -> Iterator[Breach]:
     """The call reports every round since the call before it."""
     late = call.round - call.aim
     kept = min(late, history)
@@ -226,7 +226,7 @@ def _completes(call: Answered, values: dict[int, Array], history: int) -> Iterat
             yield Breach(call.round, call.rank, f"call {call.index} got a wrong missed result for round {number}")
 
 
-def _matches(call: Answered, values: dict[int, Array], told: int) -> Iterator[Breach]:
+def _matches(call: MadeCall, values: dict[int, Array], told: int) -> Iterator[Breach]:
     """The missed results of the call are results of rounds between round `told` and its own, oldest first."""
     are_known = all(number in values for number in range(told + 1, call.round))  # a call returned each of them
     since = told
@@ -239,7 +239,7 @@ def _matches(call: Answered, values: dict[int, Array], told: int) -> Iterator[Br
             yield Breach(call.round, call.rank, f"call {call.index} got a missed result of no round since {since}")
 
 
-def _balances(calls: list[Answered], alarmed: set[int]) -> Iterator[Breach]:
+def _balances(calls: list[MadeCall], alarmed: set[int]) -> Iterator[Breach]:
     """Each round so far has been reported once, whenever no other call of the rank is in flight.
 
     For an alarmed rank only an upper bound holds: the exception of the signal handler may come after the answer and
@@ -302,15 +302,15 @@ def laws_of(kind: str) -> tuple[Law, ...]:
     return (agreement, wholeness, *(_STAYING if kind == "group" else _CONSUMED), *_ALWAYS)
 
 
-def _calls(story: Story) -> Iterator[Answered]:
+def _calls(story: Story) -> Iterator[MadeCall]:
     return (call for mine in story.calls for call in mine)
 
 
-def _submitted(story: Story) -> Iterator[Answered | Cancelled]:
+def _submitted(story: Story) -> Iterator[MadeCall | Cancelled]:
     return itertools.chain(_calls(story), story.cancelled)
 
 
-def _due(story: Story, call: Answered | Cancelled) -> int:
+def _due(story: Story, call: MadeCall | Cancelled) -> int:
     """The last synchronous round that may take this contribution.
 
     That is the next synchronous round. Each call that the rank cancelled since it last got a result may have been its
@@ -340,7 +340,7 @@ def _groups(case: Case, number: int) -> Iterable[tuple[int, ...]]:
     return partition(case.size, case.group_size, 1 if case.fixed else number)
 
 
-def _staged(calls: list[Answered], number: int) -> tuple[int, int]:
+def _staged(calls: list[MadeCall], number: int) -> tuple[int, int]:
     """The oldest and the newest call of a rank whose contribution may be its newest one in round `number`; -1 for none.
 
     A late call returns the newest result at once, while the next round may already run. Then its contribution enters

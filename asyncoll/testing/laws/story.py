@@ -182,7 +182,8 @@ def _draw_network(kind: str, size: int, seed: int, network: Network) -> Network:
 
 def _draw_hosts(size: int, seed: int) -> dict[str, Any]:
     """At most five hosts, of uneven sizes. Their ranks follow each other or are mixed. One may have no arena."""
-    generator = np.random.default_rng([seed, size])  # of its own: the rest of a case is the same on any hosts
+    # With a generator of its own, the rest of a case is the same on any hosts.
+    generator = np.random.default_rng([seed, size])
     hosts = generator.integers(1 + generator.integers(min(size, 5)), size=size)
     hosts = np.sort(hosts) if generator.integers(2) else hosts
     bare = int(hosts[0]) if generator.integers(4) == 0 else None
@@ -199,7 +200,7 @@ def _draw_ends(kind: str, size: int, seed: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # debug mode of asyncio formats task results: a quarter of the time
-class Answered:
+class MadeCall:
     """One call and its answer. `sum` and `missed` count contributions by [bucket, number of the call, rank]."""
 
     rank: int
@@ -240,7 +241,7 @@ class Joined:
     told: int  # the rounds that its join has told of, those that it skips among them
 
 
-Part = tuple[list[Answered], list[Cancelled], list[Joined]]  # the calls of one rank, in order, and its end
+Part = tuple[list[MadeCall], list[Cancelled], list[Joined]]  # the calls of one rank, in order, and its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +249,11 @@ class Story:
     """All answers and cancelled calls of a world that has ended."""
 
     case: Case
-    calls: list[list[Answered]]  # by rank, in order
+    calls: list[list[MadeCall]]  # by rank, in order
     cancelled: list[Cancelled]
     messages: int = 0
     joined: list[Joined] = field(default_factory=list)
-    rounds: dict[tuple[int, tuple[int, ...]], list[Answered]] = field(default_factory=dict)  # calls by (round, group)
+    rounds: dict[tuple[int, tuple[int, ...]], list[MadeCall]] = field(default_factory=dict)  # calls by (round, group)
 
     def __post_init__(self) -> None:
         for call in sorted((call for mine in self.calls for call in mine), key=lambda call: call.round):
@@ -293,7 +294,7 @@ class StoryTrainer:
         self._gathers = case.gathers and case.quitter is None and case.overlap == 1
         self._begun = 0  # number of calls for which a task was made
         self._lost = -1  # index of the newest call that has no receiver, and may be under way until a later one is over
-        self._answers: dict[int, Answered] = {}  # by index of the call; `aim` as in `_aims`
+        self._answers: dict[int, MadeCall] = {}  # by index of the call; `aim` as in `_aims`
         self._child = 0  # process id of the forked child; 0 if there is none
         self._aims: dict[int, int] = {}  # by index of the call: the earliest round that it aims at
 
@@ -312,7 +313,8 @@ class StoryTrainer:
                 await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
         self._look_after_child()
         if self._gathers:
-            await self._comm.barrier()  # so no round comes after the last one
+            # No round comes after the last one.
+            await self._comm.barrier()
         joined = [await self._join()] if case.joins and self._aims else []
         return *self._part(), joined
 
@@ -430,7 +432,7 @@ class StoryTrainer:
         missed = tuple(map(tensors.counts, reduction.missed))
         tensors.scribble(contribution)
         reduction = replace(reduction, missed=(), result=None)
-        self._answers[index] = Answered(
+        self._answers[index] = MadeCall(
             self._comm.rank, index, self._aims[index], value, missed, reduction, wait_s, alone
         )
 
@@ -473,9 +475,9 @@ class StoryTrainer:
             return Joined(self._comm.rank, self._seen(), 0)
         return Joined(self._comm.rank, last.round, len(last.results()) + last.skipped)
 
-    def _part(self) -> tuple[list[Answered], list[Cancelled]]:
+    def _part(self) -> tuple[list[MadeCall], list[Cancelled]]:
         """The calls in order, each with its aim: the round after the newest one that earlier calls returned."""
-        calls: list[Answered] = []
+        calls: list[MadeCall] = []
         cancelled: list[Cancelled] = []
         aim = 1
         for index in sorted(self._aims):  # a task that was cancelled before its first step has no aim, and is left out

@@ -40,7 +40,7 @@ class TrainingProgram:
         self.validates = bool(draw.integers(2))  # between steps other weights are in the models for some time
 
     def metrics(self, rank: int, step: int) -> dict[str, float]:
-        """Those of a step: keys differ by rank and step."""
+        """The metrics of a step: keys differ by rank and step."""
         draw = np.random.default_rng([self.case.seed, rank, step])
         return {key: float(draw.normal()) for key in (*_KEYS, f"of rank {rank}") if draw.random() < 0.7}
 

@@ -261,7 +261,8 @@ class EagerSGDState(HookState):
             return
         with self._fails_if_interrupted(), self._calls():
             state = complete(self._comm, self._recovery.take(self._due.needed))
-            self._skip_to(state["round"])  # with the scheduler
+            # With the scheduler, which is a function of the round.
+            self._skip_to(state["round"])
             replicas.put_back(state, self._model().module, self._parameters(), self._optimizer)
         self._reduction = step_of(reduction, round=max(self.round, reduction.round), recovered=True)
 

@@ -57,7 +57,8 @@ class AllreduceState(HookState):
             self._moved[bucket.index()] = tensors
         if bucket.is_last():
             self.round += 1
-        buffer.mul_(1 / self._comm.size)  # before the sum, as DDP does
+        # Before the sum, as DDP does, so that the bits are the same.
+        buffer.mul_(1 / self._comm.size)
         with self._calls():
             future = _future(self._comm.allreduce(buffer), buffer)
         if bucket.is_last():

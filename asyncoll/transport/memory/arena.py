@@ -164,7 +164,8 @@ class HostArena:
         if self._parent is not None or self._is_closed:
             return
         offset = address - self.local_rank * self._capacity
-        give_back(self._memory, offset, self._heap.extent(offset))  # before another thread can allocate the block
+        # Its pages are given back before another thread can allocate the block: their content would be lost.
+        give_back(self._memory, offset, self._heap.extent(offset))
         with self._heap_lock:
             self._heap.free(offset)
 
@@ -282,7 +283,8 @@ class HostArena:
                     control_block.ring_at_next_wake(doorbell.number)
                 check()
                 await woken
-                check()  # before the lock is acquired again: its owner may be lost or stopped
+                # Before the lock is acquired again: its owner may be lost or stopped.
+                check()
         finally:
             doorbell.remove_waiter(waiter)
 

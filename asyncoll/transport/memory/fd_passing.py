@@ -239,7 +239,8 @@ def _greet(link: _Link, missing: Sequence[int]) -> _Greeted:
         link.close()
         raise
     if len(hello) != len(_HELLO_FIELDS):
-        return _Greeted(*hello[:4])  # of another version of asyncoll; `_examine` says so
+        # A rank of another version of asyncoll has another hello. `_examine` says so.
+        return _Greeted(*hello[:4])
     segment = Segment(*descriptors) if len(descriptors) == len(Segment._fields) else None
     return _Greeted(**dict(zip(_HELLO_FIELDS, hello, strict=True)), segment=segment)
 
@@ -315,7 +316,8 @@ def _connect(path: Path, ranks: tuple[int, ...], joining: Joining) -> socket.soc
             return connection
         except OSError as error:
             connection.close()
-            if isinstance(error, ConnectionRefusedError):  # otherwise the first rank does not listen yet
+            # Any other error means that the first rank does not listen yet.
+            if isinstance(error, ConnectionRefusedError):
                 raise
             joining.check(lambda: ranks[:1], _NOT_HERE)
             if not path.parent.exists():  # the first rank has removed it because joining has failed

@@ -39,7 +39,8 @@ class _InprocMemory:
         self.size = size
         self.blocks: dict[int, Array] = {}  # by address
         self.addresses: list[int] = []  # of the blocks, in ascending order
-        self.next = 64  # an address is never used again, so that a stale one is noticed
+        # An address is never used again, and memory that is free has no view. So a stale address is noticed.
+        self.next = 64
         self.control_blocks: dict[int, Array] = {}  # by context
         self.waiters: dict[int, set[asyncio.Future[None]]] = {}  # by doorbell
 
@@ -50,7 +51,7 @@ class _InprocMemory:
                     future.set_result(None)
 
     def wake_futex(self, cell: memoryview) -> None:
-        """No thread sleeps in a futex: all ranks share one."""
+        """No thread sleeps in a futex: all ranks share one thread."""
 
 
 class _NoLock:
@@ -69,7 +70,8 @@ class InprocArena:
     ) -> None:
         self.local_rank = local_rank
         self.ranks = ranks
-        self.cores = min(2, memory.size)  # not all ranks, so that algorithms also take their paths for few cores
+        # Fewer than ranks, so that algorithms also take their paths for few cores.
+        self.cores = min(2, memory.size)
         self._memory = memory
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self._pause_s = pause_s
@@ -81,7 +83,8 @@ class InprocArena:
         memory = self._memory
         address = memory.next
         memory.next += -(-max(nbytes, 1) // 64) * 64
-        raw = np.empty(nbytes + 64, np.uint8)  # numpy aligns to 16 bytes, or less
+        # numpy aligns to 16 bytes, or less. Blocks of real arenas begin at a cache line.
+        raw = np.empty(nbytes + 64, np.uint8)
         start = -address_of(raw) % 64
         memory.blocks[address] = raw[start : start + nbytes]
         memory.addresses.append(address)
@@ -93,9 +96,14 @@ class InprocArena:
 
     def view(self, address: int, nbytes: int) -> Array:
         memory = self._memory
-        start = memory.addresses[bisect_right(memory.addresses, address) - 1]
-        offset = address - start
-        return memory.blocks[start][offset : offset + nbytes]
+        index = bisect_right(memory.addresses, address) - 1
+        start = memory.addresses[index] if index >= 0 else address
+        offset, block = address - start, memory.blocks.get(start)
+        # In real memory such a view would show, or overwrite, what another owner has there by now.
+        text = f"{nbytes} bytes at address {address} are not allocated"
+        assert block is not None, text
+        assert offset + nbytes <= block.nbytes, text
+        return block[offset : offset + nbytes]
 
     def locate(self, flat: Array) -> int | None:
         first = address_of(flat)
@@ -144,12 +152,14 @@ class InprocArena:
     async def wait(
         self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
     ) -> None:
+        # Among processes the other ranks may run here, also if the condition holds already.
         await asyncio.sleep(self._pause_s())
         while True:
             check()
             with wait.control_block as control_block:
                 if wait.ready():
                     return
+                # Under the lock: a rank that changes the cells afterwards finds this rank among those to wake.
                 control_block.ring_at_next_wake(self.local_rank * DOORBELLS)
             future = asyncio.get_running_loop().create_future()
             sleepers = self._memory.waiters.setdefault(self.local_rank * DOORBELLS, set())

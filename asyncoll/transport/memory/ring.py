@@ -129,7 +129,8 @@ class Inbox:
                 raise ProtocolError(f"the inbox is corrupt: its head is {read} and its tail {tail}")
             start = read % RING_BYTES
             raw = self._ring[start : start + min(tail - read, RING_BYTES - start)]
-            if is_short := len(raw) <= _SHORT_BYTES:  # to copy them takes less time than to lock again
+            # To copy a few bytes takes less time than to lock once more.
+            if is_short := len(raw) <= _SHORT_BYTES:
                 copy = bytes(raw)
                 self._read = cells[_HEAD] = read + len(copy)
                 control_block.wake()

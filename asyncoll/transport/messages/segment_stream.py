@@ -252,7 +252,8 @@ class SegmentStream:
         """Write nothing more. If the peer is gone, the reader reports it after the last segments."""
         self._has_failed = True
         if error.errno not in _GONE:
-            self._loop.call_soon(self._stop, _cause(error))  # not now: the owner is in its own call of this
+            # Not now: the owner is in the middle of a call of this object.
+            self._loop.call_soon(self._stop, _cause(error))
 
     def _written(self, sent: int) -> None:
         self._unsent_bytes -= sent

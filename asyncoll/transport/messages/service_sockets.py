@@ -101,7 +101,8 @@ class _Socket(ABC):
         forks.register(self)
         self._loop.add_reader(self._socket.fileno(), self._read)
         self._read_soon()
-        self._loop.call_soon(self._watch)  # later, when the owner is ready
+        # Not now: the owner is not ready before this has returned.
+        self._loop.call_soon(self._watch)
 
     def _watch(self) -> None:
         if not self._is_closed:
@@ -229,7 +230,8 @@ class ServerSocket(_Socket):
         except zmq.Again:
             self._dropped_clients.log(f"dropped client {peer}: {UNREAD}")
             self.drop(peer, UNREAD)
-            self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
+            # Not now: the owner is in the middle of a call of this object.
+            self._loop.call_soon(self._owner.lost, peer, UNREAD)
         except zmq.ZMQError:  # the client is gone; the monitor reports it
             return
 
@@ -336,7 +338,8 @@ class ClientSocket(_Socket):
         try:
             self._send((), kind, number, payload)
         except zmq.Again:
-            self._loop.call_soon(self._stop_sending)  # not now: the owner is in its own call of this
+            # Not now: the owner is in the middle of a call of this object.
+            self._loop.call_soon(self._stop_sending)
 
     def _read_one(self) -> bool:
         try:

@@ -48,9 +48,12 @@ _SCHEME = "ipc://"
 _ACCEPTED = 64  # connections that are accepted before other callbacks of the loop run
 _UNGREETED_MAX = 1024  # connections without a hello, or refused; the oldest is closed for one more
 _UNGREETED_SHARE = 4  # they take at most one of so many descriptors that this process may open
-_PAUSE_S = 0.1  # without accepting, if there is no room; for so long, no connection is closed to make room
-_RETRY_S = 0.01  # until the next attempt to connect to a service whose backlog is full
-_LOOKS = 4  # at the state of the service's process, in the time after which it counts as frozen
+# If there is no room, nothing is accepted for this time, and no connection is closed to make room.
+_PAUSE_S = 0.1
+# The time until the next attempt to connect to a service whose backlog is full.
+_RETRY_S = 0.01
+# So often a client looks at the state of the service's process in the time after which it counts as frozen.
+_LOOKS = 4
 
 
 class StreamServer:
@@ -91,7 +94,8 @@ class StreamServer:
         self._is_closed = True
         forks.unregister(self)
         self._pause()
-        self._remove_file()  # before others may listen there
+        # Before the socket is closed: afterwards others may listen there, and the file would be theirs.
+        self._remove_file()
         self._listener.close()
         for stream, limit in (*self._strangers.items(), *self._dropped.items()):
             limit.cancel()
@@ -114,7 +118,8 @@ class StreamServer:
         except UnreadError:
             self._dropped_clients.log(f"dropped client {peer}: {UNREAD}")
             self.drop(peer, UNREAD)
-            self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
+            # Not now: the owner is in the middle of a call of this object.
+            self._loop.call_soon(self._owner.lost, peer, UNREAD)
 
     async def flush(self, peer: int) -> None:
         stream = self._clients.get(peer)
@@ -266,7 +271,8 @@ class StreamServer:
                 stream.send(BYE, 0, reason.encode()[:REASON_BYTES])
         stream.use(None, partial(self._end, stream), partial(self._reject, stream))
         stream.copy_unsent()  # no caller waits for it any more
-        if stream in self._strangers:  # it remains one
+        # A stranger remains one, with a new limit.
+        if stream in self._strangers:
             self._strangers[stream].cancel()
             self._strangers[stream] = self._limit(stream)
         else:
@@ -311,7 +317,8 @@ class StreamClient:
         try:
             self._stream.send(kind, number, payload)
         except UnreadError:
-            self._loop.call_soon(self._report_loss, UNREAD)  # not now: the owner is in its own call of this
+            # Not now: the owner is in the middle of a call of this object.
+            self._loop.call_soon(self._report_loss, UNREAD)
 
     async def flush(self, peer: int) -> None:
         if self._stream is not None:
@@ -353,7 +360,8 @@ class StreamClient:
             return
         process = process_of(self._socket)
         self._process = 0 if process == os.getpid() or is_gone(process) else process
-        self._next = self._loop.call_soon(self._watch)  # not now: the owner is not ready
+        # Not now: the owner is not ready before this has returned.
+        self._next = self._loop.call_soon(self._watch)
         self._stream = SegmentStream(self._socket, Lookout())
         self._stream.use(self._greeted, self._report_loss, lambda error: self._report_loss(SILENT))
         self.send(0, HELLO, VERSION, b"")

@@ -30,9 +30,11 @@ from asyncoll.transport.messages.payload_stream import Long, PayloadMemory, Payl
 from asyncoll.transport.messages.peer_reports import FailedAccepts, UnauthenticatedPeers
 from asyncoll.transport.messages.reach import another_answers, reach_rank, resolved, why_unconnected
 
-_HANDSHAKE_S = 5.0  # from the connection of a peer to the end of its handshake
+# The time from the connection of a peer to the end of its handshake.
+_HANDSHAKE_S = 5.0
 _STRANGERS_MAX = 128  # connections in their handshake, besides two for each rank; a further one ends the oldest
-_AGAIN_S = 0.02  # until the next attempt to connect, or to accept without a free descriptor
+# The time until the next attempt to connect, or to accept without a free descriptor.
+_AGAIN_S = 0.02
 _AGAIN_MAX_S = 1.0  # the time to each further attempt to connect doubles, up to this
 _FLUSH_S = 0.2  # the time for payloads to leave this process at `close`
 _CLOSED = "its connection closed"
@@ -56,7 +58,7 @@ class _PayloadPeer:
         self.cause = _CLOSED  # of its loss, if one of the connections ends
 
     def connections(self) -> list[socket.socket]:
-        """Those that are open."""
+        """The connections that are open."""
         ends = (self.writer.connection, self.reader.connection if self.reader is not None else None)
         return [connection for connection in ends if connection is not None]
 
@@ -292,7 +294,8 @@ class TcpPayloads:
         """Close the connection at once: a cancelled task ends only after some turns, in which more connections come."""
         connection, task = next(iter(self._strangers.items()))
         del self._strangers[connection]
-        if task.cancel():  # otherwise the handshake is over already
+        # Otherwise the handshake is over already.
+        if task.cancel():
             self._close_connection(connection)
 
     def _key_of(self, source: int, dest: int) -> bytes:
@@ -335,7 +338,8 @@ class TcpPayloads:
         assert peer.writer.connection is not None
         if not isinstance(error, ConnectionError):  # the connection has not ended yet
             peer.cause = f"a payload could not be sent to it: {error}"
-        with contextlib.suppress(OSError):  # it has ended
+        # The connection may have ended already.
+        with contextlib.suppress(OSError):
             peer.writer.connection.shutdown(socket.SHUT_RDWR)
         self._drop_unsent(peer)
 

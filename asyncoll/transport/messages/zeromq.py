@@ -103,7 +103,8 @@ class _PeerConnection:
         self.rank = rank
         self.address = address
         self.dealer = dealer
-        self.lock = threading.Lock()  # of `dealer`, `queue` and `is_dropped`: `send_directly` runs in other threads
+        # The lock guards `dealer`, `queue` and `is_dropped`, because `send_directly` runs in other threads.
+        self.lock = threading.Lock()
         self.connection = -1  # the descriptor of the newest connection; -1 before the first
         self.closing = contextlib.ExitStack()  # of the monitor, the watch on the process and the heartbeat
         self.was_connected = False  # now or earlier
@@ -221,7 +222,8 @@ class ZeroMQTransport:
                 return
         peer.drained.clear()
         self._loop.add_reader(peer.dealer.fileno(), self._flush, peer)
-        self._loop.call_soon(self._flush, peer)  # it may have become writable before the reader was added
+        # The socket may have become writable before the reader was added. ZeroMQ signals each change once.
+        self._loop.call_soon(self._flush, peer)
 
     def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
         check_frames(dest, self.size, frames)

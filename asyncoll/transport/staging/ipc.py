@@ -131,7 +131,8 @@ class Runtime:
     def _call(self, function: str, *arguments: Any, accepts: int = 0) -> None:
         code = getattr(self._library, function)(*arguments)
         if code:
-            self._library.cudaGetLastError()  # else the next call of this thread would fail with the same error
+            # Otherwise the next call of this thread would fail with the same error.
+            self._library.cudaGetLastError()
         if code not in (0, accepts):
             raise RefusedError(f"{function}: {self._library.cudaGetErrorString(code).decode()}")
 
@@ -340,6 +341,7 @@ def reduce_on_device(into: torch.Tensor, parts: Sequence[torch.Tensor], op: Redu
     total = first.float() if dtype in _HALVES else first.clone()
     for other in others:
         function(total, other.float() if dtype in _HALVES else other, out=total)
-    if op is ReduceOp.AVG:  # by a tensor: torch multiplies by the reciprocal of a number
+    # By a tensor: torch multiplies by the reciprocal if the divisor is a number, which rounds another way.
+    if op is ReduceOp.AVG:
         total.div_(torch.full((), len(parts), dtype=total.dtype, device=total.device))
     into.view(kind).copy_(total)

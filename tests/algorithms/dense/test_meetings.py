@@ -272,7 +272,7 @@ def test_chunks_that_do_not_exist_are_not_reduced(garbage):
         x, y = (rank.array(np.ones(LONG // 8), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
         cells = first.area.control_block.cells
-        cells[first.staging.base(2 * (1 % SIZES.calls)) + CLAIMED] = garbage
+        cells[first.area.base(2 * (1 % SIZES.calls)) + CLAIMED] = garbage
         assert second.arrive(1, y) == WAITING
         assert not first.look(1, x)
         assert (x == 1).all()
@@ -285,7 +285,7 @@ def test_memory_that_does_not_exist_is_not_used(cell, garbage):
     with ranks(2, [_core.native]) as (first, second):
         x, y = (rank.array(np.ones(LONG // 8), True) for rank in (first, second))
         assert first.arrive(1, x) == WAITING
-        cells, base = first.area.control_block.cells, first.staging.base(2 * (1 % SIZES.calls))
+        cells, base = first.area.control_block.cells, first.area.base(2 * (1 % SIZES.calls))
         cells[base + RECORD_HEAD + cell] = garbage
         with pytest.raises((ValueError, IndexError, OverflowError)):
             second.arrive(1, y)

@@ -38,8 +38,8 @@ from asyncoll.testing.laws.story import (
     NAP_S,
     SPARSE,
     TRAINING,
-    Answered,
     Cancelled,
+    MadeCall,
     Story,
     draw,
 )
@@ -349,7 +349,7 @@ def test_a_cancelled_call_may_have_taken_part_in_a_synchronous_round():
     def told(index, aim, number, holds):
         total = np.zeros((1, case.calls, 1), np.int64)
         total[0, holds] = 1
-        return Answered(0, index, aim, total, (), Reduction(number, 1, index in holds, 0, False), 0.0, True)
+        return MadeCall(0, index, aim, total, (), Reduction(number, 1, index in holds, 0, False), 0.0, True)
 
     calls = [told(1, 1, 4, []), told(2, 5, 5, [1, 2])]  # and call 0, given up, was in round 3
     assert not list(staleness(Story(case, [calls], [Cancelled(0, 0, 1, 1)])))
@@ -364,7 +364,7 @@ def test_only_a_round_that_a_cancelled_call_has_waited_for_may_be_returned_by_no
     def told(index, number):
         total = np.zeros((1, case.calls, 1), np.int64)
         total[0, index] = 1
-        return Answered(0, index, number, total, (), Reduction(number, 1, True, 0, False), 0.0, True)
+        return MadeCall(0, index, number, total, (), Reduction(number, 1, True, 0, False), 0.0, True)
 
     def missing(number, *turns):
         """Breaches if no call returned the round `number`, and a call with each of these `turns` was cancelled."""
@@ -384,7 +384,7 @@ def test_a_rank_contributes_to_a_synchronous_round_although_its_call_is_cancelle
         total = np.zeros((1, case.calls, 2), np.int64)
         total[0, index, ranks] = 1
         included = rank in ranks
-        return Answered(rank, index, number, total, (), Reduction(number, len(ranks), included, 0, True), 0.0, True)
+        return MadeCall(rank, index, number, total, (), Reduction(number, len(ranks), included, 0, True), 0.0, True)
 
     def breaches(first_round):
         calls = [[told(0, 0, 1, first_round), told(0, 1, 2, [0, 1])], [told(1, 1, 2, [0, 1])]]

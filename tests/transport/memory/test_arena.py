@@ -74,6 +74,19 @@ def test_the_contract_in_one_process(loop):
     check_arena(lambda size: contextlib.nullcontext(inproc.arenas(size)), loop)
 
 
+def test_the_arena_of_one_process_has_no_view_of_memory_that_is_not_allocated():
+    """Arenas of processes cannot notice it, so a fault must show here."""
+    (arena,) = inproc.arenas(1)
+    first, second = arena.allocate(64), arena.allocate(64)
+    arena.view(first + 8, 56)[:] = 1
+    arena.free(second)
+    for address, nbytes in ((second, 64), (first, 65), (0, 1)):
+        with pytest.raises(AssertionError, match="not allocated"):
+            arena.view(address, nbytes)
+    with pytest.raises(KeyError):
+        arena.free(second)
+
+
 class Copying(inproc.InprocArena):
     """Its views are copies, so no rank sees its writes."""
 
