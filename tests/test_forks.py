@@ -11,7 +11,6 @@ import sys
 
 import numpy as np
 import pytest
-import torch
 
 import asyncoll
 from asyncoll import Communicator, UsageError
@@ -193,6 +192,7 @@ def test_a_child_cannot_call_functions_of_ranks():
 @pytest.mark.parametrize("count", [3, 5000, 1_000_000])
 def test_a_child_has_a_copy_of_registered_tensors(count, transport):
     """The copy has the values at the fork. Later writes of the parent and of the child are not seen by the other."""
+    import torch
 
     async def main(comm: Communicator) -> tuple[str, float]:
         x, neighbour = comm.empty(count, "float64"), comm.empty(3, torch.float32)

@@ -7,7 +7,6 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from asyncoll import AVG
 from asyncoll.algorithms.rounds.grouping import partition, propagation
@@ -107,6 +106,8 @@ def test_a_late_rank_contributes_its_older_model_and_is_told_so(simulated):
 
 
 def test_average_divides_by_the_number_of_contributed_models(simulated):
+    import torch
+
     async def main(comm):
         if comm.rank == 2:
             await asyncio.sleep(5)
