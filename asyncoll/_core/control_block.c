@@ -69,6 +69,7 @@ void control_block_abandon(ControlBlock *self)
 {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
+    /* No doorbell rings: the cells may be half changed. The next rank that acquires the lock reports the loss. */
     self->ringing_count = 0;
     if (call(self->mutex_in_python, "abandon") < 0)
         PyErr_WriteUnraisable((PyObject *)self);
@@ -92,6 +93,8 @@ static int complete_lock(ControlBlock *self, int failure)
         }
         Py_DECREF(result);
     }
+    /* Each holder writes its rank, so that the next one knows which rank has died with the lock. Between the
+     * acquisition and this store it names the holder before: `Membership.culprit` corrects that. */
     *self->holder = self->local_rank;
     pass_point(LOCK_NOTED);
     if (pass(self) < 0) {
@@ -139,6 +142,7 @@ void control_block_unlock(ControlBlock *self)
 
 void control_block_wake(ControlBlock *self, int64_t at_most)
 {
+    /* In most critical sections no rank sleeps, and the flags of all ranks need not be read. */
     if (!self->flags[FLAGGED])
         return;
     int64_t *flags = self->flags + FLAGS;

@@ -84,6 +84,8 @@ static void publish(Rounds *self)
             rounds_keep_block(self, row[RANK_CELLS_BLOCK]);
         }
     }
+    /* The cells of a row say how many have contributed to its group; a broken peer may have written any number
+     * there. */
     for (int64_t group = 0; group < self->group_count; group++) {
         int64_t rank = first_of(self, group), active = rank < 0 ? -1 : row_of(self, rank)[RANK_CELLS_ACTIVE];
         if (active >= 0 && active <= self->size)
@@ -102,6 +104,8 @@ static void publish(Rounds *self)
 int rounds_start(Rounds *self, int64_t number, int64_t now_ns)
 {
     int64_t chunks = 0, absent = rounds_count_gone(self);
+    /* Before contributions are taken: `unpublished` tells by it whether RANK_CELLS_TAKEN is of a round that runs, or of an
+     * older one. */
     self->head[HEAD_RUNNING] = number;
     self->head[HEAD_CLAIMED] = self->head[HEAD_DONE] = 0;
     *beginning_of(self, number) = now_ns;
@@ -117,6 +121,7 @@ int rounds_start(Rounds *self, int64_t number, int64_t now_ns)
     self->head[HEAD_CHUNKS] = chunks;
     if (!chunks) /* there will be no last chunk whose end publishes the round */
         publish(self);
+    /* A rank that wakes takes longer to come than this one needs for a few chunks. */
     else if (chunks > HELPED)
         control_block_wake(self->block, (chunks < self->cores ? chunks : self->cores) - 1);
     return 0;
@@ -193,6 +198,7 @@ static int help(Rounds *self)
     while (chunk.sources && self->head[HEAD_RUNNING] == number && self->head[HEAD_CLAIMED] < self->head[HEAD_CHUNKS]) {
         if (find_chunk(self, self->head[HEAD_CLAIMED], &chunk) < 0)
             break;
+        /* Claimed after it is found: a chunk that makes no sense is left, and the error ends the communicator. */
         self->head[HEAD_CLAIMED]++;
         pass_point(ROUND_CLAIMED);
         control_block_unlock(self->block);

@@ -26,12 +26,14 @@ enum { CHUNKS = 4, CHUNK_MIN = 1 << 15 };
 
 static Record record_of(const Meetings *self, int64_t number)
 {
+    /* A short meeting is the first rendezvous of its call, and has no second one. */
     int64_t turn = record_index(number, 0, self->calls);
     return (Record){self->block->cells + turn * self->stride, tag_of(number, 0), turn};
 }
 
 static bool is_free(const Meetings *self, Record record)
 {
+    /* With the tag of this meeting another rank has opened it: the record is in use, but by the same meeting. */
     int64_t tag = record.cells[TAG];
     return tag == 0 || tag == record.tag || record.cells[LEFT] == self->size;
 }
@@ -49,6 +51,7 @@ static void look_ahead(Meetings *self, int64_t number, bool is_clear)
  * the cells since `rank` first arrived with a short array. */
 static char *short_array(Meetings *self, int64_t rank, int64_t turn)
 {
+    /* The view of a rank is made once: it is the same memory in all meetings, and `view` is written in Python. */
     Py_buffer *area = &self->areas[rank];
     int64_t bytes = 2 * self->calls * self->short_bytes;
     if (!area->buf) {
@@ -71,6 +74,7 @@ static char *short_array(Meetings *self, int64_t rank, int64_t turn)
  * rank has made another call with the same number. */
 static bool open_or_join(const Meetings *self, Record record, int64_t fingerprint)
 {
+    /* The rank that comes first clears the cells. The last one to leave cannot: LEFT tells that the record is free. */
     if (record.cells[TAG] == record.tag)
         return record.cells[FINGERPRINT] == fingerprint;
     memset(record.cells, 0, RECORD_HEAD * sizeof(int64_t));
@@ -127,6 +131,7 @@ static void show(Meetings *self, Record record, int64_t address, Py_ssize_t len)
 /* The bytes that a rank reduces at a time, of arrays of `total` bytes. */
 static int64_t chunk_of(const Meetings *self, int64_t total)
 {
+    /* Rounded up, so that no chunk ends within an element. */
     int64_t part = (total / CHUNKS + ALIGNED - 1) / ALIGNED * ALIGNED;
     return least(part > CHUNK_MIN ? part : CHUNK_MIN, self->chunk_max);
 }
@@ -152,6 +157,7 @@ static int count_arrival(Meetings *self, Record record, int64_t number, int64_t 
     if (!open_or_join(self, record, fingerprint))
         return -1;
     pass_point(MEETING_OPENED);
+    /* For reports only: a rank that waits too long asks which call the others have come to. */
     self->block->cells[self->newest + self->rank] = number;
     if (len && len >= self->shown_min)
         show(self, record, address, len);
@@ -195,6 +201,8 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int6
         char *mine = short_array(self, self->rank, record.turn);
         if (!mine)
             return -1;
+        /* Before the lock, because the copy takes longer than the critical section. No rank reads the memory until
+         * this one is counted: the record is free. */
         memcpy(mine, bytes->buf, bytes->len);
         pass_point(MEETING_COPIED);
     }
@@ -206,6 +214,7 @@ static int arrive_with(Meetings *self, int64_t number, int64_t fingerprint, int6
     bool is_sleeper_of_use = state == LAST && is_together && record.cells[SLEEPERS] > 0;
     control_block_unlock(self->block);
     self->private_calls[record.turn].tag = 0; /* of an earlier call, which Python has ended */
+    /* After the release: the GIL guards what this rank alone knows of the meeting. */
     if (is_private && state >= 0)
         private_begin(self, record, bytes);
     if (state == LAST)
@@ -227,6 +236,7 @@ static int publish_result(Meetings *self, int64_t number, int64_t done, bool is_
     Record record = record_of(self, number);
     if (control_block_lock(self->block) < 0)
         return -1;
+    /* The last rank leaves with the same acquisition: it has the result, and reads nothing of the others any more. */
     record.cells[LEFT]++;
     record.cells[DONE] = done;
     part_of(record, self->rank)[PART_BUSY] = 0;
@@ -248,6 +258,8 @@ static int reduce_copies(Meetings *self, Record record, int kernel, int64_t divi
     for (int64_t rank = 0; rank < self->size; rank++) /* may call Python, and other threads may run meanwhile */
         if (!short_array(self, rank, record.turn))
             return -1;
+    /* With the GIL one array of addresses serves all calls. Without it another thread may reduce at the same time,
+     * so the call has its own. */
     bool is_long = bytes->len > LONG_BYTES / self->size;
     void **arrays = is_long ? PyMem_Calloc((size_t)self->size, sizeof(void *)) : self->arrays;
     if (!arrays) {
@@ -258,6 +270,7 @@ static int reduce_copies(Meetings *self, Record record, int kernel, int64_t divi
         arrays[rank] = short_array(self, rank, record.turn);
     PyThreadState *state = is_long ? PyEval_SaveThread() : NULL;
     size_t elements = (size_t)bytes->len / kernel_element_size(kernel);
+    /* Into the memory of rank 0: all others look for the result there, so its place needs no cell. */
     kernel_at(kernel)(arrays[0], arrays, (int)self->size, elements, divisor);
     memcpy(bytes->buf, arrays[0], bytes->len);
     pass_point(MEETING_REDUCED);
@@ -328,6 +341,7 @@ static int hold_all(Meetings *self, Record record, Shown *shown, Py_ssize_t len)
         PyErr_NoMemory();
         return -1;
     }
+    /* All at the beginning: without the GIL no view can be made, and one that is held keeps its memory mapped. */
     for (int64_t rank = 0; rank < self->size; rank++)
         if (hold(self, record, shown, rank, len) < 0)
             return -1;
@@ -336,6 +350,8 @@ static int hold_all(Meetings *self, Record record, Shown *shown, Py_ssize_t len)
 
 void release_and_wake(Meetings *self, Record record, int cell, bool is_over)
 {
+    /* Read under the lock, because a sleeper counts itself under it. The system call comes after the release: the
+     * sleeper needs the lock as soon as it wakes. */
     bool is_futex_wanted = is_over && record.cells[SLEEPERS] > 0;
     if (is_over)
         control_block_wake(self->block, INT64_MAX);
@@ -352,6 +368,7 @@ static int64_t claim_next(Meetings *self, Record record, int64_t total, int64_t 
     if (control_block_lock(self->block) < 0)
         return -1;
     int64_t *cells = record.cells, claimed = cells[CLAIMED], chunk = 0;
+    /* The count of the last chunk and the claim of the next one share an acquisition of the lock. */
     cells[DONE] += reduced;
     if (reduced)
         pass_point(MEETING_COUNTED);
@@ -376,6 +393,7 @@ static int reduce_together(Meetings *self, Record record, int64_t total, int ker
     if (chunk == 0)
         chunk = claim_next(self, record, total, 0, &first);
     while (chunk > 0) {
+        /* The other threads of this rank, such as its loop, run while a chunk is reduced. */
         PyThreadState *state = PyEval_SaveThread();
         for (int64_t rank = 0; rank < self->size; rank++)
             shown.arrays[rank] = (char *)shown.starts[rank] + first;
@@ -479,6 +497,7 @@ int meetings_complete(Meetings *self, int64_t number, int64_t done, const Py_buf
     bool is_in_place = is_shown && part_of(record, self->rank)[PART_ADDRESS] < 0;
     if (!check_length(self, bytes, is_in_place) || control_block_lock(self->block) < 0)
         return -1;
+    /* A rank that still reduces a chunk keeps DONE below `done`, and after a withdrawal it stays there. */
     if (record.cells[DONE] != done) {
         control_block_unlock(self->block);
         return 0;
@@ -489,6 +508,7 @@ int meetings_complete(Meetings *self, int64_t number, int64_t done, const Py_buf
         control_block_unlock(self->block);
         return -1;
     }
+    /* Nothing changes the result before this rank has left, so a long one is copied without the lock. */
     if (result && bytes->len > COPIED_UNDER_LOCK) {
         control_block_unlock(self->block);
         memcpy(bytes->buf, result, bytes->len);
@@ -536,6 +556,7 @@ typedef enum {
 /* A hint without the lock. */
 static Sight glance(const Meetings *self, Record record, int64_t done)
 {
+    /* DONE first: it is the end of the meeting, whatever the other cells say. */
     if (peek(&record.cells[DONE]) == done)
         return RESULT;
     if (done < self->shown_min || peek(&record.cells[ARRIVED]) != self->size)
@@ -550,6 +571,7 @@ static Sight poll_meeting(const Meetings *self, Record record, int64_t done, int
     Sight sight = glance(self, record, done);
     PyThreadState *state = sight == NOTHING ? PyEval_SaveThread() : NULL;
     for (int64_t poll = 0; sight == NOTHING && poll < polls; poll++) {
+        /* With fewer cores than ranks the rank that this one waits for may need the core. */
         sched_yield();
         sight = glance(self, record, done);
     }
@@ -577,6 +599,8 @@ static int sleep_until(Meetings *self, Record record, int64_t done, int64_t unti
         return 0;
     if (control_block_lock(self->block) < 0)
         return -1;
+    /* Read under the lock: if the cell changes after that, the kernel finds another value and does not let the
+     * thread sleep. */
     uint32_t before = (uint32_t)*cell;
     bool is_asleep = glance(self, record, done) == NOTHING;
     /* Under the lock, so that the rank that publishes either finds this sleeper, or has published before. */
@@ -601,6 +625,7 @@ int meetings_look(Meetings *self, int64_t number, const Meeting *meeting, int64_
         if (sight == CHUNK) {
             if (reduce_together(self, record, done, meeting->kernel, meeting->divisor) < 0)
                 return -1;
+            /* The others reduce the last chunks, which takes less time than a wake-up of this rank. */
             until_ns = now_ns() + WORK_NS;
             continue;
         }

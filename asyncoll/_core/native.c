@@ -22,6 +22,19 @@ PyObject *tuple_of_names(const char *const *names, int count)
     return tuple;
 }
 
+int call_to_its_end(PyObject *callable, PyObject *argument)
+{
+    PyObject *type = NULL, *value = NULL, *trace = NULL, *result;
+    while (!(result = PyObject_CallFunctionObjArgs(callable, argument, NULL))) {
+        Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
+        PyErr_Fetch(&type, &value, &trace);
+    }
+    Py_DECREF(result);
+    if (type)
+        PyErr_Restore(type, value, trace);
+    return type ? -1 : 0;
+}
+
 /* `native.declarations` */
 static PyObject *declarations_in_python(void)
 {

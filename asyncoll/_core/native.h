@@ -44,6 +44,10 @@ static inline int64_t larger(int64_t a, int64_t b)
 /* The tuple of so many names, a new reference; NULL with an exception set. */
 PyObject *tuple_of_names(const char *const *names, int count);
 
+/* Call `callable`, which is written in Python, with `argument` unless that is NULL, until it has ended: a signal handler may
+ * raise in it. Returns 0, or -1 with the newest exception of a handler. */
+int call_to_its_end(PyObject *callable, PyObject *argument);
+
 /* -- points.c --------------------------------------------------------------------------------- */
 
 /* The injection points: the steps of all primitives, in the order in which one passes them. `points.c` has their names,
@@ -240,10 +244,6 @@ extern PyType_Spec rounds_spec;
 PyObject *openings_in_python(void);
 
 /* -- awaitables.c ----------------------------------------------------------------------------- */
-
-/* Calls that are over when they are awaited, before the caller's loop turns: CALLS_PER_TURN of
- * asyncoll/runtime/progress.py. */
-enum { CALLS_PER_TURN = 64 };
 
 extern PyType_Spec awaitable_spec; /* the base of the other two */
 extern PyType_Spec answer_spec;

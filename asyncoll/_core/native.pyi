@@ -86,12 +86,14 @@ class Rounds:
         owed: deque[Any],
         cells: memoryview,
         divisor: int,
+        calls_per_turn: int,
         /,
     ) -> None:
         """Before the first `at_once`, which returns awaitables of a `reduction`, a class with `slots`.
 
         `turns` are the attributes of the `CallOrder`, `owed` and `cells` those of the `Engine`.
-        Results are divided by `divisor`, or, if that is 0, by the number of contributors.
+        Results are divided by `divisor`, or, if that is 0, by the number of contributors. After so many calls in a row
+        that are over at once the caller's loop turns.
         """
 
     def at_once(self, array: Any, /) -> Answer | Exception | None:
@@ -190,6 +192,7 @@ class ShortCalls:
         private: tuple[int, int],
         polls: int,
         sleep_ns: int,
+        calls_per_turn: int,
         /,
         *,
         host: Any,

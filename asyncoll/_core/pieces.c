@@ -50,7 +50,7 @@ static Range share_of(const Pieces *self, int rank, Range piece)
 /* The half of the slot of `rank` for a piece. `create` has checked that the piece fits. */
 static char *half_of(const Pieces *self, int rank, int64_t index)
 {
-    return (char *)self->slots[rank].buf + index % 2 * self->piece;
+    return (char *)self->slots[rank].buf + half_at(index, self->piece);
 }
 
 static char *own_piece(const Pieces *self, Range piece)
@@ -66,6 +66,7 @@ static void copy_in(const Pieces *self, int64_t index)
     Range share = share_of(self, self->rank, piece);
     int64_t last = share.first + share.bytes;
     char *half = half_of(self, self->rank, index), *own = own_piece(self, piece);
+    /* All but the own share, which this rank reduces out of its array: the others never read it. */
     memcpy(half, own, share.first);
     memcpy(half + last, own + last, piece.bytes - last);
 }
@@ -75,6 +76,7 @@ static void reduce_share(const Pieces *self, int64_t index)
     Range piece = piece_at(self, index), share = share_of(self, self->rank, piece);
     int64_t last = share.first + share.bytes;
     char *half = half_of(self, self->rank, index), *own = own_piece(self, piece);
+    /* The result goes to two places, so a strip is copied to the second one while it is in the cache. */
     for (int64_t at = share.first; at < last; at += STRIP) {
         int64_t bytes = least(STRIP, last - at);
         for (int rank = 0; rank < self->size; rank++)
@@ -143,6 +145,8 @@ static int publish(const Pieces *self, int64_t steps)
 {
     if (control_block_lock(self->block) < 0)
         return -1;
+    /* Under the lock, although only this rank writes the cell: a reader that has acquired the lock since sees what
+     * this rank has written into its slot before. */
     self->block->cells[self->first + self->rank * self->stride] = steps;
     pass_point(PIECE_COUNTED);
     if (others_have_done(self, steps))
@@ -155,6 +159,7 @@ static int publish(const Pieces *self, int64_t steps)
 /* Wait for a short time for the condition of `step`. Returns as `publish`. */
 static int await_condition(const Pieces *self, int64_t step)
 {
+    /* The other ranks of this process may need the GIL for the step that this one waits for. */
     PyThreadState *state = PyEval_SaveThread();
     bool is_met = poll_others(self, needed(step));
     PyEval_RestoreThread(state);
@@ -181,6 +186,7 @@ static PyObject *perform(PyObject *object, PyObject *arguments)
         PyThreadState *state = PyEval_SaveThread();
         perform_step(self, step);
         PyEval_RestoreThread(state);
+        /* Each step is told at once: the others wait for this rank with their next one. */
         is_met = publish(self, ++step);
         if (is_met == 0 && step < end)
             is_met = await_condition(self, step);

@@ -49,6 +49,8 @@ static PyObject *watcher;
 
 void point_passed(enum Point point)
 {
+    /* Some points lie where the GIL is released, and some are passed with an exception set, which the watcher must
+     * not see. */
     PyGILState_STATE state = PyGILState_Ensure();
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);

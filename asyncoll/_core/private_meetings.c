@@ -47,6 +47,8 @@ static int64_t claim_next(Meetings *self, Record record, int64_t reduced, int64_
 {
     if (control_block_lock(self->block) < 0)
         return -1;
+    /* The length is that of this rank, from its own memory: what others have written must not say how much is
+     * written here. */
     int64_t total = call_of(self, record)->bytes, chunk = 0;
     int64_t *cells = record.cells, *part = part_of(record, self->rank), claimed = cells[CLAIMED];
     if (reduced) {
@@ -71,6 +73,7 @@ static int give_up(Meetings *self, Record record)
 {
     if (control_block_lock(self->block) < 0)
         return -1;
+    /* A cell, and not a return value: Python goes on with the call, perhaps in another thread, and asks there. */
     part_of(record, self->rank)[PART_BUSY] = CANNOT_READ;
     if (record.cells[WITHDRAWN])
         control_block_wake(self->block, INT64_MAX);
@@ -81,6 +84,7 @@ static int give_up(Meetings *self, Record record)
 /* Memory for the blocks of all other ranks; NULL with an exception. Another thread may reduce at the same time. */
 static char *take_scratch(Meetings *self, size_t bytes)
 {
+    /* One block is kept: a new one would have page faults in each call. The GIL makes the exchange atomic. */
     char *scratch = self->scratch;
     self->scratch = NULL;
     if (!scratch && !(scratch = PyMem_Malloc(bytes)))
@@ -107,6 +111,7 @@ static int reduce_chunks(Meetings *self, Record record, PeerJob *job)
         int error = reduce_peers(job);
         PyEval_RestoreThread(state);
         if (error)
+            /* The chunk stays claimed and is not counted, so no rank takes the array for reduced. */
             return give_up(self, record);
         chunk = claim_next(self, record, chunk, &first);
     }
@@ -115,6 +120,7 @@ static int reduce_chunks(Meetings *self, Record record, PeerJob *job)
 
 int private_reduce(Meetings *self, Record record, int kernel, int64_t divisor)
 {
+    /* One rank alone reads nothing; the sizes below must not be zero. */
     size_t others = self->size > 1 ? (size_t)self->size - 1 : 1;
     size_t room = others * PAGE > SCRATCH ? others * PAGE : SCRATCH;
     PeerJob job = {.kernel = kernel_at(kernel), .element = kernel_element_size(kernel), .divisor = divisor};
@@ -147,6 +153,7 @@ static int64_t new_chunks(const Record record, const PrivateCall *call, int64_t 
 static int copy_chunks(const PrivateCall *call, Place from, int64_t chunks)
 {
     int64_t each = private_chunk(call->bytes);
+    /* Bits of chunks that do not exist, which a broken peer may have set, are never reached. */
     for (int64_t first = 0, bit = 1; first < call->bytes; first += each, bit <<= 1) {
         if (!(chunks & bit))
             continue;
@@ -175,6 +182,7 @@ static int take_chunks(Meetings *self, Record record)
         PyEval_RestoreThread(state);
         if (error)
             return give_up(self, record);
+        /* Only after the copies: a chunk that could not be copied is not taken. */
         call->taken |= chunks;
     }
     return 0;
@@ -182,6 +190,7 @@ static int take_chunks(Meetings *self, Record record)
 
 static bool has_taken_all(const Meetings *self, Record record, const PrivateCall *call)
 {
+    /* DONE alone does not tell: all may be reduced, and not yet copied by this rank. */
     for (int64_t rank = 0; rank < self->size; rank++)
         if (rank != self->rank && new_chunks(record, call, rank))
             return false;
@@ -203,6 +212,7 @@ static int leave(Meetings *self, Record record)
     if (control_block_lock(self->block) < 0)
         return -1;
     bool is_last = false;
+    /* Once more under the lock. A rank that has withdrawn may have changed its array while this one copied from it. */
     if (!record.cells[WITHDRAWN] && has_taken_all(self, record, call)) {
         is_last = ++record.cells[LEFT] == self->size;
         part_of(record, self->rank)[PART_BUSY] = HAS_LEFT;
@@ -222,6 +232,7 @@ int private_complete(Meetings *self, Record record)
         return -1;
     bool is_over = is_returned(self, record);
     control_block_unlock(self->block);
+    /* From now on the record is no private meeting of this rank, and `own` is never used again. */
     if (is_over)
         call->tag = 0;
     return is_over;
@@ -242,6 +253,7 @@ typedef enum {
 /* A hint without the lock. */
 static Step next_step(const Meetings *self, Record record, const PrivateCall *call)
 {
+    /* A rank that has left must not look at the other cells: a later meeting may use them already. */
     if (call->has_left)
         return is_returned(self, record) ? END : NOTHING;
     if (peek(&record.cells[ARRIVED]) != self->size)

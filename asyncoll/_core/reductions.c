@@ -38,6 +38,7 @@ typedef void Divide(void *into, int64_t divisor, size_t elements);     /* into =
 typedef void Widen(float *into, const void *halves, size_t elements);  /* exact */
 typedef void Narrow(void *halves, const float *from, size_t elements); /* rounds to nearest, ties to even */
 
+/* A block of the result and one of an operand fit into any L1 cache, and the loop over a block is worth its call. */
 enum { BLOCK_BYTES = 4096 };
 
 static void reduce_blocks(Fold *fold, Divide *divide, size_t size, void *into, void *const *arrays, int count,
@@ -47,6 +48,8 @@ static void reduce_blocks(Fold *fold, Divide *divide, size_t size, void *into, v
     for (size_t first = 0; first < elements; first += block) {
         size_t length = elements - first < block ? elements - first : block, offset = first * size;
         char *target = (char *)into + offset;
+        /* The first operand is copied, and the others are folded into it: so the order of the operands is that of
+         * the ranks, and all ranks have the same bits. */
         if (into != arrays[0])
             memcpy(target, (const char *)arrays[0] + offset, length * size);
         for (int i = 1; i < count; i++)
@@ -61,6 +64,7 @@ static void reduce_halves(Widen *widen, Fold *fold, Divide *divide, Narrow *narr
                           int count, size_t elements, int64_t divisor)
 {
     enum { BLOCK = BLOCK_BYTES / sizeof(float) };
+    /* On the stack: a reduction runs without the GIL, in several threads at once. */
     float total[BLOCK], other[BLOCK];
     for (size_t first = 0; first < elements; first += BLOCK) {
         size_t length = elements - first < BLOCK ? elements - first : BLOCK;
@@ -391,6 +395,7 @@ enum { ENTRIES = sizeof entries / sizeof entries[0] };
 static bool is_wide(void)
 {
 #if HAS_WIDE
+    /* One wheel runs on all processors of an architecture. */
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
 #else
     return false;

@@ -29,6 +29,7 @@ int64_t rounds_take_block(Rounds *self)
 void rounds_keep_block(Rounds *self, int64_t block)
 {
     if (is_block(self, block))
+        /* Other numbers are NONE or LENT, which have no keepers, or come from a broken peer. */
         self->keepers[block] = plus(self->keepers[block], 1);
 }
 
@@ -40,6 +41,8 @@ void rounds_drop_block(Rounds *self, int64_t block)
     if (self->keepers[block])
         return;
     int64_t count = free_count(self);
+    /* More free blocks than there are can only be written by a broken peer. The block is lost then, and nothing
+     * else. */
     if (count >= 0 && count < self->limit) {
         self->stack[count] = block;
         self->table[FREE] = count + 1;
@@ -77,6 +80,7 @@ void rounds_sign_block(Rounds *self, int64_t block, int64_t group, double weight
         return;
     memcpy(&self->weights[block], &weight, sizeof weight);
     int64_t *bitmap = self->bitmaps + block * self->words;
+    /* The bits of an earlier result are still there: a block is passed on as it is. */
     memset(bitmap, 0, (size_t)self->words * sizeof *bitmap);
     for (int64_t rank = 0; rank < self->size; rank++) {
         if (self->group_of[rank] == group && row_of(self, rank)[column] != NONE)
@@ -142,7 +146,7 @@ bool rounds_may_open(const Rounds *self, int64_t number)
 bool rounds_late_call_opens(const Rounds *self, int64_t number)
 {
     return self->opening == MAJORITY && !self->head[HEAD_RUNNING] && !waits_for_all(self, number) &&
-           self->is_drawn[self->rank] && 2 * count_arrived(self, number, false) >= self->size;
+           self->is_drawn[self->rank] && are_enough(count_arrived(self, number, false), self->size);
 }
 
 /* -- results ---------------------------------------------------------------------------------- */
@@ -150,6 +154,7 @@ bool rounds_late_call_opens(const Rounds *self, int64_t number)
 /* Note the rounds from `first` to `last` that history still has, and keep their results for this rank. */
 static void keep_results(Rounds *self, Call *call, int64_t first, int64_t last)
 {
+    /* Older results are overwritten, so their blocks may have another content. */
     call->first_missed = larger(larger(first, self->head[HEAD_LATEST] - self->history), 1);
     call->last_missed = last;
     for (int64_t number = call->first_missed; number <= last; number++)
@@ -169,6 +174,7 @@ void rounds_forget_results(Rounds *self, int64_t number)
     const int64_t *results = results_of(self, number + 1); /* where the next round writes its own */
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t block = results[rank * KEPT_CELLS + KEPT_BLOCK], before = 0;
+        /* The ranks of a group share a block, which has one keeper for all of them here. */
         while (before < rank && results[before * KEPT_CELLS + KEPT_BLOCK] != block)
             before++;
         if (before == rank)
@@ -200,6 +206,7 @@ static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
             continue;
         if (!(self->sources[(*contributors)++] = memory_of(self, staged)))
             return -1;
+        /* In the order of ranks, as in Python: the sum has the same bits. */
         weight += weight_at(&row[RANK_CELLS_WEIGHT]);
         dest = staged;
     }
@@ -212,6 +219,7 @@ static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
             return -1;
         for (Py_ssize_t i = 0; i < self->part_count; i++) {
             const Part *part = &self->parts[i];
+            /* The addresses move on from the part before, in place: nothing is allocated under the lock. */
             for (int source = 0; source < *contributors; source++)
                 self->sources[source] = (char *)self->sources[source] + (part->offset - (i ? part[-1].offset : 0));
             part->kernel(into + part->offset, self->sources, *contributors, (size_t)part->elements, 1);
@@ -282,6 +290,8 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
         publish_group(self, group, number, dest, contributors, absent);
         pass_point(ROUND_GRANTED);
     }
+    /* This store publishes the round. Before it the contributions are staged, and after it they are in the results:
+     * a rank that dies at any store in between loses none (unpublished.py). */
     commit(&self->head[HEAD_LATEST], number);
     pass_point(ROUND_PUBLISHED);
     clear_staged(self);
@@ -296,6 +306,7 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
 void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns)
 {
     int64_t newest = larger(self->head[HEAD_LATEST], self->head[HEAD_RUNNING]);
+    /* Of rounds that are older than BEGINNINGS no time is kept: the oldest one that is known counts instead. */
     if (newest >= aim) {
         int64_t begun = *beginning_of(self, larger(aim, minus(newest, BEGINNINGS - 1)));
         int64_t *late_ns = &row_of(self, self->rank)[RANK_CELLS_LATE_NS];
@@ -309,7 +320,7 @@ void rounds_begin_call(Rounds *self, Call *call, int64_t aim)
     call->number = latest < aim || rounds_late_call_opens(self, latest + 1) ? latest + 1 : 0; /* Engine.begin */
     rounds_count_late(self, aim, call->came_ns);
     if (call->number > aim)
-        keep_results(self, call, larger(aim, latest + 1 - self->history), latest);
+        keep_results(self, call, first_missed(aim, latest, self->history), latest);
 }
 
 void rounds_fill(const Rounds *self, char *memory, const Py_buffer *flats, char *before)
@@ -329,6 +340,7 @@ void rounds_put(Rounds *self, Call *call, int64_t block, int64_t address, double
     int64_t *row = row_of(self, self->rank);
     if (row[RANK_CELLS_STAGED] != NONE && !self->keeps)
         weight += weight_at(&row[RANK_CELLS_WEIGHT]);
+    /* The block before has been added up into this one, or is replaced by it. */
     rounds_drop_block(self, row[RANK_CELLS_STAGED]);
     row[RANK_CELLS_STAGED] = block;
     row[RANK_CELLS_STAGED_AT] = address;
@@ -360,6 +372,7 @@ static void leave_round(Rounds *self, Call *call)
     row[RANK_CELLS_WAITED_NS] = plus(row[RANK_CELLS_WAITED_NS], larger(0, waited_ns));
     if (row[RANK_CELLS_GRANTED] == call->number)
         memcpy(call->kept, &row[RANK_CELLS_GRANTED], sizeof call->kept);
+    /* RANK_CELLS_HERE stays: the rank has arrived at the round, also if its caller was cancelled. */
     row[RANK_CELLS_WAITS_FOR] = row[RANK_CELLS_GRANTED] = 0;
     pass_point(ROUND_LEFT);
 }
@@ -384,6 +397,7 @@ int rounds_come(Rounds *self, Call *call, int64_t aim)
         leave_round(self, call);
     }
     if (!call->kept[KEPT_NUMBER]) { /* the call is late, or its round was over before it came */
+        /* The call is given the newest result, so it misses others than those that it has kept so far. */
         drop_results(self, call);
         int64_t newest = self->head[HEAD_LATEST], *kept = results_of(self, newest) + self->rank * KEPT_CELLS;
         keep_results(self, call, larger(aim, newest - self->history), newest - 1);
@@ -420,6 +434,8 @@ PyObject *rounds_contributors_of(const Rounds *self, int64_t block, int64_t acti
     PyObject *ranks = PyTuple_New(has_some ? (Py_ssize_t)active : 0);
     Py_ssize_t count = 0;
     for (int64_t rank = 0; ranks && has_some && rank < self->size && count < active; rank++) {
+        /* The bitmap may have more bits than `active` says, if a peer is broken: the tuple has room for so many
+         * only. */
         if (self->bitmaps[block * self->words + rank / BITMAP_BITS] >> rank % BITMAP_BITS & 1)
             PyTuple_SetItem(ranks, count++, PyLong_FromLongLong(rank));
     }

@@ -86,6 +86,7 @@ static Py_buffer *hold_arrays(const Rounds *self, PyObject *arrays)
 int64_t rounds_wanted(const Rounds *self, int64_t own)
 {
     int64_t next = self->head[HEAD_LATEST] + 1, needed = own + self->group_count;
+    /* The plan comes first: it says how many groups there are, and so how many blocks are needed. */
     if (self->has_plans && self->planned != next)
         return next;
     return own && free_count(self) < needed ? -needed : 0;
@@ -98,6 +99,7 @@ static PyObject *begin_locked(Rounds *self, const Py_buffer *flats, double weigh
 {
     int64_t latest = self->head[HEAD_LATEST], wanted;
     PyObject *answer = NULL;
+    /* Short rounds are opened and published in one critical section, so no rank ever sees one running. */
     if (latest < 0 || latest >= ROUNDS_MAX || (self->head[HEAD_RUNNING] && !self->is_long))
         rounds_corrupt("round", latest);
     else if ((wanted = rounds_wanted(self, 1)))
@@ -138,6 +140,7 @@ static PyObject *begin(PyObject *object, PyObject *const *arguments, Py_ssize_t 
         PyErr_SetString(PyExc_ValueError, "the array cannot be lent");
         return NULL;
     }
+    /* Before the lock: this may call Python, and another thread may run meanwhile. */
     Py_buffer *flats = hold_arrays(self, arguments[0]);
     if (!flats)
         return NULL;
@@ -145,6 +148,8 @@ static PyObject *begin(PyObject *object, PyObject *const *arguments, Py_ssize_t 
     if (control_block_lock(self->block) == 0) {
         for (Py_ssize_t i = 0; i < unused; i++) {
             PyObject *block = PySequence_GetItem(arguments[3], i);
+            /* Blocks of answers that were given back since the last call: to drop them here saves an acquisition of
+             * the lock for each. */
             rounds_drop_block(self, block ? PyLong_AsLongLong(block) : NONE);
             Py_XDECREF(block);
         }
@@ -205,6 +210,7 @@ static PyObject *is_needed(PyObject *object, PyObject *argument)
     int64_t number = PyLong_AsLongLong(argument);
     if (number == -1 && PyErr_Occurred())
         return NULL;
+    /* A waiter asks this whenever it wakes. A change that the hint has missed wakes it again. */
     int64_t latest = __atomic_load_n(&self->head[HEAD_LATEST], __ATOMIC_RELAXED);
     return PyBool_FromLong(latest >= number || rounds_may_open(self, number) || rounds_wants_help(self));
 }
@@ -364,6 +370,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->keeps = keeps != 0;
     self->is_long = is_long != 0;
     self->cores = cores;
+    /* Draws and groups are hashes that Python computes: to have them in C, too, would be a second copy of a rule. */
     self->has_plans = self->keeps || opening == MAJORITY;
     self->group_count = 1;
     if (lay_out(self) < 0 || read_parts(self, parts) < 0 || hold_segments(self, segments) < 0)

@@ -57,6 +57,7 @@ typedef struct {
     Py_buffer engine;     /* `Engine.cells` */
     int64_t divisor;      /* of a result; 0: by the number of contributors */
     int64_t calls_in_row; /* that were over at once, since the caller's loop has turned */
+    int64_t calls_per_turn;
 } Rounds;
 
 typedef struct {

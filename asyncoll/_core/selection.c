@@ -168,12 +168,15 @@ static Kth find_kth(const void *x, size_t elements, size_t width, size_t k)
     int64_t largest, counts[COUNTERS];
     int open = 0; /* it is below `least` + 2^open */
     (width == 4 ? range_32 : range_64)(x, elements, &kth.least, &largest);
+    /* Only the bits in which the magnitudes differ are searched. */
     while ((largest - kth.least) >> open)
         open++;
     while (open) {
         int shift = open > DIGIT ? open - DIGIT : 0, counter = (1 << (open - shift)) - 1;
         memset(counts, 0, sizeof counts);
         (width == 4 ? count_32 : count_64)(x, elements, kth.least, shift, counts, (size_t)counter + 1);
+        /* From the largest digit down, until the k-th element has this digit. The next pass looks at the elements
+         * with this digit only. */
         for (; counter && (size_t)counts[counter] < kth.place; counter--)
             kth.place -= (size_t)counts[counter];
         kth.least += (int64_t)counter << shift;

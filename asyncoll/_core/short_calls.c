@@ -71,7 +71,7 @@ typedef struct {
     PyObject *parts[PARTS];
     PyObject *names[NAMES];
     long long last; /* the number of the last call */
-    long long polls, sleep_ns;
+    long long polls, sleep_ns, calls_per_turn;
     long long start, length, first;     /* of this rank's shared memory: pointer, bytes, address of the first byte */
     long long private_min, private_max; /* bytes of arrays that the others may read where they are */
     double ended_s;                     /* when the last call ended */
@@ -112,6 +112,8 @@ static double now_s(void)
 /* The entry for these arguments, or the empty one to put them in. */
 static Kind *entry_of(ShortCalls *self, PyObject *key, PyObject *op, Py_ssize_t nbytes)
 {
+    /* A program repeats a few kinds of calls, so a table of a fixed size is enough. Addresses are multiples of 16:
+     * their lowest bits say nothing. */
     uintptr_t hash = ((uintptr_t)key >> 4) * 31 + ((uintptr_t)op >> 4) * 17 + (uintptr_t)nbytes * 2654435761u;
     for (hash ^= hash >> 15;; hash++) { /* ends: there are always empty entries */
         Kind *kind = &self->kinds[hash % KINDS];
@@ -181,6 +183,8 @@ static int is_true(PyObject *object, PyObject *name)
 /* Whether the call is left to Python, which raises an error or does something first. -1 with an exception. */
 static int is_unusual(ShortCalls *self)
 {
+    /* Each of these is rare, and what follows is written in Python: an error that names the call, or the return of
+     * memory. */
     int is = is_true(self->parts[ENDPOINT], self->names[CLOSED]);
     if (!is)
         is = is_true(self->parts[FAILURES], self->names[ANY]);
@@ -195,6 +199,7 @@ static int is_unusual(ShortCalls *self)
 static PyObject *loop_of(ShortCalls *self)
 {
     PyObject *loop = PyObject_CallNoArgs(self->parts[RUNNING_LOOP]);
+    /* No loop runs in this thread. Python makes the call, and raises the error that says what to do. */
     if (!loop && PyErr_ExceptionMatches(PyExc_RuntimeError)) {
         PyErr_Clear();
         Py_RETURN_NONE;
@@ -210,6 +215,7 @@ static PyObject *loop_of(ShortCalls *self)
  * of the public method. */
 static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
 {
+    /* The place is found now, in every call: when an error has to name it, the caller has gone on from there. */
     PyObject *frame = (PyObject *)PyEval_GetFrame();
     if (!frame) {
         PyErr_SetString(PyExc_RuntimeError, "no Python function makes this call");
@@ -234,29 +240,16 @@ static void forget(ShortCall *call)
     Py_CLEAR(call->array);
 }
 
-/* Tell the call that waits for the end of call `number`. A signal handler may raise in `self->parts[END]`, which is written in
- * Python; so it is called until it has ended. Returns 0, or -1 with the exception of the handler. */
-static int tell_waiting(ShortCalls *self, PyObject *number)
-{
-    PyObject *type = NULL, *value = NULL, *trace = NULL, *told;
-    while (!(told = PyObject_CallFunctionObjArgs(self->parts[END], number, NULL))) {
-        Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
-        PyErr_Fetch(&type, &value, &trace);
-    }
-    Py_DECREF(told);
-    if (type)
-        PyErr_Restore(type, value, trace);
-    return type ? -1 : 0;
-}
-
 /* The result is in the array. Returns 0, or -1 with an exception. */
 static int end(ShortCall *call, bool is_last)
 {
     ShortCalls *self = call->calls;
     call->head.state = ENDED;
-    call->head.turns = ++self->calls_in_row == CALLS_PER_TURN;
+    call->head.turns = ++self->calls_in_row >= self->calls_per_turn;
     if (call->head.turns)
         self->calls_in_row = 0;
+    /* Before others are told: the caller may use its array again as soon as it knows the end, perhaps in another
+     * thread. */
     forget(call);
     *(is_last ? &call->kind->reduced : &call->kind->received) += 1;
     self->ended_s = now_s();
@@ -267,7 +260,7 @@ static int end(ShortCall *call, bool is_last)
     PyObject *number = PyTuple_GetItem(call->entry, 1);
     if (PySet_Discard(self->parts[UNFINISHED], number) < 0)
         return -1;
-    return PyDict_Size(self->parts[TURNS]) ? tell_waiting(self, number) : 0;
+    return PyDict_Size(self->parts[TURNS]) ? call_to_its_end(self->parts[END], number) : 0;
 }
 
 /* The rest of a call, with the exception that is set, as a coroutine. NULL with an exception. */
@@ -276,6 +269,7 @@ static PyObject *go_on(ShortCall *call)
     ShortCalls *self = call->calls;
     PyObject *type, *error, *trace, *coroutine = NULL;
     PyErr_Fetch(&type, &error, &trace);
+    /* Python must not be called with an exception set, and takes the error as an object. */
     PyErr_NormalizeException(&type, &error, &trace);
     PyObject *work = PyObject_CallMethod(self->parts[REST], "general", "OO", call, error ? error : Py_None);
     if (work)
@@ -286,6 +280,8 @@ static PyObject *go_on(ShortCall *call)
     Py_XDECREF(trace);
     if (coroutine)
         return coroutine;
+    /* The call has begun, and nothing is left that completes it: the other ranks would wait for this one for ever.
+     * So the communicator ends, and the caller gets the exception. */
     PyErr_Fetch(&type, &error, &trace);
     PyObject *told = PyObject_CallMethod(self->parts[REST], "interrupted", "O", call);
     if (!told)
@@ -300,6 +296,7 @@ static PyObject *go_on(ShortCall *call)
 /* Note when the call began, and its deadline: the rest of it may run in another context. 0, or -1 with an exception. */
 static int date(ShortCalls *self, ShortCall *call)
 {
+    /* Only calls that have to wait come here: one that is over at once has no use for either. */
     call->since_s = now_s();
     call->expires_s = PyObject_CallNoArgs(self->parts[EXPIRY]);
     return call->expires_s ? 0 : -1;
@@ -308,6 +305,7 @@ static int date(ShortCalls *self, ShortCall *call)
 /* Keep a call that has begun for its caller. Returns 0, or -1 with an exception. */
 static int hold(ShortCalls *self, ShortCall *call, PyObject *loop)
 {
+    /* The runner takes over what has waited for a whole turn of its timer. */
     PyObject *turn = PyObject_GetAttr(self->parts[RUNNER], self->names[TURN]);
     PyObject *where = turn ? PyTuple_Pack(2, loop, turn) : NULL;
     int failed = where ? PyDict_SetItem(self->parts[HELD], (PyObject *)call, where) : -1;
@@ -347,6 +345,8 @@ static int arrive(ShortCalls *self, ShortCall *call, bool is_clear)
  * at this rank. -1 with an exception. */
 static int is_way_free(ShortCalls *self, long long number, bool is_clear)
 {
+    /* A call that is under way uses its record until it is over at this rank, even if all ranks have left that for
+     * the moment. With no call under way there is nothing to look up. */
     if (!is_clear) {
         PyObject *before = PyLong_FromLongLong(number - meetings_calls(self->meetings));
         int is_under_way = before ? PySet_Contains(self->parts[UNFINISHED], before) : -1;
@@ -360,11 +360,15 @@ static int is_way_free(ShortCalls *self, long long number, bool is_clear)
 /* Number `call` and begin it. Returns what its caller awaits, or None if it is left to Python, without a number. */
 static PyObject *begin(ShortCalls *self, ShortCall *call, PyObject *loop)
 {
+    /* Asked before this call is in the set. */
     bool is_clear = PySet_Size(self->parts[UNFINISHED]) == 0;
     int is_free = is_way_free(self, call->number, is_clear);
     /* With the lock held by another thread, this one may have waited without the GIL. */
     if (is_free >= 0 && (!is_free || self->last + 1 != call->number))
         Py_RETURN_NONE;
+    /* From here on the call has a number, and the other ranks wait for it. A look at the record that has failed,
+     * because the lock is lost, gives it a number, too: only a call can tell the communicator of the loss, and it
+     * does so in `go_on`. */
     self->last = call->number;
     replace(&self->parts[ENTRY], Py_NewRef(call->entry));
     if (self->trace.append) {
@@ -397,6 +401,7 @@ static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *
     call->array = Py_NewRef(array);
     call->head.result = Py_NewRef(result);
     call->bytes = *bytes;
+    /* For the description alone: `begin` takes the number, unless another call has taken it meanwhile. */
     call->number = self->last + 1;
     call->entry = describe(self, kind, call->number);
     if (!call->entry)
@@ -421,6 +426,7 @@ typedef enum { FAILED = -1, DECLINED, TAKEN } Verdict;
  * where a signal handler may raise between them. */
 static Verdict locate(ShortCalls *self, const Py_buffer *bytes, long long *address)
 {
+    /* The question is asked for each such call, because the program may have set a handler since the last one. */
     int is_unsafe = may_handler_raise(self);
     if (is_unsafe)
         return is_unsafe < 0 ? FAILED : DECLINED;
@@ -452,6 +458,7 @@ static Verdict judge(ShortCalls *self, const Kind *kind, const Py_buffer *bytes,
 static PyObject *start_kind(ShortCalls *self, Kind *kind, PyObject *array, PyObject *result, Py_buffer *bytes)
 {
     long long address;
+    /* The loop is asked for last: a call that is declined for another reason is checked in Python. */
     bool is_taken = judge(self, kind, bytes, &address) == TAKEN;
     PyObject *loop = is_taken ? loop_of(self) : NULL, *started = NULL;
     if (!loop || loop == Py_None) {
@@ -473,6 +480,7 @@ static PyObject *start_kind(ShortCalls *self, Kind *kind, PyObject *array, PyObj
 static PyObject *start_array(ShortCalls *self, PyObject *array, PyObject *key, PyObject *op, PyObject *result)
 {
     Py_buffer bytes;
+    /* Without a kind no call can begin here, and to hold the buffer takes longer than to ask. */
     if (!self->known)
         Py_RETURN_NONE;
     if (PyObject_GetBuffer(array, &bytes, PyBUF_WRITABLE) < 0) { /* it is read-only, or not contiguous */
@@ -573,6 +581,8 @@ static int look(ShortCall *call)
 {
     ShortCalls *self = call->calls;
     const Meeting *meeting = &call->kind->meeting;
+    /* The look is a hint, mostly without the lock. `meetings_complete` decides under the lock, which also orders the
+     * memory of the result. */
     int is_over = meetings_look(self->meetings, call->number, meeting, self->polls, self->sleep_ns);
     if (is_over > 0) {
         bool is_clear = PySet_Size(self->parts[UNFINISHED]) <= 1; /* this one */
@@ -635,6 +645,8 @@ static PyObject *look_in_any_thread(PyObject *object, PyObject *unused)
     (void)unused;
     int outcome = call->is_wanted ? 0 : is_held(call);
     if (outcome > 0) {
+        /* `look` releases the GIL. Another thread that awaits or claims the call meanwhile finds it looked at, and
+         * does not begin a second look at the same array. */
         call->is_looked_at = true;
         outcome = look(call);
         call->is_looked_at = false;
@@ -738,13 +750,13 @@ PyType_Spec short_call_spec = {
 
 /* -- the type of the factory ---------------------------------------------------------------------- */
 
-/* `ShortCalls(meetings, (start, length, first), (private_min, private_max), polls, sleep_ns, **parts)` */
+/* `ShortCalls(meetings, (start, length, first), (private_min, private_max), polls, sleep_ns, calls_per_turn, **parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *meetings, *parts[GIVEN];
-    long long start, length, first, private_min, private_max, polls, sleep_ns;
-    if (!PyArg_ParseTuple(arguments, "O(LLL)(LL)LL:ShortCalls", &meetings, &start, &length, &first, &private_min,
-                          &private_max, &polls, &sleep_ns))
+    long long start, length, first, private_min, private_max, polls, sleep_ns, calls_per_turn;
+    if (!PyArg_ParseTuple(arguments, "O(LLL)(LL)LLL:ShortCalls", &meetings, &start, &length, &first, &private_min,
+                          &private_max, &polls, &sleep_ns, &calls_per_turn))
         return NULL;
     for (int i = 0; i < GIVEN; i++) {
         parts[i] = keywords ? PyDict_GetItemString(keywords, given[i]) : NULL;
@@ -770,6 +782,7 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->private_max = private_max;
     self->polls = polls;
     self->sleep_ns = sleep_ns;
+    self->calls_per_turn = calls_per_turn;
     PyObject *module = PyType_GetModule(type);
     self->parts[CALL_TYPE] = module ? PyObject_GetAttrString(module, "ShortCall") : NULL;
     self->parts[LIBRARIES] = PyTuple_New(0);

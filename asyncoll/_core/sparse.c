@@ -144,6 +144,7 @@ static Py_ssize_t sum_rests(const Kind *kind, Rest *rests, size_t count, int64_t
 {
     Py_ssize_t found = 0;
     block->end = first;
+    /* A block begins at the next index that any part has: blocks without an element are never looked at. */
     while ((block->first = lowest_index(kind, rests, count)) != INT64_MAX) {
         if (block->first < block->end || block->first >= end)
             return -1;

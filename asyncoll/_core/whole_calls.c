@@ -26,28 +26,17 @@ static PyObject *take_turn(Rounds *self)
     return NULL;
 }
 
-/* Wake the call that waits for turn `next`, if there is one. A signal handler may raise in `Turn.set`, which is written
- * in Python; so it is called until it has ended. Returns 0, or -1 with the exception of the handler. */
+/* Wake the call that waits for turn `next`, if there is one. Returns 0, or -1 with the exception of a signal handler. */
 static int wake_turn(Rounds *self, PyObject *next)
 {
     PyObject *turn = PyDict_GetItemWithError(self->turns[ORDER_WAITING], next);
     if (!turn)
         return PyErr_Occurred() ? -1 : 0;
-    Py_INCREF(turn);
+    PyObject *set = PyObject_GetAttrString(turn, "set");
     PyDict_DelItem(self->turns[ORDER_WAITING], next);
-    PyObject *type = NULL, *value = NULL, *trace = NULL, *set = NULL;
-    while (!set) {
-        set = PyObject_CallMethod(turn, "set", NULL);
-        if (!set) {
-            Py_XDECREF(type), Py_XDECREF(value), Py_XDECREF(trace);
-            PyErr_Fetch(&type, &value, &trace);
-        }
-    }
-    Py_DECREF(set);
-    Py_DECREF(turn);
-    if (type)
-        PyErr_Restore(type, value, trace);
-    return type ? -1 : 0;
+    int failed = set ? call_to_its_end(set, NULL) : -1;
+    Py_XDECREF(set);
+    return failed;
 }
 
 /* `CallOrder.end` of a call that had its turn. Returns 0, or -1 with an exception set. */
@@ -151,6 +140,7 @@ static PyObject *reduction_of(Rounds *self, const Call *call, PyObject *ranks, b
     int64_t number = call->kept[KEPT_NUMBER];
     bool synchronous = waits_for_all(self, number) && !call->kept[KEPT_ABSENT];
     allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->reduction, Py_tp_alloc);
+    /* Without `__init__`, so that no bytecode runs; the slots are set one by one, as the class has no dictionary. */
     PyObject *made = allocate((PyTypeObject *)self->reduction, 0);
     PyObject *values =
         Py_BuildValue("(LnOLO()OOLdO)", (long long)number, PyTuple_Size(ranks), included ? Py_True : Py_False,
@@ -173,6 +163,8 @@ static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *
 {
     Call call = {.came_ns = clock_ns(), .first_missed = 1};
     int64_t aim = ((int64_t *)self->engine.buf)[AIM];
+    /* A lock that others hold for long means waiting, which is left to Python: it would block the caller's loop
+     * here. */
     int outcome = control_block_lock_soon(self->block);
     if (outcome < 0)
         return NULL;
@@ -185,9 +177,10 @@ static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *
         control_block_unlock(self->block);
     if (!ranks)
         return ends ? NULL : Py_NewRef(Py_None);
+    /* Divided after the lock is released: the array is the caller's own. */
     if (PyTuple_Size(ranks)) /* otherwise there is no result, and the array has the contribution still */
         divide_result(self, flat, PyTuple_Size(ranks));
-    bool included, turns = ++self->calls_in_row == CALLS_PER_TURN;
+    bool included, turns = ++self->calls_in_row >= self->calls_per_turn;
     int64_t lag = deliver(self, &call, &included);
     if (turns)
         self->calls_in_row = 0;
@@ -256,15 +249,15 @@ static bool has_known_fields(PyObject *slots)
     return is;
 }
 
-/* `attach(reduction, fields, turns, owed, engine, divisor)`: what `at_once` needs. */
+/* `attach(reduction, fields, turns, owed, engine, divisor, calls_per_turn)`: what `at_once` needs. */
 PyObject *rounds_attach(PyObject *object, PyObject *arguments)
 {
     Rounds *self = (Rounds *)object;
     PyObject *reduction, *fields, *turns[4], *owed, *engine;
-    long long divisor;
-    if (!PyArg_ParseTuple(arguments, "O!O!(OO!O!O!)OOL:attach", &PyType_Type, &reduction, &PyTuple_Type, &fields,
+    long long divisor, calls_per_turn;
+    if (!PyArg_ParseTuple(arguments, "O!O!(OO!O!O!)OOLL:attach", &PyType_Type, &reduction, &PyTuple_Type, &fields,
                           &turns[ORDER_NUMBERS], &PyList_Type, &turns[ORDER_NOW], &PySet_Type, &turns[ORDER_OVER],
-                          &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor))
+                          &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor, &calls_per_turn))
         return NULL;
     if (self->answer || !has_known_fields(fields) || !PyIter_Check(turns[ORDER_NUMBERS]) ||
         PyList_Size(turns[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->is_long || self->history ||
@@ -285,6 +278,7 @@ PyObject *rounds_attach(PyObject *object, PyObject *arguments)
     self->fields = Py_NewRef(fields);
     self->owed = Py_NewRef(owed);
     self->divisor = divisor;
+    self->calls_per_turn = calls_per_turn;
     PyObject *module = PyType_GetModule(Py_TYPE(object));
     self->answer = module ? PyObject_GetAttrString(module, "Answer") : NULL; /* last: now `at_once` may be called */
     return self->answer ? Py_NewRef(Py_None) : NULL;

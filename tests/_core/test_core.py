@@ -408,7 +408,7 @@ def short_calls(meetings: Any) -> Any:
     """Those of a communicator that has none of the other parts: it can learn, and declines every call."""
     names = "host rest runner home held endpoint failures unused end note place_outside running_loop expiry may_raise"
     parts = dict.fromkeys(names.split()) | {"array_type": np.ndarray, "unfinished": set(), "turns": {}}
-    return _core.native.ShortCalls(meetings, (0, 0, 0), (0, 0), 1, 1, **parts)
+    return _core.native.ShortCalls(meetings, (0, 0, 0), (0, 0), 1, 1, 64, **parts)
 
 
 @needs_core
@@ -475,9 +475,9 @@ def test_a_reduction_with_other_fields_is_declined(slots):
     with arguments_of_rounds() as arguments:
         rounds = _core.native.Rounds(**arguments)
         with pytest.raises(ValueError, match="cannot be over at once"):
-            rounds.attach(Reduction, slots, (count(), *order), deque(), engine, 1)
+            rounds.attach(Reduction, slots, (count(), *order), deque(), engine, 1, 64)
         assert rounds.at_once(np.ones(4, np.float32)) is None, "Python makes the call"
-        rounds.attach(Reduction, SLOTS, (count(), *order), deque(), engine, 1)
+        rounds.attach(Reduction, SLOTS, (count(), *order), deque(), engine, 1, 64)
         del rounds
 
 

@@ -14,10 +14,14 @@ TESTING = f"{PACKAGE}/testing/"
 
 
 class Walk:
-    """A context in which the functions are noted that this thread enters. Those in C, and those of worlds, are not."""
+    """A context in which the functions are noted that this thread enters. Those in C, and those of worlds, are not.
 
-    def __init__(self) -> None:
+    It ends early when a function of the names `until` is entered, which is not noted.
+    """
+
+    def __init__(self, until: tuple[str, ...] = ()) -> None:
         self.functions: set[tuple[str, str]] = set()  # file and name
+        self._until = until
 
     @property
     def files(self) -> set[str]:
@@ -34,5 +38,8 @@ class Walk:
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
+        if code.co_qualname in self._until:
+            sys.setprofile(None)
+            return
         if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(TESTING):
             self.functions.add((code.co_filename, code.co_qualname))

@@ -24,6 +24,7 @@ from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.progress import CALLS_PER_TURN
 from asyncoll.runtime.shared_work import Driven, SharedWork
 from asyncoll.runtime.signature import Signature, place_outside
 from asyncoll.runtime.trace import Event, What
@@ -116,6 +117,7 @@ class CompiledCalls:
             arena.polls,
             # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
             _SLEEP_NS * -(-area.size // arena.cores),
+            CALLS_PER_TURN,
             host=host,
             rest=self,
             runner=runner,

@@ -98,6 +98,11 @@ def needed(step: int) -> int:
     return step - STEPS if step % STEPS == REDUCE_SHARE else step
 
 
+def half_at(index: int, piece: int) -> int:
+    """The first byte of the half of a slot that piece `index` is in: the pieces use the halves in turn."""
+    return index % 2 * piece
+
+
 def share_at(rank: int, size: int, nbytes: int) -> int:
     """The first byte of the share of `rank` of a piece of `nbytes` bytes: that of the next rank is behind it."""
     return min(rank * ((nbytes + size * ALIGNED - 1) // (size * ALIGNED)) * ALIGNED, nbytes)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from asyncoll.algorithms.dense.arriving import arrived
-from asyncoll.algorithms.dense.meeting_cells import STEPS, needed, share_at, steps_of
+from asyncoll.algorithms.dense.meeting_cells import STEPS, half_at, needed, share_at, steps_of
 from asyncoll.algorithms.dense.rendezvous import Rendezvous, RendezvousArea
 from asyncoll.tensors.reductions import Array, Reduce
 from asyncoll.tensors.staged import Staged
@@ -118,7 +118,7 @@ def _python_performer(
     size = len(slots)
 
     def half(index: int, slot: Array) -> Array:
-        return slot[index % 2 * piece :][:piece]
+        return slot[half_at(index, piece) :][:piece]
 
     def copy_in(index: int) -> None:
         # The next piece goes into the half that the piece before has left. Others still read the current one.

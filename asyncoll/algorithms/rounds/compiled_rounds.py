@@ -26,6 +26,7 @@ from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.progress import CALLS_PER_TURN
 from asyncoll.runtime.trace import Event, What
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport import Arena
@@ -155,7 +156,7 @@ class CompiledRounds(OneSidedRounds):
             return None
         divisor = {ReduceOp.AVG: self._size, ReduceOp.AVG_ACTIVE: 0}.get(operation.op, 1)
         turns = order.numbers, order.now, order.over, order.waiting
-        self._compiled.attach(Reduction, SLOTS, turns, engine.owed, engine.cells, divisor)
+        self._compiled.attach(Reduction, SLOTS, turns, engine.owed, engine.cells, divisor, CALLS_PER_TURN)
         return self._compiled.at_once
 
     def _opened(self, what: int, at_s: float, number: int) -> Event:

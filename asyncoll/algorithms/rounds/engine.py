@@ -28,7 +28,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, ActivationStep, activation, edges, heard, synchronous
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.round_cells import AIM, ENGINE_CELLS, LAGS, STALE
+from asyncoll.algorithms.rounds.round_cells import AIM, ENGINE_CELLS, LAGS, STALE, first_missed
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 
 
@@ -100,11 +100,8 @@ class Engine(Generic[R]):
         return self.aim < aim
 
     def first_missed(self, latest: int) -> int:
-        """The oldest round that the call under way is told of as missed, when `latest` is the newest of them.
-
-        A call tells of the results of the last `history` rounds before its own, and skips the older ones.
-        """
-        return max(self.aim, latest + 1 - self._operation.history)
+        """The oldest round that the call under way is told of as missed, when `latest` is the newest of them."""
+        return first_missed(self.aim, latest, self._operation.history)
 
     def deliver(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
         """The call with contribution `ticket` is given `result`, and `missed` of the rounds from its aim to that."""

@@ -90,6 +90,19 @@ def is_synchronous(number: int, every: int, offset: int) -> bool:
     return every > 0 and (number + offset) % every == 0
 
 
+def are_enough(arrived: int, size: int) -> bool:
+    """Whether so many ranks that wait are enough for a late call to open their round: at least half of all."""
+    return 2 * arrived >= size
+
+
+def first_missed(aim: int, latest: int, history: int) -> int:
+    """The oldest round that a call is told of as missed, if it aims at round `aim`, and `latest` is the newest of them.
+
+    A call tells of the results of the last `history` rounds before its own, and skips the older ones.
+    """
+    return max(aim, latest + 1 - history)
+
+
 # A control block has in order: whether each rank is gone (`OperationRegistry` sets these), the head, a row for each
 # rank, the results of the rounds that are kept, when the last rounds have begun, how many rounds had how many
 # contributors, and the table of blocks. These functions return the first cell of each.

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.round_cells import are_enough
 
 
 class RoundView(Protocol):
@@ -80,6 +81,6 @@ def late_call_opens(operation: Operation, round: RoundView, rank: int) -> bool: 
     return (
         late_calls_count(operation)
         and not operation.is_synchronous(round.number)
-        and 2 * round.arrived >= round.size
+        and are_enough(round.arrived, round.size)
         and rank in round.drawn
     )
