@@ -116,13 +116,15 @@ class Sender:
         kind, peer, call, name = message
         assert self._route is not None
         async with self._turns[peer]:
-            if not self._route.shows(peer, tensor):  # no more: another one was refused, or it is given up
+            # Since the call began another tensor was refused, or this one is given up.
+            if not self._route.shows(peer, tensor):
                 return False
             number = self._numbers[peer] = self._numbers[peer] + 1
             body = _SHOWN.pack(index, tensor.mark.nbytes)
             try:
                 await self._carrier.send(peer, *protocol.encode(kind, call, body, name=name))
-            except AsyncollError:  # the communicator has failed, which ends the call
+            # The communicator has failed, which ends the call.
+            except AsyncollError:
                 return False
         try:
             return await showing.run(number)
