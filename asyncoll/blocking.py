@@ -119,7 +119,8 @@ class _Session:
 
     def leave(self, error: BaseException | None) -> None:
         """End the membership, with `error` for the other ranks. Without effect if it has ended."""
-        if os.getpid() != self._process:  # a forked child leaves; the rank stays in the world
+        # A forked child leaves; the rank stays in the world.
+        if os.getpid() != self._process:
             return
         if self._runner is not None and self._runner.is_here():
             raise UsageError("this thread ends the calls of its rank: close the communicator in another one")
@@ -143,7 +144,8 @@ class _Session:
             self._reason = reason
             self._is_asked = True
         if self._runner is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: this rank has left
+            # The loop is closed: this rank has left.
+            with contextlib.suppress(RuntimeError):
                 self._runner.home.call_soon_threadsafe(self._check_asked)
 
     # -- in the thread of the membership, and on the runtime's loop -------------------------------
@@ -179,7 +181,8 @@ class _Session:
     async def _be_inside(self, runner: HandleRunner, environment: Environment | None) -> None:
         world = joined(runner, environment, departs=self._departs)
         self._comm = await world.__aenter__()
-        lift()  # the deadline of joining is none of leaving
+        # The deadline of joining is none of leaving.
+        lift()
         with self._comm._core.memory.of_process():
             self._entered.open()
             await self._asked.wait()
@@ -295,7 +298,8 @@ class BlockingCommunicator(Communicator):
         if self._session is not None:
             self._session.leave(error)
             return
-        if os.getpid() != self._process:  # a forked child: another thread of its parent may hold the lock for ever
+        # A forked child: another thread of its parent may hold the lock for ever.
+        if os.getpid() != self._process:
             return
         if error is not None:
             self.abort(describe(error))

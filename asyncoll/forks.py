@@ -220,7 +220,8 @@ def canonical(address: str) -> str:
             zone = "0"
         elif not zone.isdigit():
             zone = str(socket.if_nametoindex(zone))
-    except (ValueError, OSError):  # no socket of this host has this address
+    # No socket of this host has this address.
+    except (ValueError, OSError):
         return address
     return f"tcp://[{known.compressed}%{zone}]{port}"
 

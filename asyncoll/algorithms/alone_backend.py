@@ -110,7 +110,8 @@ class AloneBackend:
     async def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> T:
         try:
             return await work
-        except DeviceError as error:  # the next call tells a program that does not await this one
+        # The next call tells a program that does not await this one.
+        except DeviceError as error:
             self._member.failed(describe(), error)
             raise
 

@@ -60,7 +60,8 @@ class HostMemory:
         return HostRounds(setting, operation, port, hosts, drive)
 
     def retire(self) -> None:
-        with contextlib.suppress(AsyncollError):  # a rank has died in a critical section: the world has failed
+        # A rank has died in a critical section: the world has failed.
+        with contextlib.suppress(AsyncollError):
             self._registry.depart()
 
     def finished(self) -> None:

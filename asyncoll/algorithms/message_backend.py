@@ -48,7 +48,8 @@ class MessageBackend:
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
     ) -> Coroutine[Any, Any, T]:
-        del describe, nbytes  # the runtime's loop carries out all calls, short or long
+        # The runtime's loop carries out all calls, short or long.
+        del describe, nbytes
         return self._member.runner.start(work, discarded)
 
     def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:

@@ -79,7 +79,8 @@ class Sources:
         """Wait until a descriptor is readable, or for so long, and call what is due. Returns whether one was."""
         ready = self._selector.select(seconds)
         for key, _ in ready:
-            if key.fd in self._selector.get_map():  # an earlier one may have closed it
+            # An earlier one may have closed it.
+            if key.fd in self._selector.get_map():
                 key.data()
         return bool(ready)
 
@@ -101,7 +102,8 @@ def death_of(process: Process) -> Iterator[socket.socket]:
 
 def _tell_death(pid: int, teller: socket.socket) -> None:
     with teller, suppress(OSError):  # nobody listens any more
-        with suppress(ChildProcessError):  # its code has been read already
+        # Its code has been read already.
+        with suppress(ChildProcessError):
             os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # leaves the code to `Process.wait`
         # The end of the socket alone would not do: a fork of this process may keep it open.
         teller.send(b"0", socket.MSG_NOSIGNAL)

@@ -91,7 +91,8 @@ class _HostAgent:
     def _tell(self, news: News) -> None:
         try:
             frames.send(self._wire, news)
-        except OSError:  # the launcher, or the connection to it, is gone
+        # The launcher, or the connection to it, is gone.
+        except OSError:
             self._end()
 
     def _end(self) -> None:

@@ -212,7 +212,8 @@ class RemoteHost:
         """The connection has ended: tell what is left to tell."""
         code = self._ssh.wait()
         for read in (self._read_messages,) if self._why else (self._read, self._read_messages):
-            with suppress(BlockingIOError):  # a master connection that ssh has started keeps its stderr open
+            # A master connection that ssh has started keeps its stderr open.
+            with suppress(BlockingIOError):
                 while read():
                     pass
         self.close()

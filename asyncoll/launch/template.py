@@ -48,7 +48,8 @@ def main() -> None:
     loaded = preload()
     template = Template(socket.socket(fileno=int(channel)), folder)
     if not template.serve():
-        os._exit(0)  # a regular exit would first tear down torch, which takes time
+        # A regular exit would first tear down torch, which takes time.
+        os._exit(0)
     # A fork has no copies of the template's other threads. This looks after the fork, because OpenBLAS ends its threads
     # before a fork.
     if loaded and len(os.listdir(f"/proc/{os.getppid()}/task")) == 1:
@@ -73,7 +74,8 @@ def preload() -> bool:
         print(f"asyncoll: every rank starts afresh, because loading once failed: {error!r}", file=sys.stderr)
         return False
     gc.collect()
-    gc.freeze()  # a collection would write to, and so copy, the pages that the ranks share
+    # A collection would write to, and so copy, the pages that the ranks share.
+    gc.freeze()
     return True
 
 
@@ -150,5 +152,6 @@ class Template:
                     self._tell(exited=self._ranks.pop(pid), code=os.waitstatus_to_exitcode(status))
 
     def _tell(self, **message: object) -> None:
-        with suppress(OSError):  # the launcher is gone: the next read finds the end
+        # The launcher is gone: the next read finds the end.
+        with suppress(OSError):
             control.send(self.channel, message)

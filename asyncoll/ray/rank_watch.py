@@ -62,7 +62,8 @@ class RankWatch:
         except ray.exceptions.RayActorError as error:  # its process is gone
             summary = f"its process has ended: {_one_line(error)}"
             self._supervisor.failed(Failure(rank, -signal.SIGKILL, after_s, summary=summary))
-        except Exception as error:  # its result cannot be sent, or not be read here
+        # Its result cannot be sent, or not be read here.
+        except Exception as error:
             cause = getattr(error, "cause", None) or error
             raised = Raised(type(cause).__name__, text_of(cause), str(error), describe(cause).partition("\n")[0], None)
             self._fail(rank, raised, after_s)

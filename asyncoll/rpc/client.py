@@ -267,7 +267,8 @@ class Client:
                 await self._in_time(lambda: self._unless_failed(self._carrier.send(peer, head, out)), ends_s, request)
         except BaseException as error:
             if deferred or isinstance(error, asyncio.CancelledError | DeadlineError):
-                self._give_up(number)  # the message, or an argument, may have arrived
+                # The message, or an argument, may have arrived.
+                self._give_up(number)
             else:
                 self._forget(number)
             raise
@@ -401,7 +402,8 @@ class Client:
             with contextlib.suppress(AsyncollError):
                 await self._carrier.send(peer, *message)
 
-        with contextlib.suppress(AsyncollError):  # the failure ends all calls, whose callers raise it
+        # The failure ends all calls, whose callers raise it.
+        with contextlib.suppress(AsyncollError):
             if not self._carrier.send_nowait(peer, *message):
                 task = self._loop.create_task(send())
                 self._background_sends.add(task)
@@ -430,7 +432,8 @@ class Client:
             self._timer.cancel()
         sending, self._sending = self._sending, set()
         for task in (*sending, *self._background_sends):
-            if task is not asyncio.current_task():  # the current task noticed the failure and raises it itself
+            # The current task noticed the failure and raises it itself.
+            if task is not asyncio.current_task():
                 task.cancel()
 
     async def flush(self) -> None:

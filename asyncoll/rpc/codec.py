@@ -185,7 +185,8 @@ def _as_numpy(tensor: Any) -> Array | None:
         return None
     try:
         array: Array = tensor.numpy()
-    except (RuntimeError, TypeError):  # another device, layout, or a dtype that numpy does not have; or a gradient
+    # It is of another device or layout, or has a gradient, or a dtype that numpy does not have.
+    except (RuntimeError, TypeError):
         return _as_numpy(tensor.detach()) if tensor.requires_grad else None
     return array
 
@@ -251,7 +252,8 @@ def decode(
             value = decoder.unpack(body)
     except AsyncollError:
         raise
-    except Exception as error:  # msgpack raises many types; each means that `encode` has not made these bytes
+    # msgpack raises many types; each means that `encode` has not made these bytes.
+    except Exception as error:
         raise ProtocolError(f"not a value: {error!r:.200}") from None
     if len(decoder.used) != len(arrays):
         raise ProtocolError(f"a value refers to {len(decoder.used)} arrays, but the message has {len(arrays)}")
@@ -347,7 +349,8 @@ class _Decoder:
             expected.checks[field](value, f"{name}.{field}")
         try:
             return expected.type(**fields)
-        except Exception as error:  # its own __init__ or __post_init__ may object to anything
+        # Its own __init__ or __post_init__ may object to anything.
+        except Exception as error:
             raise UsageError(f"no {name} can be made of the fields that were received: {error!r}") from None
 
 

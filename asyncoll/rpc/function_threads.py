@@ -145,8 +145,10 @@ class Threads:
         self.settle()
         self._is_closed = True
         running = self._unsettled - len(self._jobs)
-        with contextlib.suppress(IndexError):  # a thread has taken the last one
-            while len(self._jobs) > len(self._all) - running:  # the others have a thread, which is about to take them
+        # A thread has taken the last one.
+        with contextlib.suppress(IndexError):
+            # The others have a thread, which is about to take them.
+            while len(self._jobs) > len(self._all) - running:
                 self._jobs.pop()
         is_idle = not self._jobs and not running
         self.finish(join=is_idle)
@@ -193,7 +195,8 @@ class Threads:
         return False
 
     def _forget(self, sleeper: _Sleeper) -> None:
-        with contextlib.suppress(ValueError):  # the other thread has done it
+        # The other thread has done it.
+        with contextlib.suppress(ValueError):
             self._sleepers.remove(sleeper)
 
     # -- in the threads ---------------------------------------------------------------------------
@@ -209,7 +212,8 @@ class Threads:
                 self._sleep()
             else:
                 self._report(job)
-                del job  # an idle thread keeps no arguments and no results
+                # An idle thread keeps no arguments and no results.
+                del job
 
     def _sleep(self) -> None:
         """Sleep until there may be a job, or the end."""
@@ -242,7 +246,8 @@ class Threads:
         self._over.append((job.done, result, error))
         if result is not SETTLED and not self._will_settle:
             self._will_settle = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: there is no receiver
+            # The loop is closed: there is no receiver.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self.settle)
 
 

@@ -105,7 +105,8 @@ class MessageCarrier:
         if asyncio.get_running_loop() is self._loop:
             self._loop.call_soon(callback, *args)
         else:
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed: there is no receiver
+            # The caller's loop is closed: there is no receiver.
+            with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(callback, *args)
 
     def _hand_over(self) -> None:

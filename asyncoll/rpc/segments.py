@@ -177,7 +177,8 @@ class Segments:
         elif kind != _PART:
             raise ProtocolError(f"a segment of the unknown kind {kind}")
         peer.earned += len(payload) + _COST
-        if peer.earned >= WINDOW_BYTES // 4:  # the segment is consumed; credit goes out in batches
+        # The segment is consumed; credit goes out in batches.
+        if peer.earned >= WINDOW_BYTES // 4:
             self._link.post(source, _CREDIT, peer.earned, b"")
             peer.earned = 0
 

@@ -211,7 +211,8 @@ class Server:
                 raise ProtocolError(f"more than {_ANSWERS_MAX} calls whose arguments are shown, and which do not begin")
             try:
                 self._arrivals[key] = place.arrivals()
-            except (DeviceError, UsageError):  # the device takes no copies now
+            # The device takes no copies now.
+            except (DeviceError, UsageError):
                 return None
         return self._arrivals[key]
 
@@ -256,7 +257,8 @@ class Server:
         """Answer those that have begun, which is all that their callers wait for, before this server ends."""
         for call in self._calls.values():
             if call.message.kind == NOTIFY and call.has_begun:
-                with contextlib.suppress(AsyncollError):  # a lost peer waits for nothing
+                # A lost peer waits for nothing.
+                with contextlib.suppress(AsyncollError):
                     self._carrier.send_nowait(call.peer, *protocol.encode(RESULT, call.message.call))
 
     def stop(self) -> None:
@@ -346,7 +348,8 @@ class Server:
                         self._keep(call, me)
                         await rest
                         return
-                    if me.cancelling():  # a function has cancelled its own task, which no other call may get
+                    # A function has cancelled its own task, which no other call may get.
+                    if me.cancelling():
                         return
                 self._news = self._loop.create_future()
                 await self._news
@@ -432,7 +435,8 @@ class Server:
             waits_for = context.run(steps.send, None)
         except StopIteration as end:
             return self._succeeded(call, function, end.value)
-        except (Exception, asyncio.CancelledError, SystemExit) as error:  # a caller must not end this program
+        # A caller must not end this program.
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
             return self._failed(call, error)
         return self._to_its_end(call, function, partial(_resumed, steps, waits_for, context))
 
@@ -462,7 +466,8 @@ class Server:
             else:
                 result = await work()
             rest = self._succeeded(call, function, result)
-        except (Exception, asyncio.CancelledError, SystemExit) as error:  # a caller must not end this program
+        # A caller must not end this program.
+        except (Exception, asyncio.CancelledError, SystemExit) as error:
             await self._wait_for_closing(call)
             rest = self._failed(call, error)
         if rest is not None:

@@ -79,7 +79,7 @@ class Sender:
         for tensor in tensors:
             if tensor.is_deferred:
                 index = places[address_of(tensor.mirror)]
-                if await self._has_shown(message, index, tensor):
+                if await self._show_one(message, index, tensor):
                     left[index] = _NOTHING
                 else:
                     tensor.fetch()
@@ -97,7 +97,8 @@ class Sender:
         """End what is under way, as the communicator ends."""
         await _end(self._tasks.values())
 
-    async def _has_shown(self, message: ShownMessage, index: int, tensor: Staged) -> bool:
+    async def _show_one(self, message: ShownMessage, index: int, tensor: Staged) -> bool:
+        """Show a tensor, and wait. Returns whether the peer has read it."""
         assert self._route is not None, "it is deferred"
         showing = self._route.showing(message.peer, tensor)
         task = self._tasks[message] = asyncio.create_task(self._run(message, index, tensor, showing))
@@ -111,17 +112,19 @@ class Sender:
         return not task.cancelled() and task.result()
 
     async def _run(self, message: ShownMessage, index: int, tensor: Staged, showing: Showing) -> bool:
-        """Its own task: it comes to its end also if nobody waits for that."""
+        """In a task of its own: it comes to its end also if the call is cancelled and does not wait for that."""
         kind, peer, call, name = message
         assert self._route is not None
         async with self._turns[peer]:
-            if not self._route.shows(peer, tensor):  # no more: another one was refused, or it is given up
+            # Since the call began another tensor was refused, or this one is given up.
+            if not self._route.shows(peer, tensor):
                 return False
             number = self._numbers[peer] = self._numbers[peer] + 1
             body = _SHOWN.pack(index, tensor.mark.nbytes)
             try:
                 await self._carrier.send(peer, *protocol.encode(kind, call, body, name=name))
-            except AsyncollError:  # the communicator has failed, which ends the call
+            # The communicator has failed, which ends the call.
+            except AsyncollError:
                 return False
         try:
             return await showing.run(number)

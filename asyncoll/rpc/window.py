@@ -38,10 +38,12 @@ class Slots:
         try:
             await turn
         except BaseException:
-            if turn.done() and not turn.cancelled():  # the slot was assigned just before the cancellation
+            # The slot was assigned just before the cancellation.
+            if turn.done() and not turn.cancelled():
                 self.give_back(nbytes)
             else:
-                self._wake()  # the next waiters may need fewer bytes than this one
+                # The next waiters may need fewer bytes than this one.
+                self._wake()
             raise
 
     def give_back(self, nbytes: int) -> None:

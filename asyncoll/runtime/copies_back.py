@@ -22,7 +22,8 @@ class CommunicatorCopiesBack:
         self._member.endpoint.returns.begun()
 
     def ended(self, error: DeviceError | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the runtime's loop is closed: this rank has left with an error
+        # The runtime's loop is closed: this rank has left with an error.
+        with contextlib.suppress(RuntimeError):
             self._member.post(partial(self._ended, error))
 
     def _ended(self, error: DeviceError | None) -> None:

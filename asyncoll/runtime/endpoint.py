@@ -211,7 +211,8 @@ class Endpoint:
         if task.cancelled() or (error := task.exception()) is None:
             return
         if isinstance(error, AsyncollError) and self.failures.has_failed(communicator):
-            return  # the task was ended by that failure, which all members know
+            # The task was ended by that failure, which all members know.
+            return
         self._unhandled(describe(error), error)
 
     def _unhandled(self, text: str, error: BaseException) -> None:

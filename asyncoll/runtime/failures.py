@@ -157,7 +157,8 @@ class Failures:
 
     def check(self, communicator: int) -> None:
         """Raise the error of `communicator` if it or the world has failed."""
-        if self._first:  # the common case costs one test
+        # The common case costs one test.
+        if self._first:
             failure = self.of(communicator)
             if failure is not None:
                 raise error_of(failure)

@@ -302,7 +302,8 @@ class _Unfetched(Handle[T]):
         self.__class__ = Handle  # type: ignore[assignment]
 
     def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError, AttributeError):  # the loop is closed, or `__init__` was interrupted
+        # The loop is closed, or `__init__` was interrupted.
+        with contextlib.suppress(RuntimeError, AttributeError):
             self._discarded()
 
 
@@ -345,7 +346,8 @@ class _Answered(Handle[T]):
         while self._answer is not None:
             try:
                 self._answer.send(None)  # returns None once, to let a loop turn
-            except StopIteration as stop:  # no call before the result is kept: a handler could raise there
+            # No call before the result is kept: a handler could raise there.
+            except StopIteration as stop:
                 self._result = stop.value
                 self._answer = None
         return super()._outcome()
@@ -592,7 +594,8 @@ def _is_waiting(thread: threading.Thread) -> bool:
 
 
 def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the task that waits
+    # The loop is closed, and with it the task that waits.
+    with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(_set, ended)
 
 

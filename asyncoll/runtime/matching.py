@@ -38,7 +38,8 @@ class Receive:
         into = self.into
         data = _as_array(payload, into)
         target = into[self.filled : self.filled + data.size]
-        if target.size != data.size or (into.size and not data.size):  # an empty segment would never end the array
+        # An empty segment would never end the array.
+        if target.size != data.size or (into.size and not data.size):
             raise ProtocolError(f"a segment of {data.size} elements; {into.size - self.filled} were expected")
         if self.combine is None:
             target[...] = data

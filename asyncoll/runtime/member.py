@@ -121,7 +121,8 @@ class Member:
         Returns False, and does nothing, if the call needs the runtime's loop. The call is execution `call.number` of
         `context`.
         """
-        if may_interrupt():  # a message must not be sent in part
+        # A message must not be sent in part.
+        if may_interrupt():
             return False
         group = self.group
         fingerprint = marked(call.fingerprint(), group.communicator)

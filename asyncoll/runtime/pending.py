@@ -305,7 +305,8 @@ class PendingCalls:
         for rank in question.unanswered:
             self._endpoint.router.tell(rank, Where(self._group.communicator, question.number))
         try:
-            with contextlib.suppress(TimeoutError):  # a rank that does not answer is missing
+            # A rank that does not answer is missing.
+            with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(question.all_answered.wait(), _ANSWER_S)
         finally:
             self._question = None

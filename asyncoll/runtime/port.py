@@ -50,7 +50,8 @@ class Port:
 
         def signalled(source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
             if fingerprint != self._fingerprint:
-                return  # the announcement of the operation, which came before, has already failed the communicator
+                # The announcement of the operation, which came before, has already failed the communicator.
+                return
             group_rank = self._group_ranks.get(source)
             if group_rank is None:
                 raise ProtocolError("a signal for an operation from a rank that has no part in it")

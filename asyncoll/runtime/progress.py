@@ -200,7 +200,8 @@ class _BegunCoroutine(_Awaited[T]):
         self.__class__ = _Awaited  # type: ignore[assignment]
         try:
             self._waiting.send(None)
-        except StopIteration:  # the result was ready, and has no receiver now
+        # The result was ready, and has no receiver now.
+        except StopIteration:
             self._discarded()
             raise error from None
         return self._waiting.throw(error, *more)
@@ -215,7 +216,8 @@ class _BegunCoroutine(_Awaited[T]):
     def __del__(self) -> None:
         # The attribute is not set if a signal handler raised during `__init__`.
         if hasattr(self, "_waiting"):
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the world has ended
+            # The loop is closed: the world has ended.
+            with contextlib.suppress(RuntimeError):
                 self._discarded()
 
 
@@ -254,7 +256,8 @@ class _Ended(Coroutine[Any, Any, T]):
         self._discarded = discarded
 
     def __await__(self) -> Generator[Any, None, T]:
-        return self  # an iterator is enough for `await`
+        # An iterator is enough for `await`.
+        return self
 
     def __iter__(self) -> _Ended[T]:
         return self
@@ -289,7 +292,8 @@ class _EndedForOne(_Ended[T]):
     def __del__(self) -> None:
         # The attribute is not set if a signal handler raised during `__init__`.
         if getattr(self, "_take", None) is not None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
+            # The loop is closed, and the world has ended.
+            with contextlib.suppress(RuntimeError):
                 self.close()
 
 
@@ -327,7 +331,8 @@ class _ResumingCoroutine(Coroutine[Any, Any, T]):
     def _step(self, step: Callable[[Any], Any], argument: Any) -> Any:
         try:
             return step(argument)
-        except BaseException:  # the outcome: StopIteration has the result
+        # The outcome: StopIteration has the result.
+        except BaseException:
             self._resume()
             raise
 
@@ -350,7 +355,8 @@ class SharedLoop:
         return True
 
     def is_stuck(self) -> bool:
-        return False  # the tasks of all ranks are on one loop, which does not tell whose they are
+        # The tasks of all ranks are on one loop, which does not tell whose they are.
+        return False
 
     def computed_s(self) -> float:
         return 0.0  # time may be virtual, and a world in virtual time is the same each time
@@ -368,7 +374,8 @@ class SharedLoop:
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work, discarded, set())
         task = self.home.create_task(work)
-        task.add_done_callback(_see)  # a program that hears of the failure elsewhere may not await the call
+        # A program that hears of the failure elsewhere may not await the call.
+        task.add_done_callback(_see)
         return _BegunCoroutine(_join(task, discarded), discarded)
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
@@ -416,7 +423,8 @@ async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
         # Not before: until the task has stopped, it may complete all the same, and it may use the caller's memory.
         discarded()
         raise
-    except GeneratorExit:  # a coroutine that is being closed cannot await
+    # A coroutine that is being closed cannot await.
+    except GeneratorExit:
         discarded()
         raise
 
@@ -500,7 +508,8 @@ class ProgressThread:
         return True
 
     def is_stuck(self) -> bool:
-        return False  # an event loop does not tell its timers and connections
+        # An event loop does not tell its timers and connections.
+        return False
 
     def computed_s(self) -> float:
         return runnable_s()
@@ -694,7 +703,8 @@ class _Crossing:
             is_awaited = True
             return await self._outcome
         except BaseException as error:
-            if isinstance(error, GeneratorExit) and not is_awaited:  # no task has waited: the work goes on
+            # No task has waited: the work goes on.
+            if isinstance(error, GeneratorExit) and not is_awaited:
                 raise
             # The work's own error is its outcome. Any other one is of the waiter, while the work still runs.
             if self._outcome.done() and not self._outcome.cancelled() and error is self._outcome.exception():
@@ -702,7 +712,8 @@ class _Crossing:
             # Otherwise the work has ended, too.
             if not self._there.is_closed() and self._there not in _abandoned:
                 self._there.call_soon_threadsafe(self._cancel)
-                if isinstance(error, GeneratorExit):  # a coroutine that is being closed cannot await
+                # A coroutine that is being closed cannot await.
+                if isinstance(error, GeneratorExit):
                     discarded()
                 else:
                     # The caller may use its memory again when this returns, so the work must have stopped by then.
@@ -731,7 +742,8 @@ class _Crossing:
         finally:
             self._has_discarded = True
             self._untold.discard(self)
-            with contextlib.suppress(RuntimeError):  # the caller's loop is closed
+            # The caller's loop is closed.
+            with contextlib.suppress(RuntimeError):
                 self._here.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
@@ -773,7 +785,8 @@ class _Crossing:
             return
         try:
             self._here.call_soon_threadsafe(self._settle, task)
-        except RuntimeError:  # the caller's loop is closed: there is no waiter
+        # The caller's loop is closed: there is no waiter.
+        except RuntimeError:
             self._untold.discard(self)
             return
         # A handler that raises in `_settle` leaves the caller asleep for ever, so it is scheduled until it has ended.
@@ -846,5 +859,6 @@ async def offload(fn: Callable[..., T], *args: Any, threads: Executor | None = N
 def _run(fn: Callable[..., T], *args: Any) -> T:
     try:
         return fn(*args)
-    except StopIteration as error:  # a future cannot hold it: the waiter would never wake
+    # A future cannot hold it: the waiter would never wake.
+    except StopIteration as error:
         raise RuntimeError(f"{fn!r} raised StopIteration") from error

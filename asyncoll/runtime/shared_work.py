@@ -154,7 +154,8 @@ class Immediate(Generic[T]):
             self._body.send(None)
         except StopIteration as stop:
             self._result = stop.value
-        except (Exception, asyncio.CancelledError) as error:  # others are those of signal handlers, for the program
+        # Others are those of signal handlers, for the program.
+        except (Exception, asyncio.CancelledError) as error:
             self._error = error
         else:
             self._error = RuntimeError("a call of one rank has to wait")

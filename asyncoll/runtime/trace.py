@@ -132,7 +132,8 @@ class Trace:
         included: bool = True,
     ) -> None:
         """An event, now or at `at_s`, with these fields of `Event`."""
-        if (sink := self.sink) is not None:  # another thread may have switched it off
+        # Another thread may have switched it off.
+        if (sink := self.sink) is not None:
             at_s, ranks = deadlines.now_s() if at_s is None else at_s, (self.rank,) if ranks is None else ranks
             sink.append(Event(what, at_s, self.rank, about, key, number, ranks, nbytes, included))
 
@@ -177,4 +178,5 @@ def events_of(ring: deque[Any]) -> list[Event]:
     taken = [ring.popleft() for _ in range(len(ring))]
     # The compiled core puts a function and its arguments in place of an event: it runs no bytecode within a call.
     events = [each if isinstance(each, Event) else each[0](*each[1:]) for each in taken]
-    return sorted(events, key=attrgetter("at_s"))  # a call that is over at once tells of its beginning at its end
+    # A call that is over at once tells of its beginning at its end.
+    return sorted(events, key=attrgetter("at_s"))

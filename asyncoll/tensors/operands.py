@@ -150,7 +150,8 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
             "a masked array would be taken without its mask: pass x.filled(0), or the arrays x.data, x.mask"
         )
     if isinstance(x, np.ndarray):
-        return _numpy_operand(x.view(np.ndarray), writable)  # a subclass may have no flat view: numpy.matrix has none
+        # A subclass may have no flat view: numpy.matrix has none.
+        return _numpy_operand(x.view(np.ndarray), writable)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(x, torch.Tensor):
         if hidden and is_hidden(x):

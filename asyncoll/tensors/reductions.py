@@ -162,7 +162,8 @@ _quietly = _Quietly()
 def _torch_function(op: ReduceOp) -> Any:
     import torch
 
-    return getattr(torch, _UFUNCS[op].__name__)  # torch has the names of numpy
+    # Torch has the names of numpy.
+    return getattr(torch, _UFUNCS[op].__name__)
 
 
 @lru_cache(maxsize=256)
@@ -224,7 +225,8 @@ def reducer_in_python(op: ReduceOp, dtype: str) -> Reduce:
 
 
 def _unite(into: Array, tables: Sequence[Array], divisor: int) -> None:
-    del divisor  # a mean has the count of its own contributions
+    # A mean has the count of its own contributions.
+    del divisor
     total = tables[0].copy()
     for other in tables[1:]:
         merge(total, other)

@@ -92,7 +92,8 @@ class RegisteredMemory:
             except (OSError, ValueError, OverflowError) as error:
                 raise _too_much(nbytes, error) from None
         block = self._allocate(nbytes)
-        if forks.address_of(block) % mmap.PAGESIZE:  # the ranks of one process have memory of numpy
+        # The ranks of one process have memory of numpy.
+        if forks.address_of(block) % mmap.PAGESIZE:
             block = self._allocate(nbytes + mmap.PAGESIZE)
         first = -forks.address_of(block) % mmap.PAGESIZE
         return block[first : first + nbytes]
@@ -102,7 +103,8 @@ class RegisteredMemory:
 
         The finalizer of a tensor cannot: it may run in any thread, also in one that holds the arena's lock.
         """
-        with contextlib.suppress(IndexError):  # another thread has taken the last one
+        # Another thread has taken the last one.
+        with contextlib.suppress(IndexError):
             while self.unused and self._arena is not None:
                 self._arena.free(self.unused.popleft())
 

@@ -25,7 +25,8 @@ async def allreduce(blocks: Sequence[Block], op: ReduceOp, collectives: Collecti
 async def average_integers(block: Block, collectives: Collectives) -> None:
     """Replace the block by the mean of all ranks, rounded towards 0."""
     await collectives.allreduce(block.flat, ReduceOp.SUM, block.dtype)
-    if block.flat.dtype.kind == "u":  # torch does not divide most of these
+    # Torch does not divide most of these.
+    if block.flat.dtype.kind == "u":
         block.flat[...] //= collectives.size
     else:
         block.packed.detach().div_(collectives.size, rounding_mode="trunc")

@@ -158,7 +158,8 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
             recording.end(record)
             self._together = None  # a block of coalesced calls ends with the first error
             if isinstance(error, DeviceError):
-                self._abort(str(error))  # the other ranks wait for this call
+                # The other ranks wait for this call.
+                self._abort(str(error))
             raise of_torch(error) from None
         finally:
             waiting.now = False

@@ -139,7 +139,8 @@ def abort(comm: BlockingCommunicator) -> None:
 
 
 def _number(store: Any, more: int) -> int:
-    with contextlib.suppress(RuntimeError):  # the store ends with rank 0, which may have left already
+    # The store ends with rank 0, which may have left already.
+    with contextlib.suppress(RuntimeError):
         return int(store.add(_WORLDS, more))
     return 0
 

@@ -50,7 +50,8 @@ class FutureThreads:
         thread = threading.Thread(target=self._serve, args=(function,), name="asyncoll-future", daemon=True)
         try:
             thread.start()
-        except RuntimeError:  # the limit of threads is reached
+        # The limit of threads is reached.
+        except RuntimeError:
             with self._lock:
                 is_one_left = self._count > 0
                 self._free -= is_one_left

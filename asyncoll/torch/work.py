@@ -196,5 +196,6 @@ class Work(Uncopied, TorchWork):
         # Otherwise it was made in another thread: a record that ends in this one is no asynchronous one.
         if self._recorded is None:
             self._complete()
-        with contextlib.suppress(RuntimeError):  # the error of the call, which `wait` raises
+        # The error of the call, which `wait` raises.
+        with contextlib.suppress(RuntimeError):
             future.wait()

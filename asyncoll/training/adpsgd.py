@@ -81,7 +81,8 @@ class ADPSGD(Trainer):
         self._change.sub_(x)
         try:
             self._apply()
-        finally:  # an optimizer that fails may have changed a part of the model
+        # An optimizer that fails may have changed a part of the model.
+        finally:
             self._change.add_(x)
 
     async def _add_change(self, gossip: asyncoll.Gossip) -> None:

@@ -52,7 +52,8 @@ class Checkpoints:
         with unfinished.open("wb") as file:
             torch.save(state, file)
             file.flush()
-            os.fsync(file.fileno())  # the new name must not be on the disk before the content is
+            # The new name must not be on the disk before the content is.
+            os.fsync(file.fileno())
         unfinished.replace(path)
         for old in self._rounds()[: -self._keep]:
             self._path(old).unlink()
@@ -94,7 +95,8 @@ class Checkpoints:
         path = self._path(round_)
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as error:  # torch raises many types, whose texts do not name the file
+        # Torch raises many types, whose texts do not name the file.
+        except Exception as error:
             raise asyncoll.UsageError(
                 f"{path} cannot be read ({error}): if it is damaged, delete the files of its round at all ranks, and "
                 "go on from the round before"

@@ -71,7 +71,8 @@ class DCS3GD(Trainer):
         if is_averaged:
             compensate(self._flat.gradients, self._distance, self._lambda0)  # g̃_i (equation 10)
         self._apply()  # Δw_i = U(g̃_i) (equation 11), w_i = w̄ + Δw_i (equation 12)
-        self._start_average()  # the model is free for the next gradient, g_i = ∇l(w̄ + Δw_i)
+        # The model is free for the next gradient, g_i = ∇l(w̄ + Δw_i).
+        self._start_average()
         return self._complete() if is_averaged else None
 
     async def _take_average(self) -> bool:
@@ -94,7 +95,8 @@ class DCS3GD(Trainer):
         await self._unite_buffers()
 
     async def _resume(self) -> None:
-        if self.round:  # the model of the checkpoint is one step away from the average that was under way
+        # The model of the checkpoint is one step away from the average that was under way.
+        if self.round:
             self._start_average()
 
 

@@ -141,7 +141,8 @@ class EagerSGD(Trainer):
         """Take a step with each result that is due: w = w + U(G, w, t)."""
         self._due.count_lost(self.round)
         self._skip_to(self._due.needed)
-        for gradients in self._due.after(self.round):  # the state that was taken may have some
+        # The state that was taken may have some.
+        for gradients in self._due.after(self.round):
             self._flat.gradients.copy_(gradients)
             self._apply()
         self._skip_to(self._due.newest)

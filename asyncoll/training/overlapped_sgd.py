@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import asyncoll
 from asyncoll.training.device_hooks import GradientStreams, compute_here
 from asyncoll.training.step import Step
-from asyncoll.training.trainer import Options, Trainer, finite, is_true
+from asyncoll.training.trainer import Options, Trainer, finite, wait_for_flag
 from asyncoll.training.under_way import UnderWay
 
 BUCKET_BYTES = 4 << 20  # a call costs about as much as sending 1 MiB by message; torch's DDP has 25 MiB, for GPUs
@@ -138,7 +138,7 @@ class OverlappedSGD(Trainer):
 
         Collective, at the same ranks: the average has the same bits everywhere.
         """
-        if await is_true(finite(self._flat.gradients)):
+        if await wait_for_flag(finite(self._flat.gradients)):
             return
         flags = await self.comm.allgather(torch.stack(self._are_finite).all().view(1).cpu())
         ranks = tuple((~flags.flatten()).nonzero().flatten().tolist())

@@ -122,7 +122,8 @@ class ParameterServerSGD(Trainer):
             self._server.begin()
             for function in (self._server.push, self._server.leave):
                 self.comm.rpc.register(function, name=f"{self._name}.{function.__name__}")
-        await self.comm.barrier()  # the functions are registered
+        # After it the functions are registered.
+        await self.comm.barrier()
 
     def _own_state(self) -> dict[str, Any]:
         return {} if self._server is None else self._server.state()

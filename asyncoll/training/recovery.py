@@ -173,7 +173,8 @@ def _outcome(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
 
 
 def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    if answer.done():  # the rank that asks has cancelled the call
+    # The rank that asks has cancelled the call.
+    if answer.done():
         return
     if error is None:
         answer.set_result(result)

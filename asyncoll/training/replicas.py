@@ -358,7 +358,8 @@ async def _from_root(comm: asyncoll.Communicator, described: Any, packed: Tensor
 
 
 def _assign(buffer: Tensor, value: Tensor) -> None:
-    with torch.inference_mode():  # a buffer that was made in inference mode (in a validation) can only be changed in it
+    # A buffer that was made in inference mode (in a validation) can only be changed in it.
+    with torch.inference_mode():
         if buffer.shape == value.shape and 0 not in buffer.stride():
             buffer.copy_(value)
         else:  # it has another size (a cache), or is expanded, so that its elements share memory

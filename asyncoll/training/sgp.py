@@ -110,7 +110,8 @@ class SGP(Trainer):
             await self._add(received)
         await self.comm.allreduce(self._own.x)
         await self.comm.allreduce(self._own.q)
-        torch.div(self._own.x, float(self._own.q), out=weights(self._flat))  # no mass is lost: the mean of all models
+        # No mass is lost: the mean of all models.
+        torch.div(self._own.x, float(self._own.q), out=weights(self._flat))
         await self._unite_buffers()
 
     async def _resume(self) -> None:

@@ -477,14 +477,14 @@ class Trainer(ABC):
         if self._scaler is not None and self._is_scaled:
             self._scaler.unscale_(self.optimizer)
             self._scaler.update()
-            if not await is_true(finite(self._flat.gradients)):
+            if not await wait_for_flag(finite(self._flat.gradients)):
                 self._flat.zero_gradients()
         else:
             await self._check_gradient()
 
     async def _check_gradient(self) -> None:
         """Raise NonFiniteError if this rank's gradient is not finite."""
-        if not await is_true(finite(self._flat.gradients)):
+        if not await wait_for_flag(finite(self._flat.gradients)):
             raise asyncoll.NonFiniteError(
                 (self.comm.rank,),
                 f"the gradient of rank {self.comm.rank} for round {self.round + 1} holds NaN or infinity: look at the "
@@ -538,7 +538,7 @@ def is_finite(x: Tensor) -> bool:
     return bool(finite(x))
 
 
-async def is_true(flag: Tensor) -> bool:
+async def wait_for_flag(flag: Tensor) -> bool:
     """The value of `flag`, which has one element. The loop goes on while a GPU still computes it."""
     if not flag.is_cpu:
         await asyncoll.offload(computed(flag.device))

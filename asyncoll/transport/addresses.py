@@ -120,7 +120,8 @@ def process_behind(descriptor: int, url: str) -> tuple[int, int | None]:
     pid = 0
     with contextlib.suppress(OSError, AttributeError), _borrowed(descriptor) as connection:
         if connection.family != socket.AF_UNIX or f"ipc://{connection.getpeername()}" != url:
-            return 0, None  # ZeroMQ has closed it, and the number has been used again
+            # ZeroMQ has closed it, and the number has been used again.
+            return 0, None
         pid = _credentials(connection)[0]
         if pid in (0, os.getpid()):
             return 0, None
@@ -215,7 +216,8 @@ def _private_socket(path: Path) -> Iterator[None]:
         # Of two processes that begin to listen here, the second one finds the first.
         _lock(folder, path)
         if path.is_socket() and not _is_served(path):
-            path.unlink(missing_ok=True)  # its process may have removed it just now
+            # Its process may have removed it just now.
+            path.unlink(missing_ok=True)
         elif path.exists():
             raise UsageError(f"cannot listen on ipc://{path}: it is there already, and in use")
         undo.callback(os.umask, os.umask(0o177))
@@ -234,7 +236,8 @@ def _lock(folder: int, path: Path) -> None:
 
 def _is_served(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # a connect to a stopped process with a full backlog would block
+        # A connect to a stopped process with a full backlog would block.
+        probe.setblocking(False)
         try:
             probe.connect(bytes(path))
         except (ConnectionRefusedError, FileNotFoundError):

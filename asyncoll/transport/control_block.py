@@ -130,7 +130,8 @@ class PythonControlBlock:
             self._mutex.acquire()
             if self.passing is not None:
                 self.passing()
-        except BaseException:  # a signal handler may raise just after the lock has been acquired
+        # A signal handler may raise just after the lock has been acquired.
+        except BaseException:
             self._mutex.abandon()
             raise
         return self

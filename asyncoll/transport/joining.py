@@ -166,7 +166,8 @@ class Joining:
         finally:
             if not task.done():
                 task.cancel()
-                with contextlib.suppress(asyncio.CancelledError):  # a second one; the first leaves this method
+                # A second cancellation is dropped. The first one leaves this method.
+                with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait([task])
 
     def _describe(self, missing: Sequence[int], reason: str) -> str:

@@ -55,7 +55,8 @@ def _made() -> tuple[Path, int]:
             folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=temporary_folder()))  # with mode 0700
         except OSError as error:
             raise _no_room(f"{error.filename}: {error.strerror}") from None
-        with contextlib.suppress(BlockingIOError, FileNotFoundError):  # another process removes it as one without lock
+        # Another process removes it as one without lock.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
             return folder, _locked(folder)
 
 

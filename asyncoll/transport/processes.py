@@ -33,7 +33,8 @@ def status(number: int) -> list[str]:
         stat = Path(f"/proc/{number}/stat").read_text(errors="replace")
     except OSError:
         return []
-    return stat.rpartition(")")[2].split()  # the name before it, in parentheses, may contain anything
+    # The name before it, in parentheses, may contain anything.
+    return stat.rpartition(")")[2].split()
 
 
 class Thread(NamedTuple):

@@ -51,9 +51,11 @@ class _JumpingSelector(selectors.BaseSelector):
             when, _, callback, args = heapq.heappop(events)
             self.now = max(when, self.now)
             callback(*args)
-            if ready or self.count_timers() > timers:  # a new timer may come before `until`
+            # A new timer may come before `until`.
+            if ready or self.count_timers() > timers:
                 return []
-        if until == until + self.resolution_s:  # a late time: to asyncio a timer of exactly this time is not yet due
+        # A late time: to asyncio a timer of exactly this time is not yet due.
+        if until == until + self.resolution_s:
             until = math.nextafter(until, math.inf)
         if until == math.inf:
             raise self.on_deadlock()
@@ -73,7 +75,8 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _JumpingSelector()
         super().__init__(self._jumping)
-        self.set_debug(False)  # debug mode measures real time, and makes a simulation several times slower
+        # Debug mode measures real time, and makes a simulation several times slower.
+        self.set_debug(False)
         self._jumping.ready = self._ready  # type: ignore[attr-defined]
         # Not the list itself: asyncio makes a new one when many of its timers were cancelled.
         self._jumping.count_timers = lambda: len(self._scheduled)  # type: ignore[attr-defined]

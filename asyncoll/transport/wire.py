@@ -305,7 +305,8 @@ def decode_control(payload: Buffer) -> Control:
         # The limits make msgpack refuse a header that announces a huge object, before it allocates memory.
         name, *values = msgpack.unpackb(payload, max_str_len=CONTROL_BYTES, max_array_len=64, max_map_len=0)
         cls = _CONTROLS[name]
-    except Exception as error:  # msgpack raises many kinds; each means: not a control message
+    # msgpack raises many kinds; each means: not a control message.
+    except Exception as error:
         raise ProtocolError(f"not a control message: {error!r}") from None
     types = _FIELDS[name]
     if len(types) != len(values):

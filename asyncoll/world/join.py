@@ -142,7 +142,8 @@ async def connected(read: Callable[[], Environment | None]) -> AsyncIterator[Com
             async with joined(thread, environment) as comm:
                 yield comm
         finally:
-            if os.getpid() == process:  # a forked child has no such thread
+            # A forked child has no such thread.
+            if os.getpid() == process:
                 thread.stop()
 
 
@@ -152,7 +153,8 @@ def _claimed(environment: Environment) -> Iterator[None]:
 
     Processes that this one starts inherit RANK and WORLD_SIZE. Their messages would come between those of the ranks.
     """
-    if environment.store is not None and not environment.master_port:  # a file, which the program has chosen
+    # It is a file, which the program has chosen.
+    if environment.store is not None and not environment.master_port:
         yield
         return
     store = f"{environment.master_addr}:{environment.master_port}"

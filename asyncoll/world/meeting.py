@@ -62,7 +62,8 @@ def meet(environment: Environment, joining: Joining) -> PeerLinks:
     files, or has no /proc.
     """
     needed = files_for(environment.size, has_key=bool(environment.key_file))
-    if (limit := allow_files(needed)) is not None:  # ZeroMQ would abort the process
+    # ZeroMQ would abort the process.
+    if (limit := allow_files(needed)) is not None:
         raise UsageError(
             f"a rank of a world of {environment.size} opens up to {needed} files, and this process may not: its limit "
             f"is {limit}; raise it (ulimit -n)"

@@ -97,7 +97,8 @@ class ToldFailure:
                 told.append(error_of(first, self._entries.size))
             store.set(self._has_read(rank), b"")
             self._has_told = True
-        except RuntimeError:  # the store has ended, so no rank can be told
+        # The store has ended, so no rank can be told.
+        except RuntimeError:
             if self._entries.serves and 0 not in _missed(error):
                 told.append(store_ended())
 

@@ -34,7 +34,8 @@ def _bounds() -> list[tuple[str, str]]:
     """The packages without which asyncoll is not installed, and the oldest version of each."""
     try:
         required = requires("asyncoll") or []
-    except PackageNotFoundError:  # a checkout that is not installed
+    # This is a checkout that is not installed.
+    except PackageNotFoundError:
         return []
     found = (re.fullmatch(r"([\w-]+) ?>=([\d.]+)", each) for each in required)
     return [(match[1], match[2]) for match in found if match]

@@ -96,7 +96,8 @@ class World:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if os.getpid() != self._process:  # a forked child leaves the block; the rank stays in the world
+        # A forked child leaves the block; the rank stays in the world.
+        if os.getpid() != self._process:
             return
         forks.unregister(self)
         self._end_site = Site(*place_of_end(sys._getframe()))
@@ -120,12 +121,14 @@ class World:
 
     async def _flush(self) -> None:
         """Wait for what the program may not have awaited. Raises DeviceError if a result has not reached its device."""
-        await asyncio.sleep(0)  # a call that has just begun on this loop counts as pending then
+        # A call that has just begun on this loop counts as pending then.
+        await asyncio.sleep(0)
         self._unsettled = self._endpoint.departures.unsettled(has_begun=bool(self._runner.held))
         if self._runner.held or not self._is_settled():
             await self._runner.within(self._settle())
         if not self._departs:
-            with contextlib.suppress(AsyncollError):  # the world has failed, which `_leave` deals with
+            # The world has failed, which `_leave` deals with.
+            with contextlib.suppress(AsyncollError):
                 for rpc in self._core.rpcs:
                     await rpc.flush()
         if self._endpoint.returns.any:

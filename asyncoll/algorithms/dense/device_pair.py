@@ -81,7 +81,7 @@ class DevicePair(MessageCall):
         # first one, it may refuse, and a second window would be copied in vain.
         ahead = 2 if memory.is_read_by(dest) else 1
         for index, start in enumerate(range(0, mark.nbytes, memory.window)):
-            if len(shown) == ahead and not await self._is_read(*shown.popleft()):
+            if len(shown) == ahead and not await self._take_answer(*shown.popleft()):
                 memory.give_back(place)
                 return False
             part = BlockPart(
@@ -91,11 +91,12 @@ class DevicePair(MessageCall):
             answer = np.empty(1, np.int64)
             shown.append((lane.post(dest, _WINDOWS + index, answer), answer))
             await lane.send(dest, _WINDOWS + index, np.array([part.offset]))
-        has_read = all([await self._is_read(*each) for each in shown])
+        has_read = all([await self._take_answer(*each) for each in shown])
         memory.give_back(place)
         return has_read
 
-    async def _is_read(self, receive: Receive, answer: Array) -> bool:
+    async def _take_answer(self, receive: Receive, answer: Array) -> bool:
+        """Wait for the answer to a window. Returns whether the receiver has read it."""
         await self._lane.wait(receive)
         return bool(answer[0] == _READ)
 

@@ -71,7 +71,8 @@ async def recursive_doubling(lane: Lane, x: Array, combine: Combine) -> None:
     while distance < power:
         partner = lane.rank ^ distance
         await lane.exchange(partner, mine, partner, other, step=distance)
-        if partner < lane.rank:  # the array of the lower rank is always the left operand, so both get the same bits
+        # The array of the lower rank is always the left operand, so both get the same bits.
+        if partner < lane.rank:
             combine(other, mine)
             mine, other = other, mine
         else:

@@ -152,7 +152,8 @@ class RendezvousArea:
         first, before = number, number - self.sizes.calls
         if not self.is_over(before):
             self._ended_early.add(number)
-            self._turns.setdefault(before, Turn())  # the dict is not empty, so the compiled core calls `end`, too
+            # The dict is not empty, so the compiled core calls `end`, too.
+            self._turns.setdefault(before, Turn())
             if not self.is_over(before):
                 return
             # It has ended in another thread between the two checks, perhaps without seeing this call.
@@ -416,7 +417,8 @@ class Rendezvous:
             return
         for cell in range(base, base + RECORD_HEAD):
             cells[cell] = 0
-        for rank in range(self._area.size):  # no rank is busy: an earlier rendezvous may have counted something here
+        # No rank is busy: an earlier rendezvous may have counted something here.
+        for rank in range(self._area.size):
             cells[self._part(rank) + PART_BUSY] = 0
         cells[base + TAG] = self.tag
         cells[base + FINGERPRINT] = self._fingerprint

@@ -367,7 +367,8 @@ class Gossip(Uncopied):
         with self._port.lane(pair, number * self._size + active, lambda: f"average {number} of {self._call}") as lane:
             other = 1 - lane.rank
             await lane.exchange(other, self._model, other, self._theirs, step=0)
-        self._average(self._model, [self._model, self._theirs], 2)  # a sum of two is the same in both orders
+        # A sum of two is the same in both orders.
+        self._average(self._model, [self._model, self._theirs], 2)
         if self._has_late:
             self._combine(self._model, self._late)
             self._has_late = False

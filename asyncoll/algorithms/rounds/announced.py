@@ -78,7 +78,8 @@ class AnnouncedOperations:
             caller = self._member.group.ranks.index(source)
         except (KeyError, TypeError, ValueError, UsageError) as error:
             raise ProtocolError(f"an announcement of an impossible operation: {error}") from None
-        with contextlib.suppress(MismatchError):  # the communicator has failed, and its members were told
+        # The communicator has failed, and its members were told.
+        with contextlib.suppress(MismatchError):
             if self._directory.find(operation, caller, message.site) is None:
                 self._take_over(operation, caller, message.site)
 

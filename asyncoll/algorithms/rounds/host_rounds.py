@@ -52,7 +52,8 @@ class HostRounds(OneSidedRounds):
     def serve(self) -> None:
         self._port.open(self._agent.received, self._ended)
         if self._hosts.place < AGENTS:
-            self._agent.look()  # ranks of this host may have left before
+            # Ranks of this host may have left before.
+            self._agent.look()
 
     def _record(self) -> RoundRecord:
         return HostRecord(self._memory, self.operation, self._layout, self._reduce_blocks, self._trace, self._hosts)

@@ -212,7 +212,8 @@ class OneSidedRounds:
             if rounds.latest < call.number:
                 return missing
             call.kept = rounds.leave(call.number, call.came_ns, now_ns)
-        if call.kept is None:  # the call is late, or its round was over before it came: it is given the newest result
+        # The call is late, or its round was over before it came: it is given the newest result.
+        if call.kept is None:
             for old in call.missed:
                 rounds.blocks.drop(old.block)
             newest = rounds.latest

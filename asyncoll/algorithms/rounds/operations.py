@@ -329,7 +329,8 @@ class Operations:
                 self.trace.tell(What.REDUCE, spec, number=result.number, ranks=result.ranks)
         result = results[-1]
         ranks = result.ranks
-        if ranks:  # a round without contributors has no result, and leaves `given` as it is
+        # A round without contributors has no result, and leaves `given` as it is.
+        if ranks:
             given.write(result.parts, self._divisor(spec, result) if spec.divides else 1)
         missed: tuple[Any, ...] = ()
         if len(results) > 1:

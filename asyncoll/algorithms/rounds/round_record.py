@@ -368,7 +368,8 @@ class RoundRecord:
     def _reduced(self, taken: list[int]) -> int:
         """The block with the reduction of the blocks `taken`."""
         blocks = self.blocks
-        if len(taken) < 2:  # the contribution is the result: nothing to reduce
+        # The contribution is the result: nothing to reduce.
+        if len(taken) < 2:
             dest = taken[0] if taken else NONE
             # The contribution stays staged, so the block has another keeper.
             if self._keeps:

@@ -92,7 +92,8 @@ class Tally:
 
     def came(self, now_s: float) -> None:
         """A call of this rank begins."""
-        if self._passed_s is None:  # no round has begun since its last call, so this one is in time
+        # No round has begun since its last call, so this one is in time.
+        if self._passed_s is None:
             self._came_s = now_s
         else:
             self._own_times_s[1] += now_s - self._passed_s

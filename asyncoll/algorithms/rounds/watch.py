@@ -53,7 +53,8 @@ class Watch:
 
     def begin(self, number: int, attempt: int = 1) -> None:
         """An attempt at round `number` has begun."""
-        if self._alarm.number < number:  # a late signal of an older round must not end the watch of this one
+        # A late signal of an older round must not end the watch of this one.
+        if self._alarm.number < number:
             # Less patience in each round: a process that was stopped, and has gone on, has answered late, too.
             self._patience_s = max(PATIENCE_S, self._patience_s * 15 / 16)
             self._alarm.set(number, self._patience_s * 2 ** (attempt - 1))
@@ -83,7 +84,8 @@ class Watch:
         if now.number != self._alarm.number or not now.attempt:
             self._alarm.off()
             self._last = None
-            if now.attempt:  # the next round has begun meanwhile
+            # The next round has begun meanwhile.
+            if now.attempt:
                 self.begin(now.number, now.attempt)
             return
         if now == self._last and (self._silent or now.is_incomplete):

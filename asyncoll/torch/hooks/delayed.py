@@ -98,7 +98,8 @@ class DCS3GDState(HookState):
     def _after_step(self) -> None:
         self.round += 1
         self._changes.note()
-        self._start_average()  # the model is free for the next gradient
+        # The model is free for the next gradient.
+        self._start_average()
 
     def _take_average(self) -> bool:
         """Wait for the average that is under way, and go to it: w_i + D_i of equation 12. False: there is none."""
@@ -119,10 +120,12 @@ class DCS3GDState(HookState):
         torch._foreach_copy_(self._layout.parts(self._mean), [p.detach() for p in self._layout.parameters])
         with self._calls():
             self._averaged = self._comm.allreduce(self._mean, ReduceOp.AVG)
-            self._averaged.when_done(_ignore)  # the runtime goes on with it at once
+            # The runtime goes on with it at once.
+            self._averaged.when_done(_ignore)
 
     def _resume(self) -> None:
-        if self._is_resumed and self.round:  # the model is one step away from the average that was under way
+        # The model is one step away from the average that was under way.
+        if self._is_resumed and self.round:
             self._is_resumed = False
             self._start_average()
 

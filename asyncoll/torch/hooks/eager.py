@@ -135,7 +135,8 @@ class EagerSGDState(HookState):
         self._accept(bucket)
         if bucket.index() == 0:
             self._steps.expect()
-            if self._reduction is None or self._reduction.synchronous:  # no rank has results to catch up with
+            # No rank has results to catch up with.
+            if self._reduction is None or self._reduction.synchronous:
                 self._schedule.note()
                 self._parameter_changes.note()
         future = self._buckets.gather(bucket)
@@ -268,7 +269,8 @@ class EagerSGDState(HookState):
 
     def _copy(self) -> State:
         if self._buckets.layout.device.type == "cuda":
-            torch.cuda.synchronize(self._buckets.layout.device)  # the runtime's thread has a current stream of its own
+            # The runtime's thread has a current stream of its own.
+            torch.cuda.synchronize(self._buckets.layout.device)
         return {
             "round": self.round,
             **replicas.copied(self._model().module, self._parameters(), self._optimizer, buffers=True),
@@ -281,7 +283,8 @@ class EagerSGDState(HookState):
         """The results since this rank's last round, oldest first; the rounds before them are passed."""
         self._due.count_lost(self.round)
         self._skip_to(self._due.needed)
-        return list(self._due.after(self.round))  # the state that was taken may have some
+        # The state that was taken may have some.
+        return list(self._due.after(self.round))
 
     def _apply(self, result: Tensor) -> None:
         self._buckets.layout.set_gradients(result)

@@ -91,7 +91,8 @@ class OkTopkState(HookState):
         self._accept(bucket)
         future = self._buckets.gather(bucket)
         if bucket.is_last():
-            with self._all_or_nothing(), self._calls():  # the residual holds the gradient until the call has ended
+            # The residual holds the gradient until the call has ended.
+            with self._all_or_nothing(), self._calls():
                 self._exchange()
                 self._share_metrics()
                 self._buckets.scatter()

@@ -62,9 +62,11 @@ class OptionSchedule(ScheduledRounds):
             )
         if self._scheduler is not None and state is not None:
             own = self._scheduler.state_dict()
-            if "last_epoch" in own:  # a ChainedScheduler has none
+            # A ChainedScheduler has none.
+            if "last_epoch" in own:
                 saved.count(state, "last_epoch")
-            for name, value in own.items():  # the saved ones may be those of another version of torch
+            # The saved ones may be those of another version of torch.
+            for name, value in own.items():
                 is_alike = lambda there, here=value: _are_alike(here, there)  # noqa: E731
                 if name in state:
                     saved.entry(state, name, is_alike, f"a {type(value).__name__}")

@@ -37,7 +37,8 @@ class Waiter:
         if _running_loop() is self.loop:
             self.wake()
             return
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so the task will never run again
+        # The loop is closed, so the task will never run again.
+        with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.wake)
 
 
@@ -126,10 +127,12 @@ class Doorbell:
         The reset hides the ring from the other loops that watch the doorbell, so this must wake their waiters too.
         """
         try:
-            with contextlib.suppress(BlockingIOError):  # another loop has reset it first
+            # Another loop has reset it first.
+            with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.descriptor)
             for waiter in tuple(self.waiters):
                 waiter.wake_from_any_thread()
-        except BaseException:  # a signal handler has raised before all waiters were woken: ring again
+        # A signal handler has raised before all waiters were woken: ring again.
+        except BaseException:
             os.eventfd_write(self.descriptor, 1)
             raise

@@ -286,7 +286,8 @@ def _send_outcome(links: Iterable[_Link], error: AsyncollError | None = None) ->
     failure = error.cause if isinstance(error, PeerLostError) else str(error or "")
     ranks = getattr(error, "missing", getattr(error, "rank", _NO_RANK))
     for link in links:
-        with contextlib.suppress(OSError):  # the transport will notice that its rank is gone
+        # The transport will notice that its rank is gone.
+        with contextlib.suppress(OSError):
             link.send([failure[:_REASON_CHARACTERS], ranks])
 
 
@@ -320,7 +321,8 @@ def _connect(path: Path, ranks: tuple[int, ...], joining: Joining) -> socket.soc
             if isinstance(error, ConnectionRefusedError):
                 raise
             joining.check(lambda: ranks[:1], _NOT_HERE)
-            if not path.parent.exists():  # the first rank has removed it because joining has failed
+            # The first rank has removed it because joining has failed.
+            if not path.parent.exists():
                 raise PeerLostError(ranks[0], GIVEN_UP) from error
             time.sleep(joining.pause_s)  # noqa: TID251 (no loop runs yet)
 

@@ -100,9 +100,8 @@ class InprocArena:
         start = memory.addresses[index] if index >= 0 else address
         offset, block = address - start, memory.blocks.get(start)
         # In real memory such a view would show, or overwrite, what another owner has there by now.
-        text = f"{nbytes} bytes at address {address} are not allocated"
-        assert block is not None, text
-        assert offset + nbytes <= block.nbytes, text
+        if block is None or offset + nbytes > block.nbytes:
+            raise IndexError(f"{nbytes} bytes at address {address} are not allocated")
         return block[offset : offset + nbytes]
 
     def locate(self, flat: Array) -> int | None:

@@ -82,7 +82,8 @@ class Lender:
         try:
             return self._arena.allocate(nbytes)
         except UsageError:
-            self._trim(0)  # the free blocks of other sizes may be enough
+            # The free blocks of other sizes may be enough.
+            self._trim(0)
             return self._arena.allocate(nbytes)
 
     def _keep(self, address: int, nbytes: int) -> None:
@@ -162,7 +163,8 @@ class Borrower:
         """Return the blocks whose arrays no longer exist. A lender that is lost gets nothing."""
         while self._dropped:
             control_block, cell, address = self._dropped.popleft()
-            with contextlib.suppress(AsyncollError), control_block:  # the lock has reported the loss
+            # The lock has reported the loss.
+            with contextlib.suppress(AsyncollError), control_block:
                 _link(self._arena.view(address, _LINK))[0] = control_block.cells[cell]
                 control_block.cells[cell] = address
 

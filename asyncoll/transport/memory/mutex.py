@@ -104,7 +104,8 @@ class RobustMutex:
     def __enter__(self) -> None:
         try:
             self.acquire()
-        except BaseException:  # a signal handler may raise just after the lock has been acquired
+        # A signal handler may raise just after the lock has been acquired.
+        except BaseException:
             self.abandon()
             raise
 
@@ -147,7 +148,8 @@ class RobustMutex:
             if self._holder[0] >= 0:
                 self._holder[0] = ~self._holder[0]
             failure = _holding_gil.pthread_mutex_consistent(self._mutex)
-        if failure == errno.EDEADLK:  # an exception in this thread has come between `acquire` and `release`
+        # An exception in this thread has come between `acquire` and `release`.
+        if failure == errno.EDEADLK:
             self.abandon()
             failure = _try_lock(self._mutex)
         if failure:

@@ -29,7 +29,8 @@ def commit(memory: int, offset: int, nbytes: int) -> None:
     try:
         for start in range(offset, offset + nbytes, _PIECE):
             if start > offset:
-                check_room(min(_PIECE, offset + nbytes - start))  # other ranks may have allocated memory since
+                # Other ranks may have allocated memory since.
+                check_room(min(_PIECE, offset + nbytes - start))
             os.posix_fallocate(memory, start, min(_PIECE, offset + nbytes - start))
     except OSError as error:
         raise too_much(nbytes, f"the kernel says {error.strerror!r}") from error

@@ -62,9 +62,11 @@ def make_segment(local_rank: int, capacity: int) -> Segment:
         memory = anonymous_file("asyncoll")
         undo.callback(os.close, memory)
         os.ftruncate(memory, capacity)
-        with contextlib.suppress(OSError):  # a plain file cannot be sealed; only ranks have it open
+        # A plain file cannot be sealed; only ranks have it open.
+        with contextlib.suppress(OSError):
             fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        os.posix_fallocate(memory, 0, HEAD_BYTES)  # the heap begins behind it, and commits its pages itself
+        # The heap begins behind it, and commits its pages itself.
+        os.posix_fallocate(memory, 0, HEAD_BYTES)
         os.pwrite(memory, _HEADER.pack(_MAGIC, LAYOUT, local_rank, capacity), 0)
         doorbells = []
         for _ in range(DOORBELLS):
@@ -115,7 +117,8 @@ def map_segment(memory: int, capacity: int, *, own: bool) -> Array:
             mapping.madvise(mmap.MADV_DONTDUMP)  # a core dump contains only the segment of its own rank
     whole = np.frombuffer(mapping, np.uint8)
     inherited = _InheritedMapping(forks.address_of(whole), capacity, forks.identity(memory))
-    forks.register(inherited)  # a weak reference; the finalizer keeps the object alive as long as the array
+    # It is a weak reference: the finalizer keeps the object alive as long as the array.
+    forks.register(inherited)
     weakref.finalize(whole, lambda _: None, inherited).atexit = False
     return whole
 

@@ -44,7 +44,8 @@ class InprocTransport:
             self._peers[dest]._put(self.rank, [bytes(frame) for frame in frames])
 
     def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
-        del dest, frames  # the ranks share a loop: no other thread would save a wake-up
+        # The ranks share a loop: no other thread would save a wake-up.
+        del dest, frames
         return False
 
     async def drain(self, dest: int) -> None:

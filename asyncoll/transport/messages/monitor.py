@@ -50,7 +50,8 @@ class Monitor:
             socket.monitor(address, events)
             undo.callback(socket.disable_monitor)
             self._events.setsockopt(zmq.LINGER, 0)
-            self._events.setsockopt(zmq.RCVHWM, 0)  # no limit: at a limit, ZeroMQ's I/O thread waits for the reader
+            # No limit: at a limit, ZeroMQ's I/O thread waits for the reader.
+            self._events.setsockopt(zmq.RCVHWM, 0)
             self._events.connect(address)
             self._closing = undo.pop_all()
 
@@ -148,7 +149,8 @@ class Heartbeat:
         A later stop has a look of its own.
         """
         if not self._is_closed:
-            self._monitor.read()  # a loop that was held up runs its timers before it hears of an answer
+            # A loop that was held up runs its timers before it hears of an answer.
+            self._monitor.read()
         if self._is_closed or self._beats or self._stops != stop:
             return
         if self._pid:

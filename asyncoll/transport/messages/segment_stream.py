@@ -229,7 +229,8 @@ class SegmentStream:
         try:
             self._written(self._put(list(itertools.islice(self._unsent, _VECTOR))))
         except BlockingIOError:
-            pass  # the rest waits for room, below
+            # The rest waits for room, below.
+            pass
         except OSError as error:
             self._fail(error)
             self._drop_unsent()

@@ -232,7 +232,8 @@ class ServerSocket(_Socket):
             self.drop(peer, UNREAD)
             # Not now: the owner is in the middle of a call of this object.
             self._loop.call_soon(self._owner.lost, peer, UNREAD)
-        except zmq.ZMQError:  # the client is gone; the monitor reports it
+        # The client is gone; the monitor reports it.
+        except zmq.ZMQError:
             return
 
     def drop(self, peer: int, reason: str) -> None:
@@ -244,7 +245,8 @@ class ServerSocket(_Socket):
             self._try_send(name, BYE, 0, reason.encode()[:REASON_BYTES])
 
     def _try_send(self, name: bytes, kind: int, number: int, payload: bytes = b"") -> None:
-        with contextlib.suppress(zmq.ZMQError):  # the client is gone, or does not read
+        # The client is gone, or does not read.
+        with contextlib.suppress(zmq.ZMQError):
             self._send((name,), kind, number, payload)
 
     def _read_one(self) -> bool:
@@ -266,7 +268,8 @@ class ServerSocket(_Socket):
         if descriptor is None or segment is None or segment[0] != HELLO:
             self._unauthenticated.log("dropped a message from an unauthenticated peer")
             return
-        self._monitor.read()  # an earlier client may have had the same descriptor, and its end is in the monitor
+        # An earlier client may have had the same descriptor, and its end is in the monitor.
+        self._monitor.read()
         self._clients[name] = -1
         self._descriptors[descriptor] = name
         if len(self._names) >= service_protocol.CLIENTS_MAX:
@@ -283,7 +286,8 @@ class ServerSocket(_Socket):
         if name is None:
             return
         if self._clients[name] >= 0:
-            self._read_rest()  # its last segments come before its loss
+            # Its last segments come before its loss.
+            self._read_rest()
         peer = self._clients.pop(name)
         if self._names.pop(peer, None) is not None:
             self._owner.lost(peer, CLOSED)

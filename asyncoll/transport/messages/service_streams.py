@@ -217,7 +217,8 @@ class StreamServer:
         return self._loop.call_later(service_protocol.HANDSHAKE_S, self._expire, stream)
 
     def _expire(self, stream: SegmentStream) -> None:
-        stream.read()  # the hello may have come while the loop was busy
+        # The hello may have come while the loop was busy.
+        stream.read()
         if stream in self._strangers or stream in self._dropped:
             self._end(stream)
 
@@ -240,7 +241,8 @@ class StreamServer:
             self._unauthenticated.log(f"refused a client: {too_many()}")
             self._dismiss(stream, too_many())
         elif version != VERSION:
-            stream.send(HELLO, VERSION, b"")  # the client raises an error that names both versions
+            # The client raises an error that names both versions.
+            stream.send(HELLO, VERSION, b"")
             self._dismiss(stream, "")
         else:
             self._strangers.pop(stream).cancel()
@@ -270,7 +272,8 @@ class StreamServer:
             with contextlib.suppress(UnreadError):
                 stream.send(BYE, 0, reason.encode()[:REASON_BYTES])
         stream.use(None, partial(self._end, stream), partial(self._reject, stream))
-        stream.copy_unsent()  # no caller waits for it any more
+        # No caller waits for it any more.
+        stream.copy_unsent()
         # A stranger remains one, with a new limit.
         if stream in self._strangers:
             self._strangers[stream].cancel()
@@ -351,7 +354,8 @@ class StreamClient:
             self._next = self._loop.call_later(_RETRY_S, self._connect)
             return
         except OSError as error:
-            if error.errno is None:  # no call of the kernel: the path is too long
+            # No call of the kernel has failed: the path is too long.
+            if error.errno is None:
                 raise UsageError(f"cannot connect to {self.url}: {error}") from error
             self._loop.call_soon(self._report_loss, f"it cannot be reached ({error.strerror})")
             return

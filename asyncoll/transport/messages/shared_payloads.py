@@ -117,7 +117,8 @@ class _Outgoing:
             slot = self._claim()
             if slot is not None:
                 self._fill(slot, dest, payload)
-        except AsyncollError:  # a receiver has died with the lock, which has reported the loss
+        # A receiver has died with the lock, which has reported the loss.
+        except AsyncollError:
             return None
         return slot
 
@@ -151,7 +152,8 @@ class _Outgoing:
             return None
         try:
             self._addresses.append(self._arena.allocate(MAX_FRAME_BYTES))
-        except UsageError:  # the host has no memory left: messages carry their payloads from now on
+        # The host has no memory left: messages carry their payloads from now on.
+        except UsageError:
             self._slots_max = len(self._addresses)
             return None
         return len(self._addresses) - 1
@@ -176,7 +178,8 @@ class _Incoming:
             return
         try:
             whole = [self._resolved(source, frames)]
-        except AsyncollError:  # a rank has died with the lock, which has reported the loss: the message is unreadable
+        # A rank has died with the lock, which has reported the loss: the message is unreadable.
+        except AsyncollError:
             return
         self._receiver.received(source, whole.pop())  # `whole` must not keep the payload alive
         self.give_back()

@@ -205,7 +205,8 @@ class SimulatedTransport:
             loop.happen_at(arrives, self._world.transports[dest]._arrive, arrives, self.rank, copies, payload)
 
     def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
-        del dest, frames  # virtual time has no threads
+        # Virtual time has no threads.
+        del dest, frames
         return False
 
     async def drain(self, dest: int) -> None:

@@ -336,7 +336,8 @@ class TcpPayloads:
         The loss is reported where this rank reads, after the last payloads of the peer.
         """
         assert peer.writer.connection is not None
-        if not isinstance(error, ConnectionError):  # the connection has not ended yet
+        # The connection has not ended yet.
+        if not isinstance(error, ConnectionError):
             peer.cause = f"a payload could not be sent to it: {error}"
         # The connection may have ended already.
         with contextlib.suppress(OSError):
@@ -391,7 +392,8 @@ class TcpPayloads:
         if peer.is_lost or self._closed:
             return
         peer.is_lost = True
-        self._read_all(rank)  # a lost rank's payloads come before its loss
+        # A lost rank's payloads come before its loss.
+        self._read_all(rank)
         self._drop(peer)
         if not self._closed:
             self._lost(Loss(rank, cause))

@@ -240,7 +240,8 @@ class ZeroMQTransport:
             peer.lock.release()
 
     async def drain(self, dest: int) -> None:
-        await asyncio.sleep(0)  # the loop must also read between two segments of a long array
+        # The loop must also read between two segments of a long array.
+        await asyncio.sleep(0)
         if dest in self._peers:
             await self._peers[dest].drained.wait()
 
@@ -444,7 +445,8 @@ class ZeroMQTransport:
     def _lose(self, peer: _PeerConnection, cause: str, last_seen_s: float) -> None:
         if self._closed or peer.is_dropped:
             return
-        self.collect()  # a lost peer's messages come before its loss
+        # A lost peer's messages come before its loss.
+        self.collect()
         self._drop(peer, linger_ms=0)
         assert self._receiver is not None
         self._receiver.lost(Loss(peer.rank, cause, last_seen_s))
@@ -488,7 +490,8 @@ def _try_send(peer: _PeerConnection, frames: Sequence[Buffer]) -> bool:
         for frame in packed[:-1]:
             peer.dealer.send(frame, _MORE)
         peer.dealer.send(packed[-1], _FINAL)
-    except zmq.Again:  # ZeroMQ raises this at the first frame of a message only
+    # ZeroMQ raises this at the first frame of a message only.
+    except zmq.Again:
         return False
     return True
 

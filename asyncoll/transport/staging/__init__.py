@@ -251,7 +251,8 @@ def set_when_moved(transfer: Transfer, nbytes: int, ended: asyncio.Future[None])
             ended.set_result(None)
 
     def wake() -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the task that waits
+        # The loop is closed, and with it the task that waits.
+        with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(end)
 
     transfer.when_moved(nbytes, wake)

@@ -99,7 +99,8 @@ class CudaMark:
                 packed = self.content.view(self._x.dtype).view(self._x.shape)
                 self._x.copy_(packed, non_blocking=True)
             self._unpacked = _recorded(current)
-        for stream in {current, self.stream}:  # the latter, too, because the packed copy is memory of its order
+        # The latter, too, because the packed copy is memory of its order.
+        for stream in {current, self.stream}:
             stream.wait_event(self._unpacked)
 
 

@@ -87,7 +87,8 @@ class Runtime:
         try:
             handle = _HANDLE.pack(self.export(address), uuid, nbytes, os.urandom(_NONCE_BYTES))
         except Exception:
-            with contextlib.suppress(RefusedError):  # the reason is the first error
+            # The reason is the first error.
+            with contextlib.suppress(RefusedError):
                 self.free(address)
             raise
         self.addresses[handle] = address
@@ -169,7 +170,8 @@ def relaxed() -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(RefusedError):  # the device is broken, which copies tell
+        # The device is broken, which copies tell.
+        with contextlib.suppress(RefusedError):
             runtime.exchange_capture_mode(before)
 
 
