@@ -118,8 +118,8 @@ typedef struct {
     PyObject *make;   /* make(what, at_s, about): the event */
 } Tracing;
 
-/* Tell that `what` (declared.h) has happened at `at_s`, in seconds of CLOCK_MONOTONIC. The caller has found a sink, and holds the GIL. A
- * ring runs no bytecode: Python makes the event when it is taken out. */
+/* Tell that `what` (declared.h) has happened at `at_s`, in seconds of CLOCK_MONOTONIC. The caller has found a sink, and
+ * holds the GIL. A ring runs no bytecode: Python makes the event when it is taken out. */
 void trace_event(const Tracing *trace, int what, double at_s, PyObject *about);
 
 void trace_forget(Tracing *trace);
