@@ -1,7 +1,7 @@
 """Builds the compiled core (asyncoll/_core) with the C compiler of this machine; without one, asyncoll is pure Python.
 
-The cells in shared memory, and the arithmetic on them, are declared in Python (DECLARING). The header `declared.h`,
-which is written before the core is compiled, has them for C.
+The cells in shared memory, the arithmetic on them, and the kinds of events are declared in Python (DECLARING). The
+header `declared.h`, which is written before the core is compiled, has them for C.
 
 `ASYNCOLL_BUILD_CORE=0` builds none, and `=1` makes a failure an error. `CC`, `CFLAGS` and `LDFLAGS` are respected.
 
@@ -32,7 +32,12 @@ VARIABLE = "ASYNCOLL_BUILD_CORE"
 FOLDER = Path(__file__).parent / "asyncoll" / "_core"
 TARGET = FOLDER / "native.abi3.so"
 # The modules of the package that declare what C repeats. They import nothing but the standard library.
-DECLARING = ("transport/lock_cells.py", "algorithms/dense/meeting_cells.py", "algorithms/rounds/round_cells.py")
+DECLARING = (
+    "transport/lock_cells.py",
+    "runtime/event_kinds.py",
+    "algorithms/dense/meeting_cells.py",
+    "algorithms/rounds/round_cells.py",
+)
 # -fwrapv: peers may have written any numbers into the cells that the core counts in.
 FLAGS = ("-std=gnu11", "-O3", "-fwrapv", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-shared", "-pthread")
 PURE = "asyncoll runs in pure Python, which is slower and gives the same results"
@@ -105,8 +110,8 @@ def _headers() -> str:
 def declarations() -> str:
     """The header of C: the constants, cells and functions of DECLARING, under the same names.
 
-    A class of named cells gives a constant for each: `Head.latest` is HEAD_LATEST. DECLARATIONS tells from which
-    text of each module they are: `asyncoll._core` compares that when it loads the core.
+    A class of named cells gives a constant for each: `Head.latest` is HEAD_LATEST. So does one of numbers from 0 on.
+    DECLARATIONS tells from which text of each module they are: `asyncoll._core` compares that when it loads the core.
     """
     sources = {name: (FOLDER.parent / name).read_bytes() for name in DECLARING}
     versions = ", ".join(f'{{"{name}", "{zlib.crc32(source):08x}"}}' for name, source in sources.items())
@@ -121,7 +126,8 @@ def _constants(module: Path) -> Iterator[str]:
     for name, value in runpy.run_path(str(module)).items():
         if name.isupper() and type(value) is int:
             yield f"enum {{ {name} = {value} }};"
-        for index, field in enumerate(getattr(value, "_fields", ()) if isinstance(value, type) else ()):
+        named = getattr(value, "_fields", getattr(value, "__members__", ())) if isinstance(value, type) else ()
+        for index, field in enumerate(named):
             yield f"enum {{ {'_'.join(re.findall('[A-Z][a-z]*', name)).upper()}_{field.upper()} = {index} }};"
 
 

@@ -112,18 +112,15 @@ PyObject *points_in_python(void);
 
 /* -- trace.c ---------------------------------------------------------------------------------- */
 
-/* `What` of asyncoll/runtime/trace.py: the events that are told here. */
-enum What { TRACE_BEGIN, TRACE_ARRIVE, TRACE_OPEN, TRACE_REDUCE, TRACE_END };
-
 /* Where the events of an object's calls go. Both are NULL while nothing is traced. */
 typedef struct {
     PyObject *append; /* of the sink */
     PyObject *make;   /* make(what, at_s, about): the event */
 } Tracing;
 
-/* Tell that there is an event at `at_s`, in seconds of CLOCK_MONOTONIC. The caller has found a sink, and holds the GIL. A
- * ring runs no bytecode: Python makes the event when it is taken out. */
-void trace_event(const Tracing *trace, enum What what, double at_s, PyObject *about);
+/* Tell that `what` (declared.h) has happened at `at_s`, in seconds of CLOCK_MONOTONIC. The caller has found a sink, and
+ * holds the GIL. A ring runs no bytecode: Python makes the event when it is taken out. */
+void trace_event(const Tracing *trace, int what, double at_s, PyObject *about);
 
 void trace_forget(Tracing *trace);
 

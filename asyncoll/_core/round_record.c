@@ -186,7 +186,7 @@ void rounds_tell_opened(const Rounds *self, int64_t number)
 {
     PyObject *about = PyLong_FromLongLong(number);
     if (about)
-        trace_event(&self->trace, TRACE_OPEN, 1e-9 * (double)clock_ns(), about);
+        trace_event(&self->trace, WHAT_OPEN, 1e-9 * (double)clock_ns(), about);
     Py_XDECREF(about);
 }
 

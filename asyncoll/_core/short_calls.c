@@ -254,8 +254,8 @@ static int end(ShortCall *call, bool is_last)
     *(is_last ? &call->kind->reduced : &call->kind->received) += 1;
     self->ended_s = now_s();
     if (self->trace.append) {
-        trace_event(&self->trace, TRACE_REDUCE, self->ended_s, call->entry);
-        trace_event(&self->trace, TRACE_END, self->ended_s, call->entry);
+        trace_event(&self->trace, WHAT_REDUCE, self->ended_s, call->entry);
+        trace_event(&self->trace, WHAT_END, self->ended_s, call->entry);
     }
     PyObject *number = PyTuple_GetItem(call->entry, 1);
     if (PySet_Discard(self->parts[UNFINISHED], number) < 0)
@@ -373,8 +373,8 @@ static PyObject *begin(ShortCalls *self, ShortCall *call, PyObject *loop)
     replace(&self->parts[ENTRY], Py_NewRef(call->entry));
     if (self->trace.append) {
         double at_s = now_s();
-        trace_event(&self->trace, TRACE_BEGIN, at_s, call->entry);
-        trace_event(&self->trace, TRACE_ARRIVE, at_s, call->entry);
+        trace_event(&self->trace, WHAT_BEGIN, at_s, call->entry);
+        trace_event(&self->trace, WHAT_ARRIVE, at_s, call->entry);
     }
     PyObject *number = PyTuple_GetItem(call->entry, 1);
     int is_over = is_free < 0 || PySet_Add(self->parts[UNFINISHED], number) < 0 ? -1 : arrive(self, call, is_clear);

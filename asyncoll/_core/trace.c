@@ -1,10 +1,10 @@
 /* The events of calls that are carried out here: see asyncoll/runtime/trace.py. */
 #include "native.h"
 
-void trace_event(const Tracing *trace, enum What what, double at_s, PyObject *about)
+void trace_event(const Tracing *trace, int what, double at_s, PyObject *about)
 {
     PyObject *append = Py_NewRef(trace->append); /* the sink may be changed meanwhile */
-    PyObject *event = Py_BuildValue("(OidO)", trace->make, (int)what, at_s, about);
+    PyObject *event = Py_BuildValue("(OidO)", trace->make, what, at_s, about);
     PyObject *told = event ? PyObject_CallFunctionObjArgs(append, event, NULL) : NULL;
     if (!told)
         PyErr_WriteUnraisable(append); /* it changes no call that an event is lost */

@@ -14,12 +14,12 @@ from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.seam.short_calls import ShortCalls, signature_of
 from asyncoll.algorithms.seam.ways import OWN, with_own
 from asyncoll.errors import describe
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.receives import FromAny, Receives, pair_context
 from asyncoll.runtime.signature import Signature, Site
-from asyncoll.runtime.trace import What
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Arriving, Staged

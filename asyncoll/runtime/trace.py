@@ -14,26 +14,14 @@ import contextlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
-from enum import IntEnum
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from asyncoll.runtime import deadlines
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.signature import Site
 
 T = TypeVar("T")
-
-
-class What(IntEnum):
-    """What has happened at a rank. The compiled core knows the numbers (asyncoll/_core/native.h)."""
-
-    BEGIN = 0  # its program has made the call
-    ARRIVE = 1  # the call takes part, with its tensors: from now on other ranks may use its contribution
-    OPEN = 2  # it has opened a round
-    REDUCE = 3  # it has a result of the contributions of `Event.ranks`
-    END = 4  # the call is over
-    CANCEL = 5  # the call is over without a result: it was cancelled
-    FAIL = 6  # the same: it has failed
 
 
 class Traced(Protocol):

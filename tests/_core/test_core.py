@@ -41,6 +41,7 @@ from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
 from asyncoll.algorithms.rounds.round_cells import ENGINE_CELLS
 from asyncoll.algorithms.rounds.round_record import Memory, RoundRecord
 from asyncoll.errors import AsyncollError, UsageError
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import ReduceOp
@@ -294,7 +295,7 @@ def test_the_core_was_built_from_these_declarations():
 def test_declarations_need_no_other_package():
     for name, module in DECLARING.items():
         imported = re.findall(r"^(?:from|import) (\S+)", Path(module.__file__).read_text(), re.MULTILINE)
-        assert set(imported) <= {"__future__", "typing"}, name
+        assert set(imported) <= {"__future__", "enum", "typing"}, name
 
 
 def test_a_declaration_has_the_same_value_in_c(tmp_path):
@@ -330,6 +331,7 @@ def test_a_declaration_has_the_same_value_in_c(tmp_path):
             assert in_c(*map(ctypes.c_int64, drawn)) == function(*drawn), (function.__name__, drawn)
     enums = dict(re.findall(r"enum \{ (\w+) = (-?\d+) \};", source))
     assert enums["WITHDRAWN"] == "8"
+    assert {f"WHAT_{each.name}": str(each.value) for each in What}.items() <= enums.items()
     assert enums["RANK_CELLS_LATE_NS"] == str(DECLARING["algorithms/rounds/round_cells.py"].COLUMN.late_ns)
 
 

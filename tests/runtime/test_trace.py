@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from asyncoll import AbortedError
-from asyncoll.runtime.trace import What, events_of
+from asyncoll.runtime.event_kinds import What
+from asyncoll.runtime.trace import events_of
 from asyncoll.testing import Network, fake_device, run_ranks, simulate
 from tests.support import tracing
 from tests.support.cases import looped

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asyncoll import AVG, Communicator
-from asyncoll.runtime.trace import Event, What, events_of
+from asyncoll.runtime.event_kinds import What
+from asyncoll.runtime.trace import Event, events_of
 
 OUTCOMES = (What.END, What.CANCEL, What.FAIL)
 DENSE = ("allreduce", "barrier", "broadcast", "allgather", "reduce_scatter", "neighbor_average", "sparse_allreduce")

@@ -22,12 +22,13 @@ from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entr
 from asyncoll.algorithms.seam.ways import Shape, Way, own
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import CALLS_PER_TURN
 from asyncoll.runtime.shared_work import Driven, SharedWork
 from asyncoll.runtime.signature import Signature, place_outside
-from asyncoll.runtime.trace import Event, What
+from asyncoll.runtime.trace import Event
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import BFLOAT16, ReduceOp, kernel_number, reducer, storage
 

@@ -62,9 +62,9 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reminder import Reminder
 from asyncoll.algorithms.rounds.watch import Situation, Watch
 from asyncoll.errors import ProtocolError
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
-from asyncoll.runtime.trace import What
 from asyncoll.transport.wire import Buffer
 
 Key = tuple[int, int]  # a round, and an attempt at it

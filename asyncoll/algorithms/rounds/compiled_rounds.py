@@ -25,9 +25,10 @@ from asyncoll.algorithms.rounds.round_cells import NONE, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.progress import CALLS_PER_TURN
-from asyncoll.runtime.trace import Event, What
+from asyncoll.runtime.trace import Event
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import until

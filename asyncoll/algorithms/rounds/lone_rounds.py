@@ -19,8 +19,9 @@ from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
 from asyncoll.runtime import deadlines
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.progress import Runner
-from asyncoll.runtime.trace import Trace, What
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import Array, storage
 
 _ALONE = (0,)  # the contributors and the members of every round

@@ -26,11 +26,11 @@ from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
 from asyncoll.algorithms.seam.arrival import Arrival, to_its_end
 from asyncoll.errors import UsageError
 from asyncoll.runtime import deadlines
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.shared_work import SharedWork
 from asyncoll.runtime.signature import Site
-from asyncoll.runtime.trace import What
 from asyncoll.tensors.operands import Bundle, Single, bundle
 from asyncoll.tensors.reductions import ReduceOp, storage
 

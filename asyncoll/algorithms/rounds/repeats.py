@@ -18,10 +18,10 @@ from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.runtime import deadlines
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
 from asyncoll.runtime.signature import Site, place_outside
-from asyncoll.runtime.trace import What
 from asyncoll.tensors.operands import Bundle, Single, bundle
 
 

@@ -39,8 +39,9 @@ from asyncoll.algorithms.rounds.round_cells import (
 )
 from asyncoll.algorithms.rounds.unpublished import unpublished
 from asyncoll.arguments import digest
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.group import Group
-from asyncoll.runtime.trace import Trace, What
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena
 

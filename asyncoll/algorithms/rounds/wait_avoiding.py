@@ -45,8 +45,8 @@ from asyncoll.algorithms.rounds.engine import (
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
 from asyncoll.errors import ProtocolError
+from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.port import Port
-from asyncoll.runtime.trace import What
 from asyncoll.tensors.reductions import Array, combiner, fill_neutral, storage
 from asyncoll.transport.wire import Buffer
 

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable
 
 from asyncoll.communicator import Communicator
-from asyncoll.runtime.trace import Event, What
+from asyncoll.runtime.event_kinds import What
+from asyncoll.runtime.trace import Event
 
 BEGUN = "begun"  # the copy to the host is queued; in the thread of the caller
 LANDED = "landed"  # it has arrived, or the call uses it while it arrives; in the thread of the runtime
