@@ -8,14 +8,19 @@ READY := $(VENV)/.ready
 C := $(filter-out %/declared.h,$(wildcard asyncoll/_core/*.[ch] tests/stand_in/*.cpp))
 
 # The fast tests of `make check`: unit tests, and the laws in a few worlds. `make test` runs everything.
-FAST := $(addprefix tests/test_,architecture.py arena.py pending.py backend.py docstrings.py engine.py flat.py \
-	interruption.py joining.py liveness.py matching.py persistent.py rendezvous.py replicas.py rpc_codec.py schedule.py \
-	selection.py slots.py transport.py wire.py worlds.py collectives.py::test_every_dtype_and_reduction \
-	collectives.py::test_split_orders_by_key_and_colours_do_not_mix laws.py::test_a_few_worlds_of_each_kind)
+FAST := $(addprefix tests/,algorithms/dense/test_collectives.py::test_every_dtype_and_reduction \
+	algorithms/dense/test_collectives.py::test_split_orders_by_key_and_colours_do_not_mix \
+	algorithms/rounds/test_engine.py algorithms/rounds/test_persistent.py algorithms/seam/test_backend.py \
+	algorithms/sparse/test_selection.py project/test_architecture.py project/test_docstrings.py rpc/test_codec.py \
+	runtime/test_interruption.py runtime/test_liveness.py runtime/test_matching.py runtime/test_pending.py \
+	runtime/test_schedule.py tensors/test_flat.py testing/laws/test_laws.py::test_a_few_worlds_of_each_kind \
+	testing/test_worlds.py training/test_replicas.py transport/memory/test_arena.py transport/messages/test_slots.py \
+	transport/test_transport.py transport/test_wire.py world/test_environment.py world/test_joining.py)
 
 # The tests that use memory between processes, for a second run with another core.
-SHARING := tests/test_arena.py tests/test_shared_memory.py tests/test_wait_avoiding.py tests/test_rpc_in_memory.py \
-	tests/test_laws.py -k "arena or shm or few_worlds or (rpc_in_memory and not twin)"
+SHARING := $(addprefix tests/,algorithms/test_shared_memory.py algorithms/rounds/test_wait_avoiding.py \
+	rpc/test_in_memory.py testing/laws/test_laws.py transport/memory/test_arena.py) \
+	-k "arena or shm or few_worlds or (rpc and in_memory and not twin)"
 
 # The tests start hundreds of interpreters, and each compiles the package again where Python writes no bytecode.
 unexport PYTHONDONTWRITEBYTECODE

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import os
 import platform
+import re
 import runpy
 import shlex
 import shutil
@@ -121,7 +122,7 @@ def _constants(module: Path) -> Iterator[str]:
         if name.isupper() and type(value) is int:
             yield f"enum {{ {name} = {value} }};"
         for index, field in enumerate(getattr(value, "_fields", ()) if isinstance(value, type) else ()):
-            yield f"enum {{ {name.upper()}_{field.upper()} = {index} }};"
+            yield f"enum {{ {'_'.join(re.findall('[A-Z][a-z]*', name)).upper()}_{field.upper()} = {index} }};"
 
 
 def _function(node: ast.FunctionDef) -> str:

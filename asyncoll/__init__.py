@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from asyncoll import rpc as rpc
     from asyncoll.algorithms.gossip.pairwise import Gossip as Gossip
     from asyncoll.algorithms.rounds.reduction import Reduction as Reduction
-    from asyncoll.algorithms.sparse.operations import SparseReduction as SparseReduction
     from asyncoll.algorithms.sparse.selection import Feedback as Feedback
+    from asyncoll.algorithms.sparse.sparse_operations import SparseReduction as SparseReduction
+    from asyncoll.algorithms.totals import Statistics as Statistics
     from asyncoll.blocking import BlockingCommunicator as BlockingCommunicator
     from asyncoll.blocking import init as init
     from asyncoll.communicator import Communicator as Communicator
-    from asyncoll.communicator import Statistics as Statistics
     from asyncoll.errors import AbortedError as AbortedError
     from asyncoll.errors import AsyncollError as AsyncollError
     from asyncoll.errors import ClosedError as ClosedError
@@ -64,7 +64,8 @@ _HOMES = {
     "algorithms.gossip.pairwise": ("Gossip",),
     "algorithms.sparse.selection": ("Feedback",),
     "blocking": ("BlockingCommunicator", "init"),
-    "communicator": ("Communicator", "Statistics"),
+    "algorithms.totals": ("Statistics",),
+    "communicator": ("Communicator",),
     "runtime.deadlines": ("deadline",),
     "errors": (
         "AbortedError",
@@ -86,7 +87,7 @@ _HOMES = {
     "algorithms.rounds.reduction": ("Reduction",),
     "runtime.handles": ("Handle",),
     "runtime.progress": ("offload",),
-    "algorithms.sparse.operations": ("SparseReduction",),
+    "algorithms.sparse.sparse_operations": ("SparseReduction",),
     "tensors.reductions": ("ReduceOp",),
     "world.join": ("connect", "run"),
 }

@@ -7,6 +7,7 @@ A numpy string, a member of a StrEnum or a numpy integer equals its built-in val
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 
 import numpy as np
@@ -61,6 +62,14 @@ def real(value: object, what: str) -> float:
         return float(value)
     except OverflowError:
         raise UsageError(f"{what} must be a number that a float can hold, got {value!r:.50}") from None
+
+
+def number_of_samples(value: object, what: str) -> float:
+    """`value` as the weight of a contribution. Raises UsageError unless it is a finite number of at least 0."""
+    number = real(value, what)
+    if not 0 <= number < math.inf:
+        raise UsageError(f"{what} {number} is no number of samples: give a finite number that is not negative")
+    return number
 
 
 def digest(*parts: int | str) -> int:

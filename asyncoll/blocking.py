@@ -71,9 +71,10 @@ def init() -> BlockingCommunicator:
 
 
 def join(environment: Environment | None, *, departs: bool = False, leaves_by: str = "`close`") -> BlockingCommunicator:
-    """As `init`, for the world of `environment`; None: that of the environment variables.
+    """Join the world of `environment`, or of the environment variables if it is None. Blocks until all have joined.
 
-    With `departs`, leaving is that of `World`. `leaves_by` is the call of the program by which it leaves, for errors.
+    With `departs`, leaving is not collective: this rank leaves once its calls are over. `leaves_by` is the call of the
+    program by which it leaves, for errors.
     """
     return _Session(departs, leaves_by).enter(environment)
 
@@ -159,7 +160,8 @@ class _Session:
         except BaseException as error:
             self._outcome = error
         self._over.open()
-        self._entered.open()  # last: after an error in joining nothing of it is left
+        # Last: after an error in joining nothing of the world is left.
+        self._entered.open()
 
     async def _stay(self, runner: HandleRunner, environment: Environment | None) -> None:
         self._asked = asyncio.Event()
@@ -198,7 +200,8 @@ def _with_handle(
     @functools.wraps(method)
     def call(caller: Any, /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         member = caller._member
-        member.check_open()  # in a forked child, another thread of its parent may hold the lock for ever
+        # In a forked child, another thread of its parent may hold the lock for ever.
+        member.check_open()
         with caller._order:
             handle: Handle[T] = member.runner.handle(method(caller, *args, **kwargs))
             return handle
@@ -230,8 +233,8 @@ class BlockingGossip(Gossip):
 class BlockingCommunicator(Communicator):
     """A `Communicator` for programs without an event loop: its calls may be made in any thread, and return handles.
 
-    `asyncoll.init` gives the communicator of all ranks, `split` one of some of them. All calls are those of
-    `Communicator`, with its arguments, results and errors; what those raise "when awaited", these raise in
+    `asyncoll.init` gives the communicator of all ranks, `split` one of some of them. It has all calls of a
+    `Communicator`, with the same arguments, results and errors; what those raise "when awaited", these raise in
     `Handle.wait`. Differences:
 
     *Threads.* A call needs no event loop. Calls of several threads are numbered in the order in which they are made,
@@ -335,9 +338,10 @@ class BlockingCommunicator(Communicator):
     push_sum = _with_handle(Communicator.push_sum)
 
     def recv_any(self, x: T, tag: int = 0) -> Handle[tuple[T, int]]:  # type: ignore[override]
-        """As `Communicator.recv_any`, with a handle for the end of the call.
+        """Receive a message of any other rank into `x`, in place. The handle's result is `x` and the sender's rank.
 
-        The message is taken even if the handle is dropped.
+        Arguments and errors are the same as those of `Communicator.recv_any`. The message is taken even if the handle
+        is dropped.
         """
         handle: Handle[tuple[T, int]] = _recv_any(self, x, tag)
         handle.claim()
@@ -346,11 +350,14 @@ class BlockingCommunicator(Communicator):
     def gossip(  # type: ignore[override]
         self, x: object, *, graph: str = "ring", seed: int = 0
     ) -> Handle[BlockingGossip]:
-        """As `Communicator.gossip`, for a gossip whose calls return handles."""
+        """Make a gossip of `x`, whose calls return handles. All ranks call it, as they do `Communicator.gossip`."""
         return _gossip(self, x, graph=graph, seed=seed)  # type: ignore[return-value]
 
     def split(  # type: ignore[override]
         self, color: int | None, key: int = 0
     ) -> Handle[BlockingCommunicator | None]:
-        """As `Communicator.split`, for a communicator whose calls return handles."""
+        """Make communicators of the ranks that give the same `color`, whose calls return handles; None for color None.
+
+        Collective: all ranks call it, in the order of their other calls. `key` orders the ranks of a group.
+        """
         return _split(self, color, key)  # type: ignore[return-value]

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from asyncoll.bench.commands import Group, bench
+from asyncoll.bench.commands import CommandGroup, bench
 from asyncoll.errors import UsageError
 
 _SEED = click.IntRange(0, (1 << 63) - 1)
@@ -26,7 +26,7 @@ class _FilePath(click.Path):
         return super().convert(value, param, ctx)
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Asynchronous and wait-avoiding collectives for ranks that do not run in step."""
 
@@ -110,11 +110,20 @@ def key(file: Path) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--gpu", is_flag=True, help="Open the devices of CUDA, and show the routes of copies.")
-def doctor(as_json: bool, gpu: bool) -> None:
+@click.option("--ways", is_flag=True, help="Show instead which way each call takes, and why.")
+@click.option(
+    "-n",
+    "ranks",
+    type=_COUNT,
+    default=2,
+    envvar="WORLD_SIZE",
+    help="Number of ranks, for --ways.  [default: WORLD_SIZE, or 2]",
+)
+def doctor(as_json: bool, gpu: bool, ways: bool, ranks: int) -> None:
     """Show what asyncoll finds on this host, and what it would choose for a job."""
-    from asyncoll.doctor import examine, render
+    from asyncoll import doctor
 
-    click.echo(render(examine(with_gpu=gpu), as_json))
+    click.echo(doctor.ways(ranks, as_json) if ways else doctor.render(doctor.examine(with_gpu=gpu), as_json))
 
 
 @main.command()

@@ -7,10 +7,7 @@ order in which tasks run does not matter. The docstring of each method states it
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Coroutine, Sequence
 from sys import intern
 from types import TracebackType
 from typing import Any, Self, SupportsIndex, TypeVar
@@ -22,21 +19,30 @@ from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.gossip import graphs, neighbors
 from asyncoll.algorithms.gossip.graphs import Graph
 from asyncoll.algorithms.gossip.pairwise import Gossip
+from asyncoll.algorithms.guarantees import (
+    CANCELLATION,
+    CANCELLATION_IN_PLACE,
+    COLLECTIVE,
+    COLLECTIVE_IN_GRAPH,
+    LEAVE_ALONE,
+    ROUNDS,
+    guarantees,
+    round_guarantees,
+)
 from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
 from asyncoll.algorithms.rounds.reduction import Reduction
-from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.sparse.oktopk import Rules
-from asyncoll.algorithms.sparse.operations import SparseReduction, Specification
 from asyncoll.algorithms.sparse.selection import Feedback
-from asyncoll.arguments import digest, real, text, whole
+from asyncoll.algorithms.sparse.sparse_operations import SparseReduction, Specification
+from asyncoll.algorithms.totals import Statistics
+from asyncoll.arguments import digest, number_of_samples, real, text, whole
 from asyncoll.errors import NonFiniteError, Reason, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
-from asyncoll.runtime.signature import Signature, Site, site_outside
+from asyncoll.runtime.signature import Signature, site_outside
 from asyncoll.runtime.uncopied import Uncopied
-from asyncoll.statistics import CallStatistics
 from asyncoll.tensors import reductions, shapes
 from asyncoll.tensors.operands import (
     Bundle,
@@ -44,51 +50,13 @@ from asyncoll.tensors.operands import (
     Single,
     as_operand,
     bundle,
-    check_devices,
-    is_tensor,
+    one_for_each,
     resident_of,
     staged_parts,
 )
 from asyncoll.tensors.reductions import ReduceOp, build
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """What one rank has sent and received since it joined the world, and the totals of one communicator.
-
-    Messages and bytes are totals over all communicators of the rank: those of all messages, plus those of calls in
-    shared memory that have ended. So they are at least the sums over the `calls` of the rank's communicators.
-
-    In shared memory, bytes received are those read from other ranks' memory. Bytes sent are those made readable for
-    others, counted once however many ranks read them. Wait-avoiding rounds and calls of functions are not counted if
-    they go through shared memory.
-    """
-
-    rank: int
-    """This rank's number in the communicator."""
-
-    messages_sent: int
-    """Messages of this rank, in all of its communicators."""
-
-    messages_received: int
-    """Messages to this rank, in all of its communicators."""
-
-    bytes_sent: int
-    """Bytes of payload sent, by message and in shared memory."""
-
-    bytes_received: int
-    """Bytes of payload received, by message and in shared memory."""
-
-    operations: dict[str, OperationStatistics]
-    """The wait-avoiding operations of this communicator, by `name`."""
-
-    calls: dict[str, CallStatistics]
-    """The other calls on this communicator that have ended, by method: number, messages and bytes.
-
-    Point-to-point calls are counted together, as `send/recv`.
-    """
 
 
 class Communicator(Uncopied):
@@ -141,6 +109,7 @@ class Communicator(Uncopied):
         self._core = core
         self._calls = core.calls
         self._short = core.calls.short
+        self._epoch = core.member.group.epoch
 
     @property
     def rpc(self) -> Rpc:
@@ -186,21 +155,12 @@ class Communicator(Uncopied):
 
     # -- collectives ------------------------------------------------------------------------------
 
+    @guarantees(COLLECTIVE, LEAVE_ALONE, CANCELLATION_IN_PLACE)
     def allreduce(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` element by element over all ranks, in place. Every rank gets the same bits.
 
         AVG is the sum divided by `size`. AVG of float16 and bfloat16 is computed in float32 and rounded once. Their SUM
         may overflow: by message each partial sum is rounded to the half type, in shared memory only the final one.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Leave `x` alone from the call until the coroutine has ended.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError. `x` is no longer in use when CancelledError is raised; its content
-        is undefined.
 
         Args:
             x: numpy array or torch tensor of any layout, writable. Dtype and number of elements are the same at
@@ -212,19 +172,8 @@ class Communicator(Uncopied):
             `x` itself, which holds the result.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor, or `op` is not defined for its dtype; or this thread runs
-                no event loop. Nothing has been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation,
-                dtype, number of elements or `op`.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `x` is not such a tensor, or `op` is not defined for its dtype.
+            MismatchError: other operation, dtype, number of elements or `op`.
 
         Example:
 
@@ -248,18 +197,9 @@ class Communicator(Uncopied):
 
         return self._start(self._call("allreduce", operand, op.name), body, operand, overlaps=True)
 
+    @guarantees(COLLECTIVE, LEAVE_ALONE, CANCELLATION_IN_PLACE)
     def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
         """Copy the root's `x` into every rank's `x`, in place.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Leave `x` alone from the call until the coroutine has ended.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError. `x` is no longer in use when CancelledError is raised; its content
-        is undefined.
 
         Args:
             x: numpy array or torch tensor of any layout, writable at every rank. Dtype and number of elements are
@@ -270,19 +210,8 @@ class Communicator(Uncopied):
             `x` itself, which holds the root's content.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor, or `root` is no rank; or this thread runs no event loop.
-                Nothing has been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation,
-                dtype, number of elements or root.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `x` is not such a tensor, or `root` is no rank.
+            MismatchError: other operation, dtype, number of elements or root.
 
         Example:
 
@@ -300,18 +229,9 @@ class Communicator(Uncopied):
 
         return self._start(self._call("broadcast", operand, f"root {root}"), body, operand, overlaps=True)
 
+    @guarantees(COLLECTIVE, LEAVE_ALONE, CANCELLATION_IN_PLACE)
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` element by element over all ranks, into the root's `x`; the other ranks' `x` stays as it is.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Leave `x` alone from the call until the coroutine has ended.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError. `x` is no longer in use when CancelledError is raised; its content
-        is undefined.
 
         Args:
             x: numpy array or torch tensor of any layout, writable at the root. Dtype and number of elements are the
@@ -323,19 +243,8 @@ class Communicator(Uncopied):
             `x` itself; at the root it holds the result.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor, `op` is not defined for its dtype, or `root` is no rank;
-                or this thread runs no event loop. Nothing has been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation,
-                dtype, number of elements, `op` or root.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `x` is not such a tensor, `op` is not defined for its dtype, or `root` is no rank.
+            MismatchError: other operation, dtype, number of elements, `op` or root.
 
         Example:
 
@@ -356,18 +265,12 @@ class Communicator(Uncopied):
 
         return self._start(self._call("reduce", operand, f"{op.name}, root {root}"), body, operand, overlaps=True)
 
+    @guarantees(COLLECTIVE, CANCELLATION)
     def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` element by element over all ranks, and give each rank its shard of the rows of the result.
 
         Rows (dimension 0) are split into `size` shards, as evenly as possible: each of the first `rows mod size` ranks
         gets one row more than the others.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
 
         Args:
             x: numpy array or torch tensor of any layout with at least one dimension. Dtype and shape are the same
@@ -378,19 +281,8 @@ class Communicator(Uncopied):
             A new tensor of the kind and dtype of `x` and of shape (rows of this rank, *x.shape[1:]).
 
         Raises:
-            UsageError: when called: `x` is not such a tensor, or `op` is not defined for its dtype; or this thread runs
-                no event loop. Nothing has been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation,
-                dtype, number of elements or `op`.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `x` is not such a tensor, or `op` is not defined for its dtype.
+            MismatchError: other operation, dtype, number of elements or `op`.
 
         Example:
 
@@ -412,15 +304,9 @@ class Communicator(Uncopied):
 
         return self._start(self._call("reduce_scatter", operand, op.name), body, operand, overlaps=True)
 
+    @guarantees(COLLECTIVE, CANCELLATION)
     def allgather(self, x: T) -> Coroutine[Any, Any, T]:
         """Collect every rank's `x` at every rank, stacked along a new first dimension.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
 
         Args:
             x: numpy array or torch tensor of any layout. Dtype and shape are the same at every rank. It is only
@@ -430,19 +316,8 @@ class Communicator(Uncopied):
             A new tensor of the kind and dtype of `x` and of shape (size, *x.shape); `stacked[r]` is the `x` of rank r.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor; or this thread runs no event loop. Nothing has been sent,
-                and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation, dtype
-                or number of elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `x` is not such a tensor.
+            MismatchError: other operation, dtype or number of elements.
 
         Example:
 
@@ -460,15 +335,9 @@ class Communicator(Uncopied):
 
         return self._start(self._call("allgather", operand), body, operand, overlaps=True)
 
+    @guarantees(COLLECTIVE, CANCELLATION)
     def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
         """Collect every rank's `x`, of any shape, at every rank.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
 
         Args:
             x: numpy array or torch tensor of any layout. The dtype is the same at every rank; the shapes may
@@ -479,19 +348,8 @@ class Communicator(Uncopied):
             r.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor; or this thread runs no event loop. Nothing has been sent,
-                and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation or
-                dtype.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `x` is not such a tensor.
+            MismatchError: other operation or dtype.
 
         Example:
 
@@ -511,15 +369,9 @@ class Communicator(Uncopied):
 
         return self._start(self._call("allgatherv", operand, any_count=True), body, operand)
 
+    @guarantees(COLLECTIVE, CANCELLATION)
     def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
         """Collect every rank's `x` at the root, stacked along a new first dimension.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
 
         Args:
             x: numpy array or torch tensor of any layout. Dtype and shape are the same at every rank. It is only
@@ -531,19 +383,8 @@ class Communicator(Uncopied):
             ranks.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor, or `root` is no rank; or this thread runs no event loop.
-                Nothing has been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation,
-                dtype, number of elements or root.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `x` is not such a tensor, or `root` is no rank.
+            MismatchError: other operation, dtype, number of elements or root.
 
         Example:
 
@@ -565,15 +406,9 @@ class Communicator(Uncopied):
 
         return self._start(self._call("gather", operand, f"root {root}"), body, operand)
 
+    @guarantees(COLLECTIVE, CANCELLATION)
     def scatter(self, xs: Sequence[T] | None = None, root: int = 0) -> Coroutine[Any, Any, T]:
         """Give each rank its element of the root's list of tensors.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
 
         Args:
             xs: at the root, a sequence of `size` tensors (numpy arrays or torch tensors) of one dtype, whose shapes
@@ -587,19 +422,8 @@ class Communicator(Uncopied):
             in memory of the host, wherever the root's tensors are: these ranks have none that names a device.
 
         Raises:
-            UsageError: when called: at the root, `xs` is not such a sequence; `root` is no rank; or this thread runs no
-                event loop. Nothing has been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation or
-                root.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: at the root, `xs` is not such a sequence; or `root` is no rank.
+            MismatchError: other operation or root.
 
         Example:
 
@@ -607,7 +431,7 @@ class Communicator(Uncopied):
             mine = await comm.scatter(shards, root=0)  # three times this rank's number
         """
         root = self._rank(root, "root")
-        operands = self._operands(xs, "scatter") if self.rank == root else []
+        operands = one_for_each(xs, self.size, "scatter") if self.rank == root else []
         own = operands[root] if operands else None
 
         async def body(collectives: Collectives) -> T:
@@ -624,15 +448,9 @@ class Communicator(Uncopied):
         call, nbytes = self._call("scatter", None, f"root {root}"), sum(x.flat.nbytes for x in operands)
         return self._calls.start(Call(call, body, nbytes, staged_parts(operands)))
 
+    @guarantees(COLLECTIVE, CANCELLATION)
     def alltoall(self, x: T) -> Coroutine[Any, Any, T]:
         """Send the i-th of `size` equal blocks of the rows of `x` to rank i, and receive one block from each rank.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
 
         Args:
             x: numpy array or torch tensor of any layout, whose number of rows (dimension 0) is a multiple of
@@ -643,19 +461,8 @@ class Communicator(Uncopied):
             A new tensor of the kind, dtype and shape of `x`: the block of rank 0, then that of rank 1, and so on.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor; or this thread runs no event loop. Nothing has been sent,
-                and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation, dtype
-                or number of elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `x` is not such a tensor.
+            MismatchError: other operation, dtype or number of elements.
 
         Example:
 
@@ -677,15 +484,9 @@ class Communicator(Uncopied):
 
         return self._start(self._call("alltoall", operand), body, operand)
 
+    @guarantees(COLLECTIVE, CANCELLATION)
     def alltoallv(self, xs: Sequence[T]) -> Coroutine[Any, Any, list[T]]:
         """Send `xs[i]` to rank i, for every i, and receive one tensor from each rank; the shapes may differ.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
 
         Args:
             xs: a sequence of `size` tensors (numpy arrays or torch tensors). The dtype is the same for all of them
@@ -696,26 +497,15 @@ class Communicator(Uncopied):
             r had for this one.
 
         Raises:
-            UsageError: when called: `xs` is not such a sequence; or this thread runs no event loop. Nothing has been
-                sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation or
-                dtype.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `xs` is not such a sequence.
+            MismatchError: other operation or dtype.
 
         Example:
 
             outgoing = [np.full(dest, comm.rank) for dest in range(comm.size)]
             incoming = await comm.alltoallv(outgoing)  # each of length `rank`; the r-th holds the number r
         """
-        operands = self._operands(xs, "alltoallv")
+        operands = one_for_each(xs, self.size, "alltoallv")
 
         async def body(collectives: Collectives) -> list[T]:
             rows = shapes.rows(self.size)
@@ -729,29 +519,13 @@ class Communicator(Uncopied):
         call, nbytes = self._call("alltoallv", operands[0], any_count=True), sum(x.flat.nbytes for x in operands)
         return self._calls.start(Call(call, body, nbytes, staged_parts(operands)))
 
+    @guarantees(COLLECTIVE, CANCELLATION)
     def barrier(self) -> Coroutine[Any, Any, None]:
         """Wait until every rank has called it.
 
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
-
         Raises:
-            UsageError: when called: this process is a forked child of a rank; or this thread runs no event loop.
-                Nothing has been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: this process is a forked child of a rank.
+            MismatchError: another operation.
 
         Example:
 
@@ -765,6 +539,7 @@ class Communicator(Uncopied):
 
     # -- point to point ---------------------------------------------------------------------------
 
+    @guarantees()
     def send(self, x: object, dest: int, tag: int = 0) -> Coroutine[Any, Any, None]:
         """Send `x` to rank `dest`, which receives it with `recv`.
 
@@ -784,20 +559,10 @@ class Communicator(Uncopied):
             tag: any 64-bit integer.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor, `dest` is no other rank, or `tag` no such integer; or
-                this thread runs no event loop. Nothing has been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            UsageError: `x` is not such a tensor, `dest` is no other rank, or `tag` no such integer.
             MismatchError: when awaited: `dest` receives this message into a tensor of another dtype or number of
                 elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of
-                `dest` has ended.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of `dest` has ended.
 
         Example:
 
@@ -807,30 +572,15 @@ class Communicator(Uncopied):
                 x = await comm.recv(np.empty(4, int), source=0)
         """
         operand = as_operand(x, may_stage=True)
-        dest, tag = self._peer(dest, "dest"), whole(tag, "tag")
+        return self._core.messages.send(operand, self._peer(dest, "dest"), whole(tag, "tag"), site_outside())
 
-        async def body(pair: Collectives) -> None:
-            await pair.pass_on(operand.flat, dest, None, dest)
-
-        detail, site = f"from rank {self.rank} to rank {dest}, tag {tag}", _site()
-
-        def start() -> Coroutine[Any, Any, None]:
-            number = self._calls.number_send(dest, tag)
-            call = Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
-            if operand.staged is None and self._calls.send_directly(call, dest, tag, operand.flat):
-                return self._core.member.runner.done(None)
-            return self._calls.start_send(call, dest, tag, body, staged_parts([operand]))
-
-        return self._start_message(detail, start)
-
+    @guarantees(LEAVE_ALONE)
     def recv(self, x: T, source: int, tag: int = 0) -> Coroutine[Any, Any, T]:
         """Receive a message that rank `source` sends with `send` into `x`, in place.
 
         Point to point: `source` calls `send`, and this rank calls `recv`. The other ranks take no part. Messages of one
         tag from one rank to another are received in the order in which they were sent. The call starts at once, so
         several may be under way.
-
-        Leave `x` alone from the call until the coroutine has ended.
 
         Cancellation of a call under way aborts the communicator, because the message may be on its way: pending and
         later calls of all its ranks raise AbortedError. `x` is no longer in use when CancelledError is raised; its
@@ -846,19 +596,9 @@ class Communicator(Uncopied):
             `x` itself, which holds the message.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor, `source` is no other rank, or `tag` no such integer; or
-                this thread runs no event loop. Nothing has been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            UsageError: `x` is not such a tensor, `source` is no other rank, or `tag` no such integer.
             MismatchError: when awaited: `source` has sent a tensor of another dtype or number of elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of
-                `source` has ended.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of `source` has ended.
 
         Example:
 
@@ -869,17 +609,9 @@ class Communicator(Uncopied):
         """
         operand = as_operand(x, writable=True, may_stage=True, is_read=False)
         source, tag = self._peer(source, "source"), whole(tag, "tag")
+        return self._core.messages.recv(operand, source, tag, site_outside(), x)
 
-        async def body(pair: Collectives) -> T:
-            await pair.pass_on(None, source, operand.flat, source)
-            operand.write_back()
-            return x
-
-        detail = f"from rank {source} to rank {self.rank}, tag {tag}"
-        call = Signature("send/recv", 0, operand.dtype, operand.flat.size, detail, _site())
-        start = partial(self._calls.start_receive, call, source, tag, body, staged_parts([operand]))
-        return self._start_message(detail, start)
-
+    @guarantees(LEAVE_ALONE)
     def recv_any(self, x: T, tag: int = 0) -> Coroutine[Any, Any, tuple[T, int]]:
         """Receive a message that any other rank sends with `send` into `x`, in place, and tell which rank that is.
 
@@ -892,8 +624,6 @@ class Communicator(Uncopied):
         Receives of one tag, by `recv` and `recv_any`, take messages in the order in which they were made, as in MPI:
         while a `recv_any` waits, the later receives of its tag on this communicator wait behind it. The call starts at
         once, so several may be under way.
-
-        Leave `x` alone from the call until the coroutine has ended.
 
         Cancellation does not abort the communicator, and no message is lost: one that this call has taken, or was
         receiving, goes to the next receive of its tag from its sender that is made, or to one that already waits. If
@@ -914,17 +644,9 @@ class Communicator(Uncopied):
         Raises:
             UsageError: when called: `x` is not such a tensor, `tag` is no such integer, or this rank is the only one;
                 or this thread runs no event loop. No message has been taken, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
             MismatchError: when awaited: the sender has sent a tensor of another dtype or number of elements.
-            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of
-                every other rank has ended.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of every other rank has
+                ended.
 
         Example:
 
@@ -938,22 +660,11 @@ class Communicator(Uncopied):
         operand, tag = as_operand(x, writable=True, may_stage=True, is_read=False), whole(tag, "tag")
         if self.size == 1:
             raise UsageError("recv_any has no rank to receive from: this communicator has one rank")
-        site = _site()
-
-        def call(source: int | None, number: int) -> Signature:
-            sender = "any rank" if source is None else f"rank {source}"
-            detail = f"from {sender} to rank {self.rank}, tag {tag}"
-            return Signature("send/recv", number, operand.dtype, operand.flat.size, detail, site)
-
-        def result(source: int) -> tuple[T, int]:
-            operand.write_back()
-            return x, source
-
-        self._core.member.check_program()
-        return self._calls.start_receive_from_any(call, tag, operand.flat, result, staged_parts([operand]))
+        return self._core.messages.recv_any(operand, tag, site_outside(), lambda source: (x, source))
 
     # -- wait-avoiding ----------------------------------------------------------------------------
 
+    @round_guarantees(*ROUNDS)
     def solo_allreduce(
         self,
         x: object,
@@ -967,69 +678,17 @@ class Communicator(Uncopied):
     ) -> Coroutine[Any, Any, Reduction]:
         """Wait-avoiding allreduce in rounds: the first rank to arrive starts the round for all (a quorum of 1).
 
-        Not collective: ranks may make different numbers of calls. Each round includes every rank: with the contribution
-        of its caller, with one that is staged there from before, or with none. The call starts at once; one that is
-        never awaited contributes all the same. If the round that it aims at (the one after the newest that this rank
-        was given) is over already, the call stages its contribution and returns the newest result at once. So a caller
-        must count rounds (`Reduction.round`), never its own calls. Calls of one rank under one name take turns.
-
-        Every contribution enters exactly one round: one that comes too late is added to the rank's next contribution
-        and enters a later round, none is lost and none is counted twice. Contributions that are still staged when the
-        world ends are dropped.
-
-        `x` is reduced in place: it comes back as the result of round `Reduction.round`, with the same bits at every
-        rank that is given that round. AVG divides by `size`, whatever the number of contributors, as in the paper.
-
-        Leave `x` alone from the call until the coroutine has ended.
-
         With `history`, every rank keeps the last `history` results before the newest. A rank that is late by at most
         that many rounds gets them in `Reduction.missed`. It can apply every result exactly once, as the ranks in time
         did, and so stay equal to them.
 
-        Cancellation does not abort the communicator. The contribution stays in, the round goes on, and the next call
-        reports it as missed or skipped. If a round has begun that uses the memory of `x` (by message, a long `x`
-        without `history`; in shared memory, a registered `x`), the cancellation waits for its end. Afterwards `x` is no
-        longer in use; its content is undefined.
-
-        A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
-        contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
-        or a quorum waiting, unless it has called `join`.
-
         Args:
-            x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round, and of one `Metrics` at most.
-            name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
-                numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
-                for 1,024 names.
-            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
             sync_every: each round whose number is a multiple of it waits for all ranks, which bounds staleness by that
                 many rounds; 0: no round does.
-            sync_offset: the rounds that a program counts before the first one of `name`, as after a checkpoint. Rounds
-                are synchronous where that count is a multiple of `sync_every`.
             history: number of results to keep. Costs as many times the memory of `x` at every rank.
-            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
-                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
-                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
-                fixed by the first one.
 
         Returns:
             A `Reduction`: which round `x` holds, and whether this contribution is in it.
-
-        Raises:
-            UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name
-                on this host, of which no other rank is told then, or no shared memory for the contribution.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
-                options.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception; or another host has no room for the name, which the error names.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
         partial collective operations", PPoPP 2020, section 4.1 (solo) and section 5 (stale gradients).
@@ -1046,6 +705,7 @@ class Communicator(Uncopied):
         """
         return self._wait_avoiding(x, name, weight, (op, _SOLO, False, sync_every, sync_offset, history), _SOLO_RULES)
 
+    @round_guarantees(*ROUNDS)
     def majority_allreduce(
         self,
         x: object,
@@ -1072,64 +732,11 @@ class Communicator(Uncopied):
         paper's majority; `size` candidates are `solo_allreduce`; the paper asks for the range between the two in
         section 8.
 
-        Not collective: ranks may make different numbers of calls. Each round includes every rank: with the contribution
-        of its caller, with one that is staged there from before, or with none. The call starts at once; one that is
-        never awaited contributes all the same. If the round that it aims at (the one after the newest that this rank
-        was given) is over already, the call stages its contribution and returns the newest result at once. So a caller
-        must count rounds (`Reduction.round`), never its own calls. Calls of one rank under one name take turns.
-
-        Every contribution enters exactly one round: one that comes too late is added to the rank's next contribution
-        and enters a later round, none is lost and none is counted twice. Contributions that are still staged when the
-        world ends are dropped.
-
-        `x` is reduced in place: it comes back as the result of round `Reduction.round`. AVG divides by `size`, whatever
-        the number of contributors. Leave `x` alone from the call until the coroutine has ended.
-
-        Cancellation does not abort the communicator. The contribution stays in, the round goes on, and the next call
-        reports it as missed or skipped. If a round has begun that uses the memory of `x` (by message, a long `x`
-        without `history`; in shared memory, a registered `x`), the cancellation waits for its end. Afterwards `x` is no
-        longer in use; its content is undefined.
-
-        A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
-        contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
-        or a quorum waiting, unless it has called `join`.
-
         Args:
-            x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round, and of one `Metrics` at most.
             candidates: number of ranks drawn for each round, from 1 to `size`.
-            name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
-                numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
-                for 1,024 names.
-            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
-            seed: of the draws; a 64-bit integer.
-            sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
-            sync_offset: the rounds that a program counts before the first one of `name`, as after a checkpoint. Rounds
-                are synchronous where that count is a multiple of `sync_every`.
-            history: number of results before the newest that are kept for `Reduction.missed`.
-            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
-                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
-                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
-                fixed by the first one.
 
         Returns:
             A `Reduction`: which round `x` holds, and whether this contribution is in it.
-
-        Raises:
-            UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name
-                on this host, of which no other rank is told then, or no shared memory for the contribution.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
-                options.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception; or another host has no room for the name, which the error names.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
         partial collective operations", PPoPP 2020, section 4.2.
@@ -1143,6 +750,7 @@ class Communicator(Uncopied):
         arguments = (op, Opening.MAJORITY, False, sync_every, sync_offset, history, candidates, seed)
         return self._wait_avoiding(x, name, weight, arguments, (*_SOLO_RULES, "candidates", "seed"))
 
+    @round_guarantees(*ROUNDS)
     def quorum_allreduce(
         self,
         x: object,
@@ -1162,64 +770,11 @@ class Communicator(Uncopied):
         waits for all ranks like `allreduce`. By message a rank that is drawn for each round from `seed` counts the
         arrivals; its own caller need not have arrived. Ranks that have left their program count as arrived.
 
-        Not collective: ranks may make different numbers of calls. Each round includes every rank: with the contribution
-        of its caller, with one that is staged there from before, or with none. The call starts at once; one that is
-        never awaited contributes all the same. If the round that it aims at (the one after the newest that this rank
-        was given) is over already, the call stages its contribution and returns the newest result at once. So a caller
-        must count rounds (`Reduction.round`), never its own calls. Calls of one rank under one name take turns.
-
-        Every contribution enters exactly one round: one that comes too late is added to the rank's next contribution
-        and enters a later round, none is lost and none is counted twice. Contributions that are still staged when the
-        world ends are dropped.
-
-        `x` is reduced in place: it comes back as the result of round `Reduction.round`. AVG divides by `size`, whatever
-        the number of contributors. Leave `x` alone from the call until the coroutine has ended.
-
-        Cancellation does not abort the communicator. The contribution stays in, the round goes on, and the next call
-        reports it as missed or skipped. If a round has begun that uses the memory of `x` (by message, a long `x`
-        without `history`; in shared memory, a registered `x`), the cancellation waits for its end. Afterwards `x` is no
-        longer in use; its content is undefined.
-
-        A rank that has left its program no longer keeps any round waiting: it counts as arrived, with no new
-        contribution. A rank that still runs its program, but no longer calls this name, does keep a synchronous round
-        or a quorum waiting, unless it has called `join`.
-
         Args:
-            x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round, and of one `Metrics` at most.
             quorum: number of ranks whose arrival starts a round, from 1 to `size`; None: `size // 2 + 1`.
-            name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
-                numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
-                for 1,024 names.
-            op: the reduction, as for `allreduce`, or AVG_ACTIVE: the sum divided by the number of contributors.
-            seed: of the draws; a 64-bit integer.
-            sync_every: each round whose number is a multiple of it waits for all ranks; 0: no round does.
-            sync_offset: the rounds that a program counts before the first one of `name`, as after a checkpoint. Rounds
-                are synchronous where that count is a multiple of `sync_every`.
-            history: number of results before the newest that are kept for `Reduction.missed`.
-            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
-                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
-                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
-                fixed by the first one.
 
         Returns:
             A `Reduction`: which round `x` holds, and whether this contribution is in it.
-
-        Raises:
-            UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name
-                on this host, of which no other rank is told then, or no shared memory for the contribution.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
-                options.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception; or another host has no room for the name, which the error names.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
         partial collective operations", PPoPP 2020; section 8 asks for other quorums than solo, majority and full.
@@ -1234,6 +789,7 @@ class Communicator(Uncopied):
         arguments = (op, Opening.QUORUM, False, sync_every, sync_offset, history, needed, seed)
         return self._wait_avoiding(x, name, weight, arguments, (*_SOLO_RULES, "quorum", "seed"))
 
+    @round_guarantees()
     def group_allreduce(
         self,
         x: object,
@@ -1271,41 +827,14 @@ class Communicator(Uncopied):
         A rank that has left its program keeps no round waiting.
 
         Args:
-            x: this rank's contribution: a numpy array or torch tensor of any layout, writable; or a list of them,
-                of any dtypes, which share one round, and of one `Metrics` at most.
             group_size: from 1 to `size`.
-            name: at most 200 characters. `name` tells operations apart. Each has its own rounds, and its dtypes,
-                numbers of elements, `op` and options are fixed by the first call at any rank. Shared memory has room
-                for 1,024 names.
             op: the reduction, as for `allreduce`; AVG and AVG_ACTIVE divide by the number of contributors.
             fixed: whether all rounds have the same groups.
             sync_every: each round whose number is a multiple of it waits for all ranks and reduces over all of them; 0:
                 no round does.
-            sync_offset: the rounds that a program counts before the first one of `name`, as after a checkpoint. Rounds
-                are synchronous where that count is a multiple of `sync_every`.
-            weight: with AVG: the number of samples or tokens that `x` is a mean over. The result is then the mean over
-                all of them, sum(weight * x) / sum(weight) over the contributions in the round. A weight of 0
-                contributes nothing, and a round in which all are 0 gives zeros. Whether calls of `name` have weights is
-                fixed by the first one.
 
         Returns:
             A `Reduction`: which round and group `x` holds, and whether this contribution is in it.
-
-        Raises:
-            UsageError: when called: `x` or an option is not as described; or this thread runs no event loop. Nothing
-                has been sent, and this rank may call again. When awaited, if there is no room for another name
-                on this host, of which no other rank is told then, or no shared memory for the contribution.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: `name` stands for an operation with other dtypes, numbers of elements, `op` or
-                options.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception; or another host has no room for the name, which the error names.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: Li, Ben-Nun, Nadiradze, Di Girolamo, Dryden, Alistarh, Hoefler, "Breaking (global) barriers in parallel
         stochastic optimization with wait-avoiding group averaging", IEEE TPDS 2021, section III.
@@ -1326,6 +855,7 @@ class Communicator(Uncopied):
         arguments = (op, _SOLO, bool(fixed), sync_every, sync_offset, size)
         return self._wait_avoiding(x, name, weight, arguments, ("sync_every", "sync_offset", "group_size"))
 
+    @guarantees(LEAVE_ALONE)
     def join(self, name: str, x: object) -> Coroutine[Any, Any, Reduction | None]:
         """This rank has no more contributions for the rounds of `name`: wait until no rank has.
 
@@ -1341,8 +871,6 @@ class Communicator(Uncopied):
         In groups there is no result of all ranks. The call then waits for no rank, changes nothing in `x`, and returns
         None; the model that this rank contributed last stays in the rounds of its groups.
 
-        Leave `x` alone from the call until the coroutine has ended.
-
         Cancellation of a call under way aborts the communicator, as that of a collective.
 
         Args:
@@ -1357,18 +885,10 @@ class Communicator(Uncopied):
             a later call had its answer. None if this rank was told of all rounds before.
 
         Raises:
-            UsageError: when called: this rank has not called `name`, or `x` is not as in those calls; or this thread
-                runs no event loop. Nothing has been sent.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
+            UsageError: this rank has not called `name`, or `x` is not as in those calls.
             MismatchError: when awaited: `name` stands for another operation at another rank.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
             AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call or a
                 `join`, or has left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: the name is that of Horovod's `join` and of the context manager of torch.distributed.algorithms, which
         let ranks with fewer batches shadow the collectives of the others.
@@ -1384,10 +904,11 @@ class Communicator(Uncopied):
         """
         if self._core.memory.unused:
             self._core.memory.give_back()
-        return self._core.operations.join(text(name, "name"), x, _site())
+        return self._core.operations.join(text(name, "name"), x, site_outside())
 
     # -- sparse -----------------------------------------------------------------------------------
 
+    @guarantees()
     def sparse_allreduce(
         self,
         x: object,
@@ -1440,23 +961,12 @@ class Communicator(Uncopied):
             A `SparseReduction`: indices and values of the sum, which is not divided by `size`, and what it cost.
 
         Raises:
-            UsageError: when called: `x` or an option is not as described, the name stands for other options at this
-                rank, or its last call is still under way; or this thread runs no event loop. Nothing has been sent, and
-                this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation, name,
-                dtype, number of elements or options.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
+            UsageError: `x` or an option is not as described, the name stands for other options at this rank, or its
+                last call is still under way.
+            MismatchError: other operation, name, dtype, number of elements or options.
             NonFiniteError: when awaited, at every rank, if any rank's `x` holds NaN or infinity. Nothing has changed,
                 and the next call may follow. `x` still holds them: take the gradient out of the accumulator, or restore
                 the residual.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
 
         Source: Li, Hoefler, "Near-optimal sparse allreduce for distributed deep learning", PPoPP 2022, section 3 and
         algorithm 1; the residual: section 4 and algorithm 2; the other algorithms: section 2 and table 1.
@@ -1484,7 +994,7 @@ class Communicator(Uncopied):
         begun = operation.begin(tensor)
         self._core.memory.give_back()
         details = tensor.dtype, specification.elements, str(operation)
-        call = self._calls.number("sparse_allreduce", *details, _site())
+        call = self._calls.number("sparse_allreduce", *details, site_outside())
 
         async def body(collectives: Collectives) -> SparseReduction:
             try:
@@ -1519,6 +1029,7 @@ class Communicator(Uncopied):
 
     # -- gossip -----------------------------------------------------------------------------------
 
+    @guarantees(COLLECTIVE_IN_GRAPH, LEAVE_ALONE, CANCELLATION_IN_PLACE)
     def neighbor_average(
         self, x: T, *, graph: str = "ring", iteration: int = 0, peers: int = 1
     ) -> Coroutine[Any, Any, T]:
@@ -1529,17 +1040,8 @@ class Communicator(Uncopied):
         rounding. Sums are in the order of ranks. Those of float16 and bfloat16 are computed in float32, and the mean is
         rounded once.
 
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. But
-        a rank waits for its neighbours only. If `x` is longer than 1 MiB (2 MiB in shared memory), it waits for its
-        destinations, too. In shared memory a rank is at most 4 calls ahead of the slowest rank. The call starts at
-        once; the coroutine only waits for its end. A call that is never awaited runs to its end all the same.
-
-        Leave `x` alone from the call until the coroutine has ended. The call takes memory for one more `x` for each
+        A call that is never awaited runs to its end all the same. The call takes memory for one more `x` for each
         source.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError. `x` is no longer in use when CancelledError is raised; its content
-        is undefined.
 
         Args:
             x: numpy array or torch tensor of any layout, writable, of a float or complex dtype. Dtype and number of
@@ -1553,20 +1055,9 @@ class Communicator(Uncopied):
             `x` itself, which holds the mean.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor, there is no such graph, `iteration` is negative, or
-                `peers` is below 1, or not 1 for a ring; or this thread runs no event loop. Nothing has been sent, and
-                this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation,
-                dtype, number of elements, graph, iteration or peers.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `x` is not such a tensor, there is no such graph, `iteration` is negative, or `peers` is below
+                1, or not 1 for a ring.
+            MismatchError: other operation, dtype, number of elements, graph, iteration or peers.
 
         Source: Lian, Zhang, Zhang, Hsieh, Zhang, Liu, "Can decentralized algorithms outperform centralized algorithms?
         A case study for decentralized parallel stochastic gradient descent" (D-PSGD), NeurIPS 2017, algorithm 1.
@@ -1590,6 +1081,7 @@ class Communicator(Uncopied):
 
         return self._start(self._call("neighbor_average", operand, str(chosen)), body, operand)
 
+    @guarantees(COLLECTIVE_IN_GRAPH, CANCELLATION)
     def push_sum(
         self, x: T, weight: object, *, graph: str = "exponential", iteration: int = 0, peers: int = 1
     ) -> Coroutine[Any, Any, tuple[T, float]]:
@@ -1607,17 +1099,9 @@ class Communicator(Uncopied):
         bfloat16 are computed in float32 and rounded once. In both graphs each rank has as many sources as destinations,
         so weights that begin as 1 stay 1 up to rounding, if all ranks add what they receive in the same iteration.
 
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. But
-        a rank waits for its sources only. If `x` is longer than 1 MiB (2 MiB in shared memory), it waits for its
-        destinations, too. In shared memory a rank is at most 4 calls ahead of the slowest rank. The call starts at
-        once; the coroutine only waits for its end, so several calls may be under way, and may be awaited in any order.
-
         Await every call: a call that is never awaited loses the mass that it receives, and aborts the communicator when
         its coroutine is destroyed. The division takes place in the caller's thread. The call takes memory for one more
         `x`, and one for each source.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
 
         Args:
             x: numpy array or torch tensor of any layout, writable, of a float or complex dtype. Dtype and number of
@@ -1640,17 +1124,7 @@ class Communicator(Uncopied):
             UsageError: when called: `x` or `weight` is not such a tensor, there is no such graph, `iteration` is
                 negative, or `peers` is below 1, or not 1 for a ring; or this thread runs no event loop. Nothing has
                 been sent, `x` and `weight` are as before, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation,
-                dtype, number of elements, graph, iteration or peers.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            MismatchError: other operation, dtype, number of elements, graph, iteration or peers.
 
         Source: Assran, Loizou, Ballas, Rabbat, "Stochastic gradient push for distributed deep learning" (SGP), ICML
         2019, algorithm 1; the overlap: algorithm 2 of its appendix.
@@ -1689,6 +1163,7 @@ class Communicator(Uncopied):
 
         return self._calls.start(Call(call, body, push.nbytes, push.staged, discarded=discarded))
 
+    @guarantees(CANCELLATION)
     def gossip(self, x: object, *, graph: str = "ring", seed: int = 0) -> Coroutine[Any, Any, Gossip]:
         """Make a `Gossip`: a copy of `x` at each rank, which other ranks average with theirs while programs compute.
 
@@ -1698,9 +1173,6 @@ class Communicator(Uncopied):
         Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
         calls of the gossip itself are not, except `close`. The gossip takes memory for three more `x`. In shared memory
         its averages go by message, too.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
 
         Args:
             x: numpy array or torch tensor of any layout, of a float or complex dtype: the model. Dtype and number
@@ -1714,19 +1186,8 @@ class Communicator(Uncopied):
             A `Gossip` of this rank.
 
         Raises:
-            UsageError: when called: `x` is not such a tensor, there is no such graph, or `seed` is no such integer; or
-                this thread runs no event loop. Nothing has been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position: other operation,
-                dtype, number of elements, graph or seed.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `x` is not such a tensor, there is no such graph, or `seed` is no such integer.
+            MismatchError: other operation, dtype, number of elements, graph or seed.
 
         Source: Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel stochastic gradient descent" (AD-PSGD),
         ICML 2018. The distances of the exponential graph are those of the authors of SGP.
@@ -1797,15 +1258,9 @@ class Communicator(Uncopied):
 
     # -- the communicator itself ------------------------------------------------------------------
 
+    @guarantees(COLLECTIVE, CANCELLATION)
     def split(self, color: int | None, key: int = 0) -> Coroutine[Any, Any, Communicator | None]:
         """Make communicators of disjoint subsets of the ranks: one for each color.
-
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order. A call that is never awaited runs to its end all the same.
-
-        Cancellation of a call under way aborts the communicator, because the other ranks wait for this rank: their
-        pending and later calls raise AbortedError.
 
         The new communicator numbers its own calls, and an error that ends it (except PeerLostError, which ends the
         world) leaves this one intact. It ends with the world, or when its ranks `close` it, or drop it: a rank whose
@@ -1821,18 +1276,8 @@ class Communicator(Uncopied):
             A `Communicator` of the ranks that gave `color`; None for color None.
 
         Raises:
-            UsageError: when called: `color` or `key` is no such integer; or this thread runs no event loop. Nothing has
-                been sent, and this rank may call again.
-            ClosedError: when called, if this rank has left the world; when awaited, if it leaves meanwhile.
-            MismatchError: when awaited: another rank has made a different call at this position.
-            PeerLostError: when awaited: a rank of the world is gone or frozen.
-            AbortedError: when awaited: a rank has aborted the communicator, has cancelled a collective call, or has
-                left the world with an exception.
-            DeadlineError: when awaited: the call has taken longer than `asyncoll.deadline` or ASYNCOLL_DEADLINE_S
-                allows.
-
-        MismatchError, PeerLostError, AbortedError and DeadlineError end the communicator: every pending and later call
-        at every rank raises such an error: the same one, unless several ranks fail at the same time.
+            UsageError: `color` or `key` is no such integer.
+            MismatchError: another operation.
 
         Example:
 
@@ -1854,7 +1299,7 @@ class Communicator(Uncopied):
             world_ranks = tuple(self._core.member.group.ranks[rank] for rank in members)
             # The same at all members without communication, and different for every split and color.
             context = digest(self._core.member.communicator, "split", call.number, color)
-            group = Group(world_ranks, members.index(self.rank), context)
+            group = Group(world_ranks, members.index(self.rank), context, epoch=self._epoch)
             hosts = tuple(self.hosts[rank] for rank in members)
             return type(self)(self._core.split(group), hosts)
 
@@ -1890,7 +1335,7 @@ class Communicator(Uncopied):
         self._end(None)
 
     def _end(self, error: Reason | None) -> None:
-        """As `close`; because of an `error`, unless it is None: calls under way end, and the others are told of it."""
+        """Close the communicator. With an `error`, calls under way end, and the other ranks are told of it."""
         self._core.close(error)
         self._short = None  # new calls go the general way, which refuses them
 
@@ -1921,19 +1366,7 @@ class Communicator(Uncopied):
             await comm.solo_allreduce(np.ones(1000), name="layer 1")
             print(comm.statistics().operations["layer 1"].active)  # contributors: number of rounds
         """
-        self._core.member.endpoint.check_not_forked()
-        calls = self._calls.ledger.totals()  # read first: calls end on other threads, and the totals must not be less
-        endpoint = self._core.member.endpoint
-        traffic = [endpoint.traffic, *endpoint.in_memory.totals().values()]
-        return Statistics(
-            rank=self.rank,
-            messages_sent=sum(part.messages_sent for part in traffic),
-            messages_received=sum(part.messages_received for part in traffic),
-            bytes_sent=sum(part.bytes_sent for part in traffic),
-            bytes_received=sum(part.bytes_received for part in traffic),
-            operations=self._core.operations.statistics(),
-            calls=calls,
-        )
+        return self._core.statistics()
 
     def abort(self, reason: str) -> None:
         """End this communicator at all of its ranks: every pending and later call raises AbortedError with `reason`.
@@ -1968,7 +1401,7 @@ class Communicator(Uncopied):
         if self._core.memory.unused:
             self._core.memory.give_back()
         count = -1 if operand is None or any_count else operand.flat.size
-        return self._calls.number(operation, operand.dtype if operand else "", count, detail, _site())
+        return self._calls.number(operation, operand.dtype if operand else "", count, detail, site_outside())
 
     def _start(
         self, call: Signature, body: Body[T], operand: Operand, *, overlaps: bool = False
@@ -1976,17 +1409,6 @@ class Communicator(Uncopied):
         """With `overlaps`, it is one collective, which may use the tensor while it arrives."""
         staged = () if operand.staged is None else (operand.staged,)
         return self._calls.start(Call(call, body, operand.flat.nbytes, staged, operand.staged if overlaps else None))
-
-    def _start_message(self, detail: str, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
-        """Make and start a call of two ranks by `start`. `detail` describes it."""
-        self._core.member.check_program()
-        try:
-            return start()
-        except BaseException as error:
-            # A signal handler has raised between the number and the start. The peer waits for this number, and the next
-            # message would have the next one.
-            self._core.member.abort(f"send/recv {detail} was interrupted: {describe(error)}")
-            raise
 
     def _wait_avoiding(
         self, x: object, name: str, weight: float | None, arguments: tuple[Any, ...], rules: tuple[str, ...]
@@ -2000,7 +1422,7 @@ class Communicator(Uncopied):
             if answer is not None:
                 return answer
         op = arguments[0]
-        contribution = bundle(x, op, 1.0 if weight is None else _weight(weight))
+        contribution = bundle(x, op, 1.0 if weight is None else number_of_samples(weight, "weight"))
         given = (name, weighted, contribution.layout, contribution.boundaries, *rules, *arguments)
         spec = None
         # Only these types: an equal value of another type may mean something else.
@@ -2010,7 +1432,7 @@ class Communicator(Uncopied):
             spec = self._plan(given, name, weighted, contribution, arguments, rules)
         if not weighted and name not in core.operations.repeats:
             core.operations.expect(spec, arguments, x)
-        return core.operations.start(spec, contribution, _site())
+        return core.operations.start(spec, contribution, site_outside())
 
     def _plan(
         self,
@@ -2030,26 +1452,11 @@ class Communicator(Uncopied):
         exact = {rule: whole(value, rule) for rule, value in zip(rules, values, strict=True)}
         layout, buckets = contribution.layout, contribution.boundaries
         options: dict[str, Any] = {**exact, "fixed": fixed, "weighted": weighted, "buckets": buckets}
-        operation = Operation(text(name, "name"), layout, op, opening, **options)
+        operation = Operation(text(name, "name"), layout, op, opening, epoch=self._epoch, **options)
         check_operation(operation, self.size)
         if {*map(type, values)} <= {int} and type(name) is str:
             self._core.remember(given, operation)
         return operation
-
-    def _operands(self, xs: Sequence[T] | None, operation: str) -> list[Operand]:
-        no_sequence = (TypeError, RuntimeError, ValueError) if is_tensor(xs) else TypeError
-        try:
-            given = list(xs)  # type: ignore[arg-type]
-        except no_sequence:
-            given = []
-        if len(given) != self.size:
-            what = f"{len(given)}" if given else f"{xs!r:.60}"
-            raise UsageError(f"{operation} needs one tensor for each of the {self.size} ranks, got {what}")
-        operands = [as_operand(x, may_stage=True) for x in given]
-        check_devices(operands)
-        if len({operand.dtype for operand in operands}) > 1:
-            raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
-        return operands
 
     def _rows(self, operand: Operand, operation: str) -> tuple[int, int]:
         """The number of rows of `operand`, and the number of elements of a row."""
@@ -2080,15 +1487,3 @@ class Communicator(Uncopied):
 _INTEGERS = {int}
 _SOLO = Opening.SOLO  # each access through the class costs 0.1 us
 _SOLO_RULES = ("sync_every", "sync_offset", "history")
-
-
-def _weight(value: object) -> float:
-    """`value` as the weight of a contribution."""
-    weight = real(value, "weight")
-    if not 0 <= weight < math.inf:
-        raise UsageError(f"weight {weight} is no number of samples: give a finite number that is not negative")
-    return weight
-
-
-def _site() -> Site:
-    return site_outside()

@@ -9,21 +9,23 @@ import platform
 import resource
 import socket
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 
 import numpy
 
 from asyncoll import _core
 from asyncoll.errors import DeviceError, UsageError
-from asyncoll.launch.environment import socket_folder, threads
+from asyncoll.launch.rank_environment import socket_folder, threads
 from asyncoll.transport.keys import find_key
 from asyncoll.transport.processes import WITHOUT_PROC
 from asyncoll.world.launchers import read_launcher
+from asyncoll.world.meeting import files_for
 from asyncoll.world.network import addresses, place
-from asyncoll.world.rendezvous import files_for
 from asyncoll.world.versions import too_old
 
 PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop", "click", "rich", "typeguard")
@@ -91,6 +93,31 @@ def render(findings: Findings, as_json: bool) -> str:
         if not section:
             lines.append("  none in the environment: a world of one")
     return "\n".join([*lines, *(f"warning: {warning}" for warning in findings.warnings)])
+
+
+def ways(ranks: int, as_json: bool) -> str:
+    """The ways of calls among so many ranks, in the order in which they are tried, as text or as one JSON object.
+
+    Raises UsageError for a wrong ASYNCOLL_SIZES.
+    """
+    from asyncoll.algorithms.choice import tables
+    from asyncoll.algorithms.seam.ways import limits
+
+    rows = defaultdict(list)
+    for where, table in tables(ranks, os.environ).items():
+        for way in table:
+            if way.over < way.up_to:
+                rows[f"{way.call}, {where}"].append(
+                    (limits(way), way.name, way.why, way.needs or "an element for each rank" * way.is_cut)
+                )
+    head = "bytes", "way", "why", "needs"
+    if as_json:
+        return json.dumps({call: [dict(zip(head, row, strict=True)) for row in shown] for call, shown in rows.items()})
+    widths = [max(map(len, column)) for column in zip(head, *chain.from_iterable(rows.values()), strict=True)]
+    lines = [f"Ranks: {ranks}. The first way that takes a call carries it out; one that declines has changed nothing."]
+    for call, shown in rows.items():
+        lines += ["", call, *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *shown))]
+    return "\n".join(lines)
 
 
 def _versions() -> dict[str, str]:

@@ -107,8 +107,10 @@ def _files(reader: int, writer: int) -> tuple[io.FileIO, io.FileIO]:
 
 def _await_child(pipe: tuple[io.FileIO, io.FileIO] | None) -> None:
     if pipe is not None:
-        pipe[1].close()  # before another thread may fork, because its child must not inherit it
-    with contextlib.suppress(RuntimeError):  # this thread no longer holds it
+        # Before another thread may fork, because its child must not inherit it.
+        pipe[1].close()
+    # The loop ends with this error: this thread no longer holds the lock.
+    with contextlib.suppress(RuntimeError):
         while True:
             _forking.release()
     if pipe is not None and not pipe[0].closed:
@@ -194,7 +196,8 @@ def ends_of(descriptor: int) -> Iterator[str]:
         return
     with connection:
         for end in (connection.getsockname, connection.getpeername):
-            with contextlib.suppress(OSError):  # it is not connected
+            # The socket may not be connected.
+            with contextlib.suppress(OSError):
                 match end():
                     case str(path):
                         yield f"ipc://{path}"
@@ -212,7 +215,8 @@ def canonical(address: str) -> str:
     host, _, zone = host.partition("%")
     try:
         known = ipaddress.IPv6Address(host)
-        if not known.is_link_local:  # it means the same in every zone
+        # Another address means the same in every zone.
+        if not known.is_link_local:
             zone = "0"
         elif not zone.isdigit():
             zone = str(socket.if_nametoindex(zone))
@@ -300,7 +304,8 @@ def _renew(loop: Any, descriptor: int) -> bool:
 
 def silence_signals() -> None:
     """Stop Python from reporting the child's signals to the parent's loop. Python 3.12 does this itself."""
-    with contextlib.suppress(ValueError):  # this is not the main thread
+    # This may not be the main thread, which alone may do it.
+    with contextlib.suppress(ValueError):
         signal.set_wakeup_fd(-1)
 
 

@@ -34,7 +34,7 @@ import numpy as np
 from common import RANK, Record, answer, ask, numbers, parser
 
 import asyncoll
-from asyncoll.bench.dense import WARMUP, pattern
+from asyncoll.bench.dense_calls import WARMUP, pattern
 from asyncoll.bench.plan import ITEM_BYTES, parse_sizes, repeats
 from asyncoll.tensors.reductions import Array
 

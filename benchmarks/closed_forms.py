@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.dense import by_size, on_lane
 from asyncoll.algorithms.rounds import by_coordinator
 from asyncoll.algorithms.rounds.tally import PARTICIPATION_BYTES
 from asyncoll.bench.skewed import expected, half
@@ -44,9 +44,9 @@ class Model:
 
     def algorithm(self, size: int) -> str:
         """The algorithm that the dense allreduce takes for an array of `size` bytes of float32."""
-        if size <= on_lane.DOUBLING_MAX_BYTES:
-            return "tree" if self.ranks >= on_lane.TREE_MIN_RANKS and size <= on_lane.TREE_MAX_BYTES else "doubling"
-        return "Rabenseifner" if size <= on_lane.RABENSEIFNER_MAX_BYTES else "ring"
+        if size <= by_size.DOUBLING_MAX_BYTES:
+            return "tree" if self.ranks >= by_size.TREE_MIN_RANKS and size <= by_size.TREE_MAX_BYTES else "doubling"
+        return "Rabenseifner" if size <= by_size.RABENSEIFNER_MAX_BYTES else "ring"
 
     def allreduce_bytes(self, size: int) -> float:
         """Received by a rank, in the mean."""
@@ -250,7 +250,7 @@ class Sparse:
 
     def _allgather(self, size: float) -> float:
         ranks = self.links.ranks
-        if ranks * size > on_lane.SMALL_MAX_BYTES:
+        if ranks * size > by_size.SMALL_MAX_BYTES:
             return (ranks - 1) * self.links.message(size) + self._grant(size)
         shifts = [1 << phase for phase in range((ranks - 1).bit_length())]
         return sum(self.links.message(min(have, ranks - have) * size) for have in shifts)
@@ -271,7 +271,7 @@ class Sparse:
         return scatter + self._grant(chunk) + self._allgather(chunk)
 
     def _scatters(self, size: float) -> bool:
-        return size > on_lane.SMALL_MAX_BYTES and self.links.ranks > 2
+        return size > by_size.SMALL_MAX_BYTES and self.links.ranks > 2
 
     def _grant(self, size: float) -> float:
         """The time that a long array waits for the grant of its receiver."""

@@ -31,7 +31,7 @@ from closed_forms import ceiling, mean_wait, openers, shown
 from common import Record, ask, numbers, parser
 from skewed_ranks import MPI_RANK, Row
 
-from asyncoll.bench.plan import Plan, parse_duration, parse_sizes
+from asyncoll.bench.plan import BenchPlan, parse_duration, parse_sizes
 from asyncoll.bench.runs import run_plan
 from asyncoll.bench.skewed import MODES, expected, half
 
@@ -55,7 +55,7 @@ def main() -> None:
     chosen = record.arguments
     raw = {}
     for ranks in chosen.ranks:
-        plan = Plan("solo", ranks, (chosen.size,), skew_s=chosen.skew, iterations=chosen.iterations)
+        plan = BenchPlan("solo", ranks, (chosen.size,), skew_s=chosen.skew, iterations=chosen.iterations)
         repeats = [measure(plan) for _ in range(chosen.repeats)]
         rows = [summary(plan, repeats, mode) for mode in (*MODES, *peers())]
         title = f"{ranks} ranks, rank r arrives r x {1e3 * plan.skew_s:g} ms late, {chosen.size} bytes"
@@ -69,11 +69,11 @@ def main() -> None:
 # -- measuring ------------------------------------------------------------------------------------
 
 
-def measure(plan: Plan) -> dict[str, Any]:
+def measure(plan: BenchPlan) -> dict[str, Any]:
     """One repeat: every system with the skew, and the cost of a call when all ranks arrive together."""
     code, rows = run_plan(plan)
     skewed = {row["mode"]: row for row in rows}
-    together_plan = Plan("solo", plan.ranks, plan.sizes, skew_s=0.0, iterations=plan.iterations)
+    together_plan = BenchPlan("solo", plan.ranks, plan.sizes, skew_s=0.0, iterations=plan.iterations)
     settle_s = SETTLE_S * plan.ranks
     ours = ask(plan.ranks, RANKS, {"system": "asyncoll", "plan": together_plan.to_json(), "settle_s": settle_s})
     together = {row["mode"]: row for row in ours["together"]}
@@ -90,7 +90,7 @@ def peers() -> list[str]:
     return ["Gloo", *[MPI] * installed]
 
 
-def ask_peer(peer: str, plan: Plan, settle_s: float) -> Row:
+def ask_peer(peer: str, plan: BenchPlan, settle_s: float) -> Row:
     question = {"system": peer, "plan": plan.to_json(), "settle_s": settle_s}
     if peer == "Gloo":
         row: Row = ask(plan.ranks, RANKS, question)
@@ -104,7 +104,7 @@ def ask_peer(peer: str, plan: Plan, settle_s: float) -> Row:
 # -- summing up -----------------------------------------------------------------------------------
 
 
-def summary(plan: Plan, repeats: list[dict[str, Any]], mode: str) -> Row:
+def summary(plan: BenchPlan, repeats: list[dict[str, Any]], mode: str) -> Row:
     def median(kind: str, which: str, key: str) -> float:
         return float(np.median([repeat[kind][which][key] for repeat in repeats]))
 

@@ -18,7 +18,7 @@ from common import answer
 
 import asyncoll
 from asyncoll.bench import skewed
-from asyncoll.bench.plan import ITEM_BYTES, Plan
+from asyncoll.bench.plan import ITEM_BYTES, BenchPlan
 from asyncoll.bench.skewed import WARMUP
 from asyncoll.tensors.reductions import Array
 
@@ -28,14 +28,14 @@ CHAINED = 64
 
 
 def rank(question: dict[str, Any]) -> Any:
-    plan, settle_s = Plan.from_json(question["plan"]), question["settle_s"]
+    plan, settle_s = BenchPlan.from_json(question["plan"]), question["settle_s"]
     return gloo(plan, settle_s) if question["system"] == "Gloo" else asyncoll.run(ours, plan, settle_s)
 
 
 # -- asyncoll: without skew, and how much processor time a round takes ----------------------------
 
 
-async def ours(comm: asyncoll.Communicator, plan: Plan, settle_s: float) -> dict[str, Any]:
+async def ours(comm: asyncoll.Communicator, plan: BenchPlan, settle_s: float) -> dict[str, Any]:
     async def pause(seconds: float) -> None:
         time.sleep(settle_s + seconds)  # noqa: ASYNC251 (as `asyncoll bench` does: progress comes from elsewhere)
 
@@ -43,7 +43,7 @@ async def ours(comm: asyncoll.Communicator, plan: Plan, settle_s: float) -> dict
     return {"together": together, "chained": {mode: await chained(comm, plan, mode) for mode in skewed.MODES}}
 
 
-async def chained(comm: asyncoll.Communicator, plan: Plan, mode: str) -> Row:
+async def chained(comm: asyncoll.Communicator, plan: BenchPlan, mode: str) -> Row:
     """Rounds without a pause between them: messages and processor time of one, over all ranks."""
     call = chain(comm, mode, np.ones(plan.sizes[0] // ITEM_BYTES, np.float32))
     first = await call()
@@ -85,7 +85,7 @@ def chain(comm: asyncoll.Communicator, mode: str, x: Array) -> Callable[[], Awai
 # -- the peers: the protocol of `asyncoll.bench.skewed` -------------------------------------------
 
 
-def gloo(plan: Plan, settle_s: float) -> Row:
+def gloo(plan: BenchPlan, settle_s: float) -> Row:
     import torch  # here, as the ranks of mpirun would spend a minute on it
     import torch.distributed as dist
 
@@ -106,7 +106,7 @@ def mpi() -> None:
     from mpi4py import MPI  # type: ignore[import-not-found, unused-ignore]  # only where MPI is installed
 
     world, question = MPI.COMM_WORLD, json.loads(sys.argv[2])
-    plan = Plan.from_json(question["plan"])
+    plan = BenchPlan.from_json(question["plan"])
     x = np.empty(plan.sizes[0] // ITEM_BYTES, np.float32)
     allreduce = lambda: world.Allreduce(MPI.IN_PLACE, x)  # noqa: E731
     waits, wrong = timed(world.rank, plan, question["settle_s"], x, world.Barrier, allreduce)
@@ -118,7 +118,7 @@ def mpi() -> None:
 
 
 def timed(
-    rank: int, plan: Plan, settle_s: float, x: Array, barrier: Callable[[], Any], allreduce: Callable[[], Any]
+    rank: int, plan: BenchPlan, settle_s: float, x: Array, barrier: Callable[[], Any], allreduce: Callable[[], Any]
 ) -> tuple[list[float], int]:
     """This rank's counted waits, and wrong elements."""
     waits, wrong = [], 0
@@ -133,7 +133,7 @@ def timed(
     return waits[WARMUP:], wrong
 
 
-def peer_row(plan: Plan, everyones: Array) -> Row:
+def peer_row(plan: BenchPlan, everyones: Array) -> Row:
     waits = everyones[:, :-1]
     return {
         "mean_us": float(waits.mean()) * 1e6,

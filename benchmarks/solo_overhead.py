@@ -22,7 +22,7 @@ import numpy as np
 from common import Record, ask, numbers, parser, program
 
 import asyncoll
-from asyncoll.bench.dense import slowest, wrong_elements
+from asyncoll.bench.dense_calls import slowest, wrong_elements
 from asyncoll.bench.plan import ITEM_BYTES, parse_sizes
 from asyncoll.tensors.reductions import Array
 

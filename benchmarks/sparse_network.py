@@ -42,8 +42,8 @@ import numpy as np
 from common import RANK, Record, parser, program
 
 import asyncoll
-from asyncoll.algorithms.sparse.operations import ALGORITHMS
-from asyncoll.launch.environment import THREADS
+from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
+from asyncoll.launch.rank_environment import THREADS
 from asyncoll.statistics import WORD_BYTES
 from asyncoll.transport.keys import write_key
 

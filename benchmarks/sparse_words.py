@@ -30,7 +30,7 @@ from closed_forms import Model, Sparse, overlapped
 from common import Record, numbers, parser
 
 from asyncoll import Communicator
-from asyncoll.algorithms.sparse.operations import ALGORITHMS
+from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing import run_ranks, simulate
 from asyncoll.transport.messages.simulated import Network

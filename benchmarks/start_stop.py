@@ -32,8 +32,8 @@ from common import Record, parser
 
 import asyncoll
 from asyncoll import notebook
-from asyncoll.launch.environment import reserve_port
 from asyncoll.launch.process_tree import children
+from asyncoll.launch.rank_environment import reserve_port
 from asyncoll.transport.keys import write_key
 
 ROOT = Path(__file__).parent.parent

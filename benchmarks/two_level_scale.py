@@ -21,7 +21,7 @@ from closed_forms import Model
 from common import Record, parser
 
 from asyncoll import Communicator
-from asyncoll.algorithms.dense import on_lane, two_level
+from asyncoll.algorithms.dense import by_size, two_level
 from asyncoll.algorithms.rounds import agent_signals, attempt
 from asyncoll.algorithms.rounds.tally import PARTICIPATION_BYTES
 from asyncoll.bench.plan import ITEM_BYTES, parse_sizes
@@ -80,9 +80,9 @@ class TwoLevels:
     def _steps(self, size: int) -> list[float]:
         """The bytes that a host sends in each step of an exchange, if the steps are those of a power of two."""
         phases = self.hosts.bit_length() - 1
-        if self.hosts != 1 << phases or not on_lane.TREE_MAX_BYTES < size <= on_lane.RABENSEIFNER_MAX_BYTES:
+        if self.hosts != 1 << phases or not by_size.TREE_MAX_BYTES < size <= by_size.RABENSEIFNER_MAX_BYTES:
             return []
-        if size <= on_lane.DOUBLING_MAX_BYTES:
+        if size <= by_size.DOUBLING_MAX_BYTES:
             return [size] * phases
         halves = [size / 2**phase for phase in range(1, phases + 1)]
         return halves + halves[::-1]

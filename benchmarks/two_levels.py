@@ -42,7 +42,7 @@ from sparse_network import (
 )
 
 import asyncoll
-from asyncoll.launch.environment import THREADS
+from asyncoll.launch.rank_environment import THREADS
 from asyncoll.transport.keys import write_key
 
 ASYNCOLL = "asyncoll"

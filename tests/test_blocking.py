@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import WHOLE_END
 
 from asyncoll.errors import UsageError
 from asyncoll.testing import run_ranks
+from tests.support.places import SCRIPTS
+from tests.support.processes import WHOLE_END
 
-SCRIPT = Path(__file__).parent / "scripts" / "without_loop.py"
+SCRIPT = SCRIPTS / "blocking/calls_without_loop.py"
 FOR_SEVERAL = [
     "threads",
     "dropped",

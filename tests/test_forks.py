@@ -8,20 +8,19 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import LIGHT, PATIENCE_S, WHOLE_END
 
 import asyncoll
 from asyncoll import Communicator, UsageError
 from asyncoll.testing import run_ranks
 from asyncoll.transport.memory import segment
+from tests.support.places import SCRIPTS
+from tests.support.processes import LIGHT, PATIENCE_S, WHOLE_END
 
-SCRIPTS = Path(__file__).parent / "scripts"
-SCRIPT = SCRIPTS / "forking.py"
+SCRIPT = SCRIPTS / "forks/one_rank_forks.py"
 
 both = pytest.mark.parametrize("transport", ["shm", "zmq"])
 
@@ -68,7 +67,9 @@ def test_every_survivor_names_a_dead_rank_whose_child_lives(how, freeze_s, trans
 @pytest.mark.slow
 def test_a_dead_rank_of_another_host_is_named_although_its_child_lives(forked_world):
     """No rank can watch a process of another host, so the child must have closed its connections."""
-    ranks = forked_world(os.environ | {"ASYNCOLL_FREEZE_S": "0"}, 3, SCRIPTS / "hosts.py", SCRIPT, "dies", "python")
+    ranks = forked_world(
+        os.environ | {"ASYNCOLL_FREEZE_S": "0"}, 3, SCRIPTS / "world/on_own_hosts.py", SCRIPT, "dies", "python"
+    )
     assert [ranks[rank].end()[1].split("\n")[0] for rank in (0, 2)] == ["rank 1 is dead"] * 2
 
 

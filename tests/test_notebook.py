@@ -13,20 +13,19 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from test_docstrings import examples_in
-from test_launch import await_ready, environment, pids, runs, until
 
 import asyncoll
 from asyncoll import notebook
 from asyncoll.errors import PeerLostError, RemoteError, UsageError
+from tests.launch.test_launch import await_ready, environment, pids, runs, until
+from tests.project.test_docstrings import examples_in
+from tests.support.places import SCRIPTS
 
 pytestmark = pytest.mark.slow
-SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -260,7 +259,7 @@ def test_after_an_interrupt_the_next_cell_works(capfd):
 
 
 def test_a_kernel_that_is_killed_leaves_nothing(tmp_path):
-    command = [sys.executable, SCRIPTS / "cell.py", tmp_path]
+    command = [sys.executable, SCRIPTS / "notebook/cell_whose_ranks_have_children.py", tmp_path]
     options = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True, "env": environment({})}
     with subprocess.Popen(command, **options) as kernel:
         await_ready(kernel, 2)

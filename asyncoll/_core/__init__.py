@@ -30,7 +30,7 @@ _NOT_BUILT = (
 )
 
 
-class Core(Protocol):
+class NativeCore(Protocol):
     """The compiled module, `native.pyi`."""
 
     __file__: str | None
@@ -113,7 +113,7 @@ class Core(Protocol):
     def watch(self, passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None: ...
 
 
-def load(wanted: str) -> tuple[Core | None, str]:
+def load(wanted: str) -> tuple[NativeCore | None, str]:
     """The compiled module, or None, and why. `wanted` is the value of ASYNCOLL_CORE.
 
     Raises UsageError if `wanted` is unknown, or demands a core that cannot be loaded.
@@ -128,7 +128,7 @@ def load(wanted: str) -> tuple[Core | None, str]:
     return native, obstacle or (f"{VARIABLE}=c" if wanted else "it has been built")
 
 
-def _compiled(folder: str) -> tuple[Core | None, str]:
+def _compiled(folder: str) -> tuple[NativeCore | None, str]:
     """The compiled module; or None, and why it cannot be used."""
     changed_s = {entry.name: entry.stat().st_mtime for entry in os.scandir(folder)}
     built_s = changed_s.get("native.abi3.so")
@@ -174,7 +174,7 @@ def _warn(message: str) -> None:
     warnings.warn_explicit(message, RuntimeWarning, file, line)
 
 
-def of_rank() -> Core | None:
+def of_rank() -> NativeCore | None:
     """The core of a rank that joins a world: a rank that was forked may have another ASYNCOLL_CORE than its parent."""
     wanted = os.environ.get(VARIABLE, "")
     return native if wanted == _wanted else load(wanted)[0]

@@ -10,6 +10,9 @@
  */
 #include "native.h"
 
+#include <stddef.h>
+#include <structmember.h>
+
 /* The result has no receiver. Returns 0, or -1 with an exception set. */
 static int drop_result(Awaitable *self)
 {
@@ -152,12 +155,14 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static PyMemberDef members[] = {
+    {"result", T_OBJECT, offsetof(Awaitable, result), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
 static PyType_Slot slots[] = {
-    {Py_tp_methods, methods},
-    {Py_am_await, PyObject_SelfIter},
-    {Py_tp_iter, PyObject_SelfIter},
-    {Py_tp_iternext, next},
-    {0, NULL},
+    {Py_tp_members, members},        {Py_tp_methods, methods}, {Py_am_await, PyObject_SelfIter},
+    {Py_tp_iter, PyObject_SelfIter}, {Py_tp_iternext, next},   {0, NULL},
 };
 
 PyType_Spec awaitable_spec = {

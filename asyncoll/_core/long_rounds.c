@@ -1,6 +1,6 @@
 /* Rounds of long contributions: blocks are filled, and chunks of them reduced, without the lock and without the GIL.
  *
- * The counterpart of `OneSidedRounds._put`, `_lend` and `_help` (asyncoll/algorithms/rounds/in_memory.py), and of a
+ * The counterpart of `OneSidedRounds._put`, `_lend` and `_help` (asyncoll/algorithms/rounds/one_sided.py), and of a
  * running round in `RoundRecord`. Any rank may run in Python: each step is one that Python takes, too.
  */
 #include "rounds.h"
@@ -30,33 +30,33 @@ static int64_t take_group(Rounds *self, int64_t group, int64_t number, int64_t a
         int64_t *row = row_of(self, rank);
         if (self->group_of[rank] != group)
             continue;
-        row[ROW_SOURCE] = row[ROW_STAGED];
-        row[ROW_SOURCE_AT] = row[ROW_STAGED_AT];
-        if (row[ROW_SOURCE] == NONE)
+        row[RANK_CELLS_SOURCE] = row[RANK_CELLS_STAGED];
+        row[RANK_CELLS_SOURCE_AT] = row[RANK_CELLS_STAGED_AT];
+        if (row[RANK_CELLS_SOURCE] == NONE)
             continue;
-        dest = row[ROW_SOURCE];
+        dest = row[RANK_CELLS_SOURCE];
         taken++;
-        weight += weight_at(&row[ROW_WEIGHT]);
-        commit(&row[ROW_TAKEN], row[ROW_TICKET]);
+        weight += weight_at(&row[RANK_CELLS_WEIGHT]);
+        commit(&row[RANK_CELLS_TAKEN], row[RANK_CELLS_TICKET]);
         if (self->keeps) /* it stays staged for later rounds, too, so the block has another keeper */
             rounds_keep_block(self, dest);
         else
-            row[ROW_STAGED] = row[ROW_STAGED_AT] = NONE;
+            row[RANK_CELLS_STAGED] = row[RANK_CELLS_STAGED_AT] = NONE;
     }
     bool is_result = taken == 1 && dest != LENT; /* nothing to reduce */
     if (is_result)
         rounds_keep_block(self, dest);
     else if (taken && (dest = rounds_take_block(self)) < 0)
         return -1;
-    rounds_sign_block(self, dest, group, weight, ROW_SOURCE);
+    rounds_sign_block(self, dest, group, weight, RANK_CELLS_SOURCE);
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t *row = row_of(self, rank);
         if (self->group_of[rank] != group)
             continue;
-        row[ROW_ROUND] = number;
-        row[ROW_BLOCK] = dest;
-        row[ROW_ACTIVE] = taken;
-        row[ROW_ABSENT] = absent;
+        row[RANK_CELLS_ROUND] = number;
+        row[RANK_CELLS_BLOCK] = dest;
+        row[RANK_CELLS_ACTIVE] = taken;
+        row[RANK_CELLS_ABSENT] = absent;
     }
     pass_point(ROUND_TAKEN);
     return taken && !is_result ? chunks_of_block(self) : 0;
@@ -78,16 +78,16 @@ static void publish(Rounds *self)
     int64_t number = self->head[HEAD_RUNNING], *results = results_of(self, number);
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t *row = row_of(self, rank), *kept = results + rank * KEPT_CELLS;
-        memcpy(kept, &row[ROW_ROUND], KEPT_CELLS * sizeof *kept);
-        if (row[ROW_WAITS_FOR] == number) {
-            memcpy(&row[ROW_GRANTED], kept, KEPT_CELLS * sizeof *kept);
-            rounds_keep_block(self, row[ROW_BLOCK]);
+        memcpy(kept, &row[RANK_CELLS_ROUND], KEPT_CELLS * sizeof *kept);
+        if (row[RANK_CELLS_WAITS_FOR] == number) {
+            memcpy(&row[RANK_CELLS_GRANTED], kept, KEPT_CELLS * sizeof *kept);
+            rounds_keep_block(self, row[RANK_CELLS_BLOCK]);
         }
     }
     /* The cells of a row say how many have contributed to its group; a broken peer may have written any number
      * there. */
     for (int64_t group = 0; group < self->group_count; group++) {
-        int64_t rank = first_of(self, group), active = rank < 0 ? -1 : row_of(self, rank)[ROW_ACTIVE];
+        int64_t rank = first_of(self, group), active = rank < 0 ? -1 : row_of(self, rank)[RANK_CELLS_ACTIVE];
         if (active >= 0 && active <= self->size)
             self->counts[active] = plus(self->counts[active], 1);
     }
@@ -96,7 +96,7 @@ static void publish(Rounds *self)
     pass_point(ROUND_PUBLISHED);
     self->head[HEAD_RUNNING] = 0;
     for (int64_t rank = 0; rank < self->size; rank++)
-        rounds_drop_block(self, row_of(self, rank)[ROW_SOURCE]);
+        rounds_drop_block(self, row_of(self, rank)[RANK_CELLS_SOURCE]);
     rounds_forget_results(self, number);
     control_block_wake(self->block, INT64_MAX);
 }
@@ -104,11 +104,13 @@ static void publish(Rounds *self)
 int rounds_start(Rounds *self, int64_t number, int64_t now_ns)
 {
     int64_t chunks = 0, absent = rounds_count_gone(self);
-    /* Before contributions are taken: `unpublished` tells by it whether ROW_TAKEN is of a round that runs, or of an
+    /* Before contributions are taken: `unpublished` tells by it whether RANK_CELLS_TAKEN is of a round that runs, or of an
      * older one. */
     self->head[HEAD_RUNNING] = number;
     self->head[HEAD_CLAIMED] = self->head[HEAD_DONE] = 0;
     *beginning_of(self, number) = now_ns;
+    if (self->trace.append)
+        rounds_tell_opened(self, number);
     pass_point(ROUND_OPENED);
     for (int64_t group = 0; group < self->group_count; group++) {
         int64_t more = take_group(self, group, number, absent);
@@ -142,13 +144,13 @@ static int find_sources(Rounds *self, int64_t group, int64_t first, int64_t last
     int count = 0;
     for (int64_t rank = 0; rank < self->size; rank++) {
         const int64_t *row = row_of(self, rank);
-        if (self->group_of[rank] != group || row[ROW_SOURCE] == NONE)
+        if (self->group_of[rank] != group || row[RANK_CELLS_SOURCE] == NONE)
             continue;
-        if (row[ROW_SOURCE] == row[ROW_BLOCK]) /* it is the result */
+        if (row[RANK_CELLS_SOURCE] == row[RANK_CELLS_BLOCK]) /* it is the result */
             return 0;
-        char *source = rounds_memory_at(self, row[ROW_SOURCE_AT], last);
+        char *source = rounds_memory_at(self, row[RANK_CELLS_SOURCE_AT], last);
         if (!source)
-            return rounds_corrupt("address", row[ROW_SOURCE_AT]);
+            return rounds_corrupt("address", row[RANK_CELLS_SOURCE_AT]);
         sources[count++] = source + first;
     }
     return count;
@@ -173,7 +175,7 @@ static int find_chunk(Rounds *self, int64_t index, Chunk *chunk)
             return -1;
         if (!chunk->count || skipped--)
             continue;
-        dest = row_of(self, first_of(self, group))[ROW_BLOCK]; /* it has a rank, which has contributed */
+        dest = row_of(self, first_of(self, group))[RANK_CELLS_BLOCK]; /* it has a rank, which has contributed */
         break;
     }
     char *into = rounds_find_memory(self, dest);
@@ -239,9 +241,9 @@ static int64_t fill_block(Rounds *self, const Py_buffer *flats)
     int64_t block = rounds_take_block(self);
     char *memory = block < 0 ? NULL : rounds_find_memory(self, block), *before;
     while (memory) {
-        int64_t staged = row[ROW_STAGED], ticket = row[ROW_TICKET];
+        int64_t staged = row[RANK_CELLS_STAGED], ticket = row[RANK_CELLS_TICKET];
         bool adds = staged != NONE && !self->keeps;
-        before = adds ? rounds_memory_at(self, row[ROW_STAGED_AT], self->nbytes) : NULL;
+        before = adds ? rounds_memory_at(self, row[RANK_CELLS_STAGED_AT], self->nbytes) : NULL;
         if (adds && !before)
             break;
         control_block_unlock(self->block);
@@ -253,7 +255,7 @@ static int64_t fill_block(Rounds *self, const Py_buffer *flats)
         if (control_block_lock(self->block) < 0)
             return -1;
         /* Otherwise a round may have taken the staged contribution meanwhile, and the sum would contribute it twice. */
-        if (self->keeps || (row[ROW_STAGED] == staged && row[ROW_TICKET] == ticket))
+        if (self->keeps || (row[RANK_CELLS_STAGED] == staged && row[RANK_CELLS_TICKET] == ticket))
             return block;
     }
     if (block >= 0)
@@ -267,7 +269,7 @@ static int64_t fill_block(Rounds *self, const Py_buffer *flats)
 static bool may_lend(const Rounds *self, int64_t aim)
 {
     int64_t latest = self->head[HEAD_LATEST];
-    return !self->head[HEAD_RUNNING] && row_of(self, self->rank)[ROW_STAGED] == NONE &&
+    return !self->head[HEAD_RUNNING] && row_of(self, self->rank)[RANK_CELLS_STAGED] == NONE &&
            (latest < aim || rounds_late_call_opens(self, latest + 1));
 }
 

@@ -1,6 +1,6 @@
 /* Short meetings of all ranks of a communicator: one rendezvous at which each rank shows a short array.
  *
- * The counterpart of the coroutines of asyncoll/algorithms/dense/in_memory.py, on the cells that
+ * The counterpart of the coroutines of asyncoll/algorithms/dense/shared_call.py, on the cells that
  * asyncoll/algorithms/dense/meeting_cells.py declares. A meeting has three steps, each a method here: a rank arrives, the last
  * one publishes the result of all, and the others complete with it.
  *

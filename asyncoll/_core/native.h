@@ -9,6 +9,7 @@
  *   awaitables.c      what the callers of whole calls await
  *   reductions.c      elementwise reductions of several arrays
  *   sparse.c          passes of the sparse allreduces over long vectors
+ *   trace.c           events of calls, for a record of them
  *   points.c          named moments inside all of them, for fault tests
  *   native.c          the module
  *
@@ -50,7 +51,7 @@ int call_to_its_end(PyObject *callable, PyObject *argument);
 /* -- points.c --------------------------------------------------------------------------------- */
 
 /* The injection points: the steps of all primitives, in the order in which one passes them. `points.c` has their names,
- * and asyncoll/testing/faults/core.py says which operation passes which. */
+ * and asyncoll/testing/faults/core_points.py says which operation passes which. */
 enum Point {
     LOCK_TAKEN,      /* the mutex is acquired, and the holder is not noted yet */
     LOCK_NOTED,      /* the critical section begins */
@@ -108,6 +109,26 @@ static inline void pass_point(enum Point point)
 /* `native.watch` and `native.points`. */
 PyObject *watch_in_python(PyObject *module, PyObject *callable);
 PyObject *points_in_python(void);
+
+/* -- trace.c ---------------------------------------------------------------------------------- */
+
+/* `What` of asyncoll/runtime/trace.py: the events that are told here. */
+enum What { TRACE_BEGIN, TRACE_ARRIVE, TRACE_OPEN, TRACE_REDUCE, TRACE_END };
+
+/* Where the events of an object's calls go. Both are NULL while nothing is traced. */
+typedef struct {
+    PyObject *append; /* of the sink */
+    PyObject *make;   /* make(what, at_s, about): the event */
+} Tracing;
+
+/* Tell that there is an event at `at_s`, in seconds of CLOCK_MONOTONIC. The caller has found a sink, and holds the GIL. A
+ * ring runs no bytecode: Python makes the event when it is taken out. */
+void trace_event(const Tracing *trace, enum What what, double at_s, PyObject *about);
+
+void trace_forget(Tracing *trace);
+
+/* `trace(append, make)`, a method: from now on events go there; None: nowhere. */
+PyObject *trace_switch(Tracing *trace, PyObject *arguments);
 
 /* -- control_block.c ------------------------------------------------------------------------- */
 

@@ -99,6 +99,12 @@ class Rounds:
     def at_once(self, array: Any, /) -> Answer | Exception | None:
         """As `Rounds.at_once`."""
 
+    def trace(self, append: Callable[[Any], object] | None, make: Callable[[int, float, int], Any], /) -> None:
+        """From now on pass the rounds that this rank opens to `append`, if it is not None.
+
+        Each is a tuple `(make, what, at_s, number)`, which stands for `make(what, at_s, number)`: see `runtime.trace`.
+        """
+
     def is_needed(self, number: int, /) -> bool:
         """Whether a call that waits for round `number` has to look again. Without the lock the answer is a hint."""
 
@@ -108,6 +114,7 @@ class Rounds:
 class Awaitable(Coroutine[Any, Any, Any]):
     """What the callers of whole calls await."""
 
+    result: Any  # None once it has been handed over
     def __await__(self) -> Generator[Any, None, Any]: ...
     def send(self, value: Any, /) -> Any: ...
     def throw(self, error: Any, /, *more: Any) -> Any: ...
@@ -216,6 +223,11 @@ class ShortCalls:
     ) -> None: ...
     def counts(self) -> list[tuple[Any, int, int]]: ...
     def latest(self) -> tuple[Any, float] | None: ...
+    def trace(self, append: Callable[[Any], object] | None, make: Callable[[int, float, Any], Any], /) -> None:
+        """From now on pass the events of calls to `append`, if it is not None.
+
+        Each is a tuple `(make, what, at_s, entry)`, which stands for `make(what, at_s, entry)`: see `runtime.trace`.
+        """
 
 class Pieces:
     """The steps of `algorithms.dense.pieces` at one rank."""

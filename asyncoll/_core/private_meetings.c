@@ -1,6 +1,6 @@
 /* Meetings with long arrays in the private memory of the ranks, which the kernel copies (peers.c).
  *
- * The counterpart of `SharedCall._reduce_privately` (asyncoll/algorithms/dense/in_memory.py), which goes on with a call
+ * The counterpart of `SharedCall._reduce_privately` (asyncoll/algorithms/dense/shared_call.py), which goes on with a call
  * that has to sleep, or that fails here. The steps of a rank, once all have arrived: it claims chunks and reduces them
  * into its own array; it takes the other chunks from the ranks that have reduced them, as soon as they are there; it
  * leaves; if it has reduced chunks, it waits until all ranks have left, because they may read its array until then.

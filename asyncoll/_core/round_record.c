@@ -98,7 +98,7 @@ PyObject *openings_in_python(void)
 
 static bool has_arrived(const Rounds *self, int64_t rank, int64_t number)
 {
-    return row_of(self, rank)[ROW_HERE] == number;
+    return row_of(self, rank)[RANK_CELLS_HERE] == number;
 }
 
 static int64_t count_arrived(const Rounds *self, int64_t number, bool with_gone)
@@ -182,6 +182,14 @@ void rounds_forget_results(Rounds *self, int64_t number)
     }
 }
 
+void rounds_tell_opened(const Rounds *self, int64_t number)
+{
+    PyObject *about = PyLong_FromLongLong(number);
+    if (about)
+        trace_event(&self->trace, TRACE_OPEN, 1e-9 * (double)clock_ns(), about);
+    Py_XDECREF(about);
+}
+
 /* -- opening a round -------------------------------------------------------------------------- */
 
 /* Reduce the staged contributions of `group` into a block, which has one keeper. Returns NONE if there are none, and -1
@@ -193,13 +201,13 @@ static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
     *contributors = 0;
     for (int64_t rank = 0; rank < self->size; rank++) {
         const int64_t *row = row_of(self, rank);
-        const int64_t staged = row[ROW_STAGED];
+        const int64_t staged = row[RANK_CELLS_STAGED];
         if (self->group_of[rank] != group || staged == NONE)
             continue;
         if (!(self->sources[(*contributors)++] = memory_of(self, staged)))
             return -1;
         /* In the order of ranks, as in Python: the sum has the same bits. */
-        weight += weight_at(&row[ROW_WEIGHT]);
+        weight += weight_at(&row[RANK_CELLS_WEIGHT]);
         dest = staged;
     }
     if (*contributors == 1) /* it is the result: nothing to reduce */
@@ -217,7 +225,7 @@ static int64_t reduce_group(Rounds *self, int64_t group, int *contributors)
             part->kernel(into + part->offset, self->sources, *contributors, (size_t)part->elements, 1);
         }
     }
-    rounds_sign_block(self, dest, group, weight, ROW_STAGED);
+    rounds_sign_block(self, dest, group, weight, RANK_CELLS_STAGED);
     return dest;
 }
 
@@ -226,8 +234,8 @@ static void take_group(Rounds *self, int64_t group)
 {
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t *row = row_of(self, rank);
-        if (self->group_of[rank] == group && row[ROW_STAGED] != NONE)
-            row[ROW_TAKEN] = row[ROW_TICKET];
+        if (self->group_of[rank] == group && row[RANK_CELLS_STAGED] != NONE)
+            row[RANK_CELLS_TAKEN] = row[RANK_CELLS_TICKET];
     }
 }
 
@@ -236,8 +244,8 @@ static void clear_staged(Rounds *self)
 {
     for (int64_t rank = 0; rank < self->size && !self->keeps; rank++) {
         int64_t *row = row_of(self, rank);
-        rounds_drop_block(self, row[ROW_STAGED]);
-        row[ROW_STAGED] = row[ROW_STAGED_AT] = NONE;
+        rounds_drop_block(self, row[RANK_CELLS_STAGED]);
+        row[RANK_CELLS_STAGED] = row[RANK_CELLS_STAGED_AT] = NONE;
     }
 }
 
@@ -254,9 +262,9 @@ static void publish_group(Rounds *self, int64_t group, int64_t number, int64_t d
         kept[KEPT_BLOCK] = dest;
         kept[KEPT_ACTIVE] = contributors;
         kept[KEPT_ABSENT] = absent;
-        kept[KEPT_TAKEN] = row[ROW_TAKEN];
-        if (row[ROW_WAITS_FOR] == number) {
-            memcpy(&row[ROW_GRANTED], kept, KEPT_CELLS * sizeof *kept);
+        kept[KEPT_TAKEN] = row[RANK_CELLS_TAKEN];
+        if (row[RANK_CELLS_WAITS_FOR] == number) {
+            memcpy(&row[RANK_CELLS_GRANTED], kept, KEPT_CELLS * sizeof *kept);
             rounds_keep_block(self, dest);
         }
     }
@@ -268,6 +276,8 @@ static int open_round(Rounds *self, int64_t number, int64_t now_ns)
 {
     int64_t absent = rounds_count_gone(self);
     *beginning_of(self, number) = now_ns;
+    if (self->trace.append)
+        rounds_tell_opened(self, number);
     pass_point(ROUND_OPENED);
     for (int64_t group = 0; group < self->group_count; group++) {
         int contributors;
@@ -299,7 +309,7 @@ void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns)
     /* Of rounds that are older than BEGINNINGS no time is kept: the oldest one that is known counts instead. */
     if (newest >= aim) {
         int64_t begun = *beginning_of(self, larger(aim, minus(newest, BEGINNINGS - 1)));
-        int64_t *late_ns = &row_of(self, self->rank)[ROW_LATE_NS];
+        int64_t *late_ns = &row_of(self, self->rank)[RANK_CELLS_LATE_NS];
         *late_ns = plus(*late_ns, larger(0, minus(now_ns, begun)));
     }
 }
@@ -328,14 +338,14 @@ void rounds_fill(const Rounds *self, char *memory, const Py_buffer *flats, char 
 void rounds_put(Rounds *self, Call *call, int64_t block, int64_t address, double weight)
 {
     int64_t *row = row_of(self, self->rank);
-    if (row[ROW_STAGED] != NONE && !self->keeps)
-        weight += weight_at(&row[ROW_WEIGHT]);
+    if (row[RANK_CELLS_STAGED] != NONE && !self->keeps)
+        weight += weight_at(&row[RANK_CELLS_WEIGHT]);
     /* The block before has been added up into this one, or is replaced by it. */
-    rounds_drop_block(self, row[ROW_STAGED]);
-    row[ROW_STAGED] = block;
-    row[ROW_STAGED_AT] = address;
-    memcpy(&row[ROW_WEIGHT], &weight, sizeof weight);
-    call->ticket = row[ROW_TICKET] = plus(row[ROW_TICKET], 1);
+    rounds_drop_block(self, row[RANK_CELLS_STAGED]);
+    row[RANK_CELLS_STAGED] = block;
+    row[RANK_CELLS_STAGED_AT] = address;
+    memcpy(&row[RANK_CELLS_WEIGHT], &weight, sizeof weight);
+    call->ticket = row[RANK_CELLS_TICKET] = plus(row[RANK_CELLS_TICKET], 1);
     pass_point(ROUND_STAGED);
 }
 
@@ -344,8 +354,8 @@ int rounds_stage(Rounds *self, Call *call, const Py_buffer *flats, double weight
 {
     int64_t *row = row_of(self, self->rank), block = rounds_take_block(self);
     char *memory = block < 0 ? NULL : memory_of(self, block);
-    bool adds = row[ROW_STAGED] != NONE && !self->keeps;
-    char *staged = memory && adds ? memory_of(self, row[ROW_STAGED]) : NULL;
+    bool adds = row[RANK_CELLS_STAGED] != NONE && !self->keeps;
+    char *staged = memory && adds ? memory_of(self, row[RANK_CELLS_STAGED]) : NULL;
     if (!memory || (adds && !staged))
         return -1;
     rounds_fill(self, memory, flats, staged);
@@ -359,11 +369,11 @@ static void leave_round(Rounds *self, Call *call)
 {
     int64_t *row = row_of(self, self->rank);
     int64_t waited_ns = minus(*beginning_of(self, call->number), call->came_ns);
-    row[ROW_WAITED_NS] = plus(row[ROW_WAITED_NS], larger(0, waited_ns));
-    if (row[ROW_GRANTED] == call->number)
-        memcpy(call->kept, &row[ROW_GRANTED], sizeof call->kept);
-    /* ROW_HERE stays: the rank has arrived at the round, also if its caller was cancelled. */
-    row[ROW_WAITS_FOR] = row[ROW_GRANTED] = 0;
+    row[RANK_CELLS_WAITED_NS] = plus(row[RANK_CELLS_WAITED_NS], larger(0, waited_ns));
+    if (row[RANK_CELLS_GRANTED] == call->number)
+        memcpy(call->kept, &row[RANK_CELLS_GRANTED], sizeof call->kept);
+    /* RANK_CELLS_HERE stays: the rank has arrived at the round, also if its caller was cancelled. */
+    row[RANK_CELLS_WAITS_FOR] = row[RANK_CELLS_GRANTED] = 0;
     pass_point(ROUND_LEFT);
 }
 
@@ -373,7 +383,7 @@ int rounds_come(Rounds *self, Call *call, int64_t aim)
 {
     int64_t *row = row_of(self, self->rank);
     if (call->number) {
-        row[ROW_HERE] = row[ROW_WAITS_FOR] = call->number;
+        row[RANK_CELLS_HERE] = row[RANK_CELLS_WAITS_FOR] = call->number;
         pass_point(ROUND_ARRIVED);
         if (self->head[HEAD_LATEST] < call->number && rounds_may_open(self, call->number) &&
             free_count(self) >= self->group_count) {

@@ -1,6 +1,6 @@
 /* Wait-avoiding rounds: all of a call up to its first wait. With a short contribution it is one critical section.
  *
- * The counterpart of `CompiledRounds.begin` (asyncoll/algorithms/rounds/compiled.py).
+ * The counterpart of `CompiledRounds.begin` (asyncoll/algorithms/rounds/compiled_rounds.py).
  */
 #include "rounds.h"
 
@@ -251,6 +251,12 @@ static PyObject *plan(PyObject *object, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
+/* `trace(append, make)` */
+static PyObject *trace(PyObject *object, PyObject *arguments)
+{
+    return trace_switch(&((Rounds *)object)->trace, arguments);
+}
+
 /* -- the type --------------------------------------------------------------------------------- */
 
 /* Where everything lies among the cells. */
@@ -385,6 +391,8 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Rounds *self = (Rounds *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->block);
+    Py_VISIT(self->trace.append);
+    Py_VISIT(self->trace.make);
     return rounds_visit_attached(self, visit, arg);
 }
 
@@ -401,6 +409,7 @@ static void destroy(PyObject *object)
     PyMem_Free(self->sources);
     PyMem_Free(self->parts);
     rounds_detach(self);
+    trace_forget(&self->trace);
     Py_XDECREF((PyObject *)self->block);
     freefunc release = PyType_GetSlot(type, Py_tp_free);
     release(object);
@@ -414,6 +423,7 @@ static PyMethodDef methods[] = {
     {"plan", plan, METH_VARARGS, NULL},
     {"attach", rounds_attach, METH_VARARGS, NULL},
     {"at_once", rounds_at_once, METH_O, NULL},
+    {"trace", trace, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

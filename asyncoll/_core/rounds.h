@@ -46,6 +46,7 @@ typedef struct {
     /* first cells: */
     int64_t *head, *rows, *results, *begun, *counts, *table, *stack, *addresses, *keepers, *weights, *bitmaps;
     int64_t words; /* of a bitmap */
+    Tracing trace;
     /* for `at_once`; NULL until `attach`: */
     PyObject *answer;     /* the type of awaitables.c */
     PyObject *reduction;  /* the class `Reduction` (asyncoll/algorithms/rounds/reduction.py) */
@@ -161,8 +162,11 @@ int64_t rounds_take_block(Rounds *self);
 void rounds_keep_block(Rounds *self, int64_t block);
 void rounds_drop_block(Rounds *self, int64_t block);
 
-/* `block` is a result of the contributions of `group` in `column` (ROW_STAGED or ROW_SOURCE): `BlockTable.sign`. */
+/* `block` is a result of the contributions of `group` in `column` (RANK_CELLS_STAGED or RANK_CELLS_SOURCE): `BlockTable.sign`. */
 void rounds_sign_block(Rounds *self, int64_t block, int64_t group, double weight, int column);
+
+/* This rank has opened round `number`. There is a sink. */
+void rounds_tell_opened(const Rounds *self, int64_t number);
 
 /* The number of ranks that make no more calls. */
 int64_t rounds_count_gone(const Rounds *self);

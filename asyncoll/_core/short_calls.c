@@ -77,6 +77,7 @@ typedef struct {
     double ended_s;                     /* when the last call ended */
     int calls_in_row;                   /* that have ended since the caller's loop has turned */
     int known;                          /* entries of `kinds` that are used */
+    Tracing trace;
     Kind barriers;
     Kind *kinds;
 } ShortCalls;
@@ -252,6 +253,10 @@ static int end(ShortCall *call, bool is_last)
     forget(call);
     *(is_last ? &call->kind->reduced : &call->kind->received) += 1;
     self->ended_s = now_s();
+    if (self->trace.append) {
+        trace_event(&self->trace, TRACE_REDUCE, self->ended_s, call->entry);
+        trace_event(&self->trace, TRACE_END, self->ended_s, call->entry);
+    }
     PyObject *number = PyTuple_GetItem(call->entry, 1);
     if (PySet_Discard(self->parts[UNFINISHED], number) < 0)
         return -1;
@@ -366,6 +371,11 @@ static PyObject *begin(ShortCalls *self, ShortCall *call, PyObject *loop)
      * does so in `go_on`. */
     self->last = call->number;
     replace(&self->parts[ENTRY], Py_NewRef(call->entry));
+    if (self->trace.append) {
+        double at_s = now_s();
+        trace_event(&self->trace, TRACE_BEGIN, at_s, call->entry);
+        trace_event(&self->trace, TRACE_ARRIVE, at_s, call->entry);
+    }
     PyObject *number = PyTuple_GetItem(call->entry, 1);
     int is_over = is_free < 0 || PySet_Add(self->parts[UNFINISHED], number) < 0 ? -1 : arrive(self, call, is_clear);
     if (is_over > 0)
@@ -558,6 +568,12 @@ static PyObject *latest(PyObject *object, PyObject *unused)
     return self->parts[ENTRY] ? Py_BuildValue("Od", self->parts[ENTRY], self->ended_s) : Py_NewRef(Py_None);
 }
 
+/* `trace(append, make)` */
+static PyObject *trace(PyObject *object, PyObject *arguments)
+{
+    return trace_switch(&((ShortCalls *)object)->trace, arguments);
+}
+
 /* -- the awaitable -------------------------------------------------------------------------------- */
 
 /* Look whether the result is there, for the caller, which has come back. Returns 1 if the call is over. */
@@ -653,7 +669,7 @@ static PyObject *claim(PyObject *object, PyObject *unused)
     return PyBool_FromLong(is);
 }
 
-/* `finish()`: as asyncoll.runtime.work.Driven.finish, for the runtime, which has taken the call over. */
+/* `finish()`: as asyncoll.runtime.shared_work.Driven.finish, for the runtime, which has taken the call over. */
 static PyObject *finish(PyObject *object, PyObject *unused)
 {
     ShortCall *call = (ShortCall *)object;
@@ -790,6 +806,8 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     ShortCalls *self = (ShortCalls *)object;
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(self->meetings);
+    Py_VISIT(self->trace.append);
+    Py_VISIT(self->trace.make);
     for (int i = 0; i < PARTS; i++)
         Py_VISIT(self->parts[i]);
     return 0;
@@ -818,6 +836,7 @@ static void destroy(PyObject *object)
     PyMem_Free(self->kinds);
     Py_XDECREF(self->barriers.plan);
     Py_XDECREF((PyObject *)self->meetings);
+    trace_forget(&self->trace);
     for (int i = 0; i < PARTS; i++)
         Py_XDECREF(self->parts[i]);
     for (int i = 0; i < NAMES; i++)
@@ -834,6 +853,7 @@ static PyMethodDef methods[] = {
     {"learn", learn, METH_VARARGS, NULL},
     {"counts", counts, METH_NOARGS, NULL},
     {"latest", latest, METH_NOARGS, NULL},
+    {"trace", trace, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -71,7 +71,7 @@ static bool has_sound_blocks(const Rounds *self)
         !is_sound(self, results_of(self, latest)[self->rank * KEPT_CELLS + KEPT_BLOCK]))
         return false;
     for (int64_t rank = 0; rank < self->size; rank++) {
-        if (!is_sound(self, row_of(self, rank)[ROW_STAGED]))
+        if (!is_sound(self, row_of(self, rank)[RANK_CELLS_STAGED]))
             return false;
     }
     return true;
@@ -81,7 +81,7 @@ static bool has_sound_blocks(const Rounds *self)
  * late and given the newest one. Under the lock; changes nothing. */
 static bool ends_at_once(Rounds *self, int64_t aim)
 {
-    int64_t latest = self->head[HEAD_LATEST], *here = &row_of(self, self->rank)[ROW_HERE];
+    int64_t latest = self->head[HEAD_LATEST], *here = &row_of(self, self->rank)[RANK_CELLS_HERE];
     bool needs_drawn = self->opening == MAJORITY && !waits_for_all(self, latest + 1);
     if (latest < 0 || latest >= ROUNDS_MAX || latest < aim - 1 || latest - aim >= ENGINE_CELLS - LAGS ||
         self->head[HEAD_RUNNING] || (needs_drawn && self->planned != latest + 1) || !has_sound_blocks(self))

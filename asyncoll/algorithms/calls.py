@@ -9,16 +9,17 @@ from typing import Any, TypeVar
 
 from asyncoll.algorithms.seam.arrival import Arrival
 from asyncoll.algorithms.seam.backend import Backend
-from asyncoll.algorithms.seam.call import Call
+from asyncoll.algorithms.seam.call import REDUCING, Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.seam.short_calls import ShortCalls, signature_of
+from asyncoll.algorithms.seam.ways import OWN, with_own
 from asyncoll.errors import describe
-from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.receives import FromAny, Receives, pair_context
 from asyncoll.runtime.signature import Signature, Site
+from asyncoll.runtime.trace import What
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Arriving, Staged
@@ -37,6 +38,7 @@ class Calls:
 
     def __init__(self, member: Member, backend: Backend, pending: PendingCalls, unused: Sized) -> None:
         self._member = member
+        self._trace = member.trace
         self._backend = backend
         self.unstarted: Signature | None = None
         self.unused = unused
@@ -65,7 +67,8 @@ class Calls:
         """
         self._member.check_caller()
         self.check_started()
-        self.unstarted = call = Signature(operation, self._numbers.last + 1, dtype, count, detail, site)
+        number, epoch = self._numbers.last + 1, self._member.group.epoch
+        self.unstarted = call = Signature(operation, number, dtype, count, detail, site, epoch)
         self._numbers.last = call.number  # after `unstarted`: no number is taken that it does not tell
         return call
 
@@ -83,20 +86,20 @@ class Calls:
 
         An exception here aborts the communicator.
         """
-
-        def begin() -> Coroutine[Any, Any, T]:
-            pending = self._pending.enter(call.signature, call.signature.number)
+        signature = call.signature
+        try:
+            pending = self._pending.enter(signature, signature.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
             collectives = self._backend.collectives(call)
             if call.staged:
                 return self._start_staged(call, collectives, pending, self._backend.here)
-            work = self._carry_out(call.signature, collectives, call.body, pending)
-            return self._backend.start(work, call.signature.__str__, call.nbytes, call.discarded)
-
-        try:
-            return self._begin(call.signature, begin)
+            work = self._carry_out(signature, collectives, call.body, pending)
+            if self._trace.sink is not None:
+                work = self._traced(signature, pending, work, call.nbytes)
+            return self._backend.start(work, signature.__str__, call.nbytes, call.discarded)
         except BaseException as error:
-            self._member.abort(f"{call.signature} was interrupted: {describe(error)}")
+            self._pending.drop(signature)
+            self._member.abort(f"{signature} was interrupted: {describe(error)}")
             raise
 
     def _start_staged(
@@ -106,7 +109,7 @@ class Calls:
         pending: PendingCall,
         here: Callable[[Coroutine[Any, Any, T], Callable[[], str]], Coroutine[Any, Any, T]],
     ) -> Coroutine[Any, Any, T]:
-        """As `start`, on the runtime's loop: the caller's thread waits for no device.
+        """Start a call with tensors on devices, on the runtime's loop: the caller's thread waits for no device.
 
         The body runs once the tensors have arrived, unless `collectives` fetch what they use, and wait for it.
         """
@@ -114,7 +117,8 @@ class Calls:
         arrival, runner = Arrival(self._member, call.staged), self._member.runner
         self._pending.arrives(pending, call.staged)
         checked = body if overlaps else arrival.before(body)
-        work = here(self._carry_out(signature, collectives, checked, pending), signature.__str__)
+        work = self._carry_out(signature, collectives, checked, pending)
+        work = here(self._traced(signature, pending, work, call.nbytes), signature.__str__)
         return runner.resuming(runner.start(work if overlaps else arrival.then(work), call.discarded), arrival.join)
 
     # -- messages ---------------------------------------------------------------------------------
@@ -144,6 +148,10 @@ class Calls:
         traffic = Traffic()
         traffic.sent(data.nbytes)
         self.ledger.enter(call.operation, traffic)
+        if (trace := self._trace).sink is not None:
+            key = trace.begin(call, call.nbytes, at_s=pending.since_s)
+            trace.tell(What.ARRIVE, call, key, at_s=pending.since_s)
+            trace.tell(What.END, call, key, call.number)
         return True
 
     def start_send(
@@ -162,7 +170,8 @@ class Calls:
                 staged[0].defer(may_share=True)
             if staged:
                 return self._start_staged(Call(call, body, staged=staged), pair, pending, lambda work, _: work)
-            return self._member.runner.start(self._carry_out(call, pair, body, pending))
+            work = self._carry_out(call, pair, body, pending)
+            return self._member.runner.start(self._traced(call, pending, work))
 
         return self._begin(call, begin)
 
@@ -180,7 +189,8 @@ class Calls:
                 staged[0].defer(may_share=True)
             arrival = Arrival(self._member, staged)  # before the message may be there
             self._pending.arrives(pending, staged)
-            started = runner.start(self._receive(call, source, tag, body, pending, staged))
+            work = self._receive(call, source, tag, body, pending, staged)
+            started = runner.start(self._traced(call, pending, work))
             return runner.resuming(started, arrival.join) if staged else started
 
         return self._begin(call, begin)
@@ -196,7 +206,7 @@ class Calls:
         """Start a receive of `into` from any source: `call(None, 0)`, and `call(source, number)` once it has a message.
 
         `result(source)` is called when `into` is complete. If no caller gets it, the message goes to the next receive.
-        `staged` is that of `start_receive`.
+        `staged` has the tensor of `into`, if that is on a device.
         """
         ranks, unserved = self._member.group.ranks, call(None, 0)
 
@@ -208,7 +218,7 @@ class Calls:
                 return call(source, number)
 
             receive = FromAny(self._member, taken, tag, into)
-            work = self._receive_from_any(receive, unserved, pending, result)
+            work = self._traced(unserved, pending, self._receive_from_any(receive, unserved, pending, result))
             arrival, runner = Arrival(self._member, staged), self._member.runner
             started = runner.start(work, partial(self._receives.discard, receive))
             return runner.resuming(started, arrival.join) if staged else started
@@ -233,8 +243,7 @@ class Calls:
         number = self._receives.number_now(source, tag)
         if number is None:
             number = await self._wait_for_number(call, source, tag, pending)
-        operation, _, dtype, elements, detail, site = call
-        call = Signature(operation, number, dtype, elements, detail, site)
+        call = call._replace(number=number)
         self._pending.replace(pending, call)
         context = pair_context(self._member.communicator, source, self._member.group.rank, tag)
         pair = self._backend.pair(call, context, source, staged[0] if staged else None)
@@ -264,10 +273,10 @@ class Calls:
     def resume(
         self, call: Signature, collectives: Collectives, body: Body[T], since_s: float, expires_s: float | None
     ) -> Coroutine[Any, Any, T]:
-        if not since_s:
-            since_s, expires_s = deadlines.now_s(), deadlines.expires_s()
-        pending = self._pending.enter_late(call, call.number, since_s, expires_s)
-        return self._carry_out(call, collectives, body, pending)
+        pending = self._pending.enter(call, call.number, since=(since_s, expires_s) if since_s else None)
+        work = self._carry_out(call, collectives, body, pending)
+        trace, number = self._trace, call.number
+        return work if trace.sink is None else trace.follow(call, number, work, self._ended(call), number)
 
     def collect(self) -> None:
         assert self.short is not None
@@ -285,12 +294,34 @@ class Calls:
         call = signature_of(latest[0])
         return call, call.number, latest[1]
 
+    # -- events -----------------------------------------------------------------------------------
+
+    def _traced(
+        self, call: Signature, pending: PendingCall, work: Coroutine[Any, Any, T], nbytes: int = 0
+    ) -> Coroutine[Any, Any, T]:
+        """`work`, which carries out `call`. In a trace the call begins here, and the other events of it follow."""
+        trace = self._trace
+        if trace.sink is None:
+            return work
+        key = trace.begin(call, nbytes or call.nbytes, pending.number)
+        return trace.follow(call, key, work, self._ended(call), pending.number, arrives=True)
+
+    def _ended(self, call: Signature) -> Callable[[int, object], None]:
+        """Tells the end of `call`."""
+
+        def end(key: int, result: object) -> None:
+            if call.operation in REDUCING:
+                self._trace.tell(What.REDUCE, call, key, call.number, ranks=self._trace.everyone)
+            self._trace.tell(What.END, call, key, call.number)
+
+        return end
+
     async def _carry_out(self, call: Signature, collectives: Collectives, body: Body[T], pending: PendingCall) -> T:
         """The whole call, on whichever loop drives it."""
         try:
             async with collectives:
                 self._member.check()
-                return await body(collectives)
+                return await body(with_own(collectives) if OWN else collectives)
         finally:
             self._pending.leave(pending)
             self.ledger.enter(call.operation, collectives.traffic)

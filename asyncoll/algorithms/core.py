@@ -7,11 +7,13 @@ from typing import Any
 
 from asyncoll.algorithms.calls import Calls
 from asyncoll.algorithms.choice import choose_backend
+from asyncoll.algorithms.messages import Messages
 from asyncoll.algorithms.rounds.directory import RoundsBackend
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operations import Operations
 from asyncoll.algorithms.seam.call import Call
-from asyncoll.algorithms.sparse.operations import SparseOperations
+from asyncoll.algorithms.sparse.sparse_operations import SparseOperations
+from asyncoll.algorithms.totals import Statistics
 from asyncoll.errors import Reason, UsageError
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
@@ -19,6 +21,7 @@ from asyncoll.runtime.lifetime import Lifetime
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
 from asyncoll.runtime.signature import Site
+from asyncoll.statistics import Traffic
 from asyncoll.tensors.registered import RegisteredMemory, SharedMemory
 from asyncoll.transport.staging.opening import open_stager
 
@@ -56,9 +59,9 @@ class Core:
         *,
         keeps_messages: bool = True,
     ) -> None:
-        """`choose` selects the backend. `family` is that of the communicator from which this one is split, if any.
+        """`choose` selects the backend. A communicator that is split from another one shares its `family`.
 
-        `keeps_messages` is that of `Lifetime`.
+        `keeps_messages`: sends and receives under way may be waited for after `close`.
         """
         self.member = member
         self.family = family or Family()
@@ -68,6 +71,7 @@ class Core:
         self.pending = pending = PendingCalls(member.endpoint, member.group, member.post)
         self.memory = self.family.memory_of(self.backend.memory, member.endpoint.rank)
         self.calls = calls = Calls(member, self.backend, pending, self.memory.unused)
+        self.messages = Messages(member, calls)
         self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()
         # By the arguments of calls. Programs repeat the same few calls, so these are checked and described once.
@@ -83,7 +87,8 @@ class Core:
         )
 
     def __del__(self) -> None:
-        if hasattr(self, "lifetime"):  # not if an exception ended `__init__`
+        # An exception may have ended `__init__` before it was made.
+        if hasattr(self, "lifetime"):
             self.lifetime.drop(self.calls.check_started)
 
     @property
@@ -104,6 +109,22 @@ class Core:
             self.rpcs.append(self._rpc)
         return self._rpc
 
+    def statistics(self) -> Statistics:
+        """The counts of this rank and of this communicator. Raises UsageError in a forked child."""
+        self.member.endpoint.check_not_forked()
+        calls = self.calls.ledger.totals()  # read first: calls end on other threads, and the totals must not be less
+        endpoint = self.member.endpoint
+        traffic = Traffic.total([endpoint.traffic, *endpoint.in_memory.totals().values()])
+        return Statistics(
+            rank=self.member.group.rank,
+            messages_sent=traffic.messages_sent,
+            messages_received=traffic.messages_received,
+            bytes_sent=traffic.bytes_sent,
+            bytes_received=traffic.bytes_received,
+            operations=self.operations.statistics(),
+            calls=calls,
+        )
+
     def remember(self, arguments: tuple[object, ...], operation: Operation) -> None:
         """Note that calls with these `arguments` are calls of `operation`, so that they are not checked again."""
         # A program that uses ever new arguments must not fill the memory. It pays with the checks only.
@@ -119,7 +140,8 @@ class Core:
     def split(self, group: Group, *, keeps_messages: bool = True) -> Core:
         """The parts of a new communicator of the ranks in `group`, with the same choice of backend.
 
-        This rank leaves it when they are garbage. `keeps_messages` is that of `Lifetime`.
+        This rank leaves it when they are garbage. `keeps_messages`: sends and receives under way may be waited for
+        after `close`.
         """
         member = Member(self.member.endpoint, group, self.member.runner)
         return Core(member, self._choose, self.family, keeps_messages=keeps_messages)
@@ -127,7 +149,7 @@ class Core:
     def close(self, error: Reason | None = None) -> None:
         """Make no more calls. In any thread. Raises UsageError for the communicator of the world.
 
-        `error` is that of `Lifetime.close`.
+        With an `error`, calls under way end with it, and the other ranks are told of it.
         """
         self.member.endpoint.check_not_forked()
         if self.lifetime.is_world:

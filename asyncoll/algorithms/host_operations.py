@@ -10,9 +10,9 @@ from typing import Any, TypeVar, cast
 from asyncoll.algorithms.rounds.activation import edges
 from asyncoll.algorithms.rounds.agent_signals import AGENTS
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
-from asyncoll.algorithms.rounds.between_hosts import HostRounds
 from asyncoll.algorithms.rounds.directory import Directory
-from asyncoll.algorithms.rounds.in_memory import Setting
+from asyncoll.algorithms.rounds.host_rounds import HostRounds
+from asyncoll.algorithms.rounds.one_sided import Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory
@@ -21,7 +21,7 @@ from asyncoll.errors import AsyncollError
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.port import Port
-from asyncoll.runtime.work import Work
+from asyncoll.runtime.shared_work import SharedWork
 from asyncoll.transport import Arena
 from asyncoll.transport.lease import Lease
 
@@ -50,12 +50,12 @@ class HostMemory:
         """
         arena, endpoint = cast(Arena, self._lease), self._host.endpoint
         memory = Memory(arena, self._registry, self._host.group)
-        setting = Setting(memory, describe, lambda: bool(endpoint.membership.lost))
+        setting = Setting(memory, describe, port.trace, lambda: bool(endpoint.membership.lost))
         check = partial(endpoint.failures.check, self._host.communicator)
 
         def drive(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-            # Raises what `work` raises. A cancellation and a failure are thrown into it, where it waits (`Work`).
-            return Work(arena, work, check, describe).finish()
+            # Raises what `work` raises. A cancellation and a failure are thrown into it, where it waits (`SharedWork`).
+            return SharedWork(arena, work, check, describe).finish()
 
         return HostRounds(setting, operation, port, hosts, drive)
 
@@ -81,7 +81,8 @@ class HostOperations(AnnouncedOperations):
     def __init__(self, member: Member, directory: Directory, hosts: Hosts, memory: HostMemory) -> None:
         self._hosts = hosts
         self._memory = memory
-        super().__init__(member, directory)  # last: it handles the announcements that have come already
+        # Last: it handles the announcements that have come already.
+        super().__init__(member, directory)
 
     def _told(self, operation: Operation) -> list[int]:
         del operation

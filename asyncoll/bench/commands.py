@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from asyncoll.bench.plan import Plan, parse_duration, parse_sizes
+from asyncoll.bench.plan import BenchPlan, parse_duration, parse_sizes
 from asyncoll.errors import UsageError
 
 
@@ -22,7 +22,7 @@ class Command(click.Command):
             raise click.UsageError(str(error), ctx) from error
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """A group of such commands."""
 
     command_class = Command
@@ -66,7 +66,7 @@ _transport = click.option(
 _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def bench() -> None:
     """Measure on this host. Every result is checked: #wrong counts wrong elements over all ranks."""
 
@@ -86,7 +86,7 @@ def bench() -> None:
 @_json
 def allreduce(as_json: bool, **plan: Any) -> None:
     """Allreduce of float32: time (the slowest rank's median) and bandwidths, as nccl-tests defines them."""
-    _measure(Plan("allreduce", **plan), as_json)
+    _measure(BenchPlan("allreduce", **plan), as_json)
 
 
 @bench.command()
@@ -96,7 +96,7 @@ def allreduce(as_json: bool, **plan: Any) -> None:
 @_json
 def pingpong(as_json: bool, **plan: Any) -> None:
     """Send and receive between ranks 0 and 1: half a round trip."""
-    _measure(Plan("pingpong", **plan), as_json)
+    _measure(BenchPlan("pingpong", **plan), as_json)
 
 
 @bench.command()
@@ -115,7 +115,7 @@ def pingpong(as_json: bool, **plan: Any) -> None:
 @click.option("--iterations", type=click.IntRange(1, 1_000_000), default=128, show_default=True, help="Counted calls.")
 def solo(as_json: bool, **plan: Any) -> None:
     """Skewed arrivals: the waits of ranks in full, majority, quorum (half of the ranks) and solo allreduces."""
-    _measure(Plan("solo", **plan), as_json)
+    _measure(BenchPlan("solo", **plan), as_json)
 
 
 @bench.command()
@@ -133,7 +133,7 @@ def tune(ranks: int) -> None:
     click.echo(f"\nbuilt in: {VARIABLE}={setting(choose(ranks, {}))}\nhere:     {VARIABLE}={setting(sizes)}")
 
 
-def _measure(plan: Plan, as_json: bool) -> None:
+def _measure(plan: BenchPlan, as_json: bool) -> None:
     from asyncoll.bench.runs import run_plan
     from asyncoll.bench.table import show
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from asyncoll.bench.plan import Plan
+from asyncoll.bench.plan import BenchPlan
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 
@@ -64,7 +64,7 @@ class OnGpu:
         return found
 
 
-def check(plan: Plan) -> None:
+def check(plan: BenchPlan) -> None:
     """Raise UsageError unless the device of the plan is there, and memory of this host for an array at every rank."""
     if plan.device == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

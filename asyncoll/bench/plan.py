@@ -16,7 +16,7 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """The parameters of one benchmark, the same at every rank."""
 
     benchmark: str  # a command: allreduce, pingpong or solo
@@ -33,7 +33,7 @@ class Plan:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str) -> BenchPlan:
         """The plan that `to_json` has written."""
         fields = json.loads(text)
         return cls(**{**fields, "sizes": tuple(fields["sizes"])})

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import asyncoll
-from asyncoll.bench import dense, skewed
+from asyncoll.bench import dense_calls, skewed
 from asyncoll.bench.places import check
-from asyncoll.bench.plan import Plan, Row
+from asyncoll.bench.plan import BenchPlan, Row
 from asyncoll.communicator import Communicator
 from asyncoll.launch import launch
 from asyncoll.testing import run_ranks
@@ -26,7 +26,7 @@ TRANSPORTS = {
 }
 
 
-def run_plan(plan: Plan) -> tuple[int, list[Row]]:
+def run_plan(plan: BenchPlan) -> tuple[int, list[Row]]:
     """Run the benchmark. Returns the exit code of the job, and its rows: none if it has failed."""
     check(plan)
     if plan.transport == "inproc":
@@ -40,7 +40,7 @@ def run_plan(plan: Plan) -> tuple[int, list[Row]]:
 
 def rank_main() -> None:
     """Run one rank, with a plan and a folder as arguments. Rank 0 writes the rows into the folder, as lines of JSON."""
-    plan, folder = Plan.from_json(sys.argv[1]), Path(sys.argv[2])
+    plan, folder = BenchPlan.from_json(sys.argv[1]), Path(sys.argv[2])
     if plan.transport == "tcp":
         # Ranks count as ranks of one host if they share the folder of the job, or the temporary folder. The other ranks
         # take this one for a rank of another host, so they connect to it by TCP.
@@ -51,14 +51,14 @@ def rank_main() -> None:
         (folder / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-async def measure(comm: Communicator, plan: Plan) -> list[Row]:
+async def measure(comm: Communicator, plan: BenchPlan) -> list[Row]:
     """Measure the benchmark of `plan`. All ranks call it, and get the same rows."""
     # Ranks in one process share a loop, which a rank that blocks it would take from the others. So they sleep instead.
     if plan.benchmark == "solo":
         return await skewed.solo(comm, plan, asyncio.sleep if plan.transport == "inproc" else _compute)
     if plan.benchmark == "pingpong":
-        return [await dense.pingpong(comm, size) for size in plan.sizes]
-    return [await dense.allreduce(comm, plan, size) for size in plan.sizes]
+        return [await dense_calls.pingpong(comm, size) for size in plan.sizes]
+    return [await dense_calls.allreduce(comm, plan, size) for size in plan.sizes]
 
 
 async def _compute(seconds: float) -> None:

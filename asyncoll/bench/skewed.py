@@ -29,8 +29,8 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 
 from asyncoll.algorithms.rounds.operation import Opening, Operation
-from asyncoll.bench.dense import wrong_elements
-from asyncoll.bench.plan import ITEM_BYTES, Plan, Row
+from asyncoll.bench.dense_calls import wrong_elements
+from asyncoll.bench.plan import ITEM_BYTES, BenchPlan, Row
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array, ReduceOp
 
@@ -67,7 +67,7 @@ def bound(mode: str, ranks: int, iterations: int) -> float:
     return expected("full", ranks)[0] / skews if skews else math.inf
 
 
-async def solo(comm: Communicator, plan: Plan, pause: Pause) -> list[Row]:
+async def solo(comm: Communicator, plan: BenchPlan, pause: Pause) -> list[Row]:
     """Measure all modes at each size, one row each. All ranks call it.
 
     `pause(seconds)` delays a rank before its call. The column `ratio` is the mean wait of `full` divided by that of the
@@ -83,7 +83,7 @@ async def solo(comm: Communicator, plan: Plan, pause: Pause) -> list[Row]:
     return rows
 
 
-async def _measure(comm: Communicator, plan: Plan, size: int, mode: str, pause: Pause) -> Row:
+async def _measure(comm: Communicator, plan: BenchPlan, size: int, mode: str, pause: Pause) -> Row:
     x = np.empty(size // ITEM_BYTES, np.float32)
     waits, active, wrong = [], [], 0
     for _ in range(WARMUP + plan.iterations):

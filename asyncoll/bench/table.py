@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 import asyncoll
-from asyncoll.bench.plan import Plan, Row
+from asyncoll.bench.plan import BenchPlan, Row
 from asyncoll.bench.runs import TRANSPORTS
 
 Column = tuple[str, str, str]  # key, heading, format
@@ -51,7 +51,7 @@ NOTES = {
 }
 
 
-def headline(plan: Plan) -> str:
+def headline(plan: BenchPlan) -> str:
     """The machine, the versions and the method, which readers need to judge the numbers."""
     versions = " ".join(f"{package} {version(package)}" for package in ("numpy", "pyzmq", "uvloop"))
     lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -64,7 +64,7 @@ def headline(plan: Plan) -> str:
     )
 
 
-def show(plan: Plan, rows: Sequence[Row], *, as_json: bool) -> None:
+def show(plan: BenchPlan, rows: Sequence[Row], *, as_json: bool) -> None:
     """Print the rows of a benchmark to stdout."""
     if as_json:
         common = {

@@ -14,7 +14,7 @@ from unittest import mock
 import numpy as np
 
 from asyncoll.algorithms.dense.tuning import VARIABLE, Sizes, choose
-from asyncoll.bench.plan import Plan
+from asyncoll.bench.plan import BenchPlan
 from asyncoll.bench.runs import run_plan
 
 _REPEATS = 3
@@ -29,7 +29,7 @@ _NO_SHORT = 64  # a limit below all measured sizes: every array is cut into chun
 def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
     """The best sizes for `ranks` ranks on this host, and a table of the measured times."""
     sizes, lines = choose(ranks, {}), [["what", "bytes", "time (us) of", *map(str, _LONG), "chosen"]]
-    long = Plan("allreduce", ranks, _LONG)
+    long = BenchPlan("allreduce", ranks, _LONG)
     for name, candidates, plan in (
         ("chunk", _CHUNKS, replace(long, registered=True)),
         ("piece", _PIECES, long),
@@ -41,7 +41,7 @@ def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
             cells = [f"{time:.0f}" for time in times[index]]
             lines.append([name, str(candidate), "allreduce", *cells, "*" if index == best else ""])
         sizes = sizes._replace(**{name: candidates[best]})
-    shorts = Plan("allreduce", ranks, _SHORTS)
+    shorts = BenchPlan("allreduce", ranks, _SHORTS)
     at_once, cut = _compare(shorts, [sizes._replace(short=_SHORTS[-1]), sizes._replace(short=_NO_SHORT)])
     # Take the sizes from the smallest on, up to the first at which cutting is faster: noise may make a longer one win.
     worthwhile = list(takewhile(lambda index: at_once[index] <= cut[index], range(len(_SHORTS))))
@@ -52,7 +52,7 @@ def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
     return sizes, lines
 
 
-def _compare(plan: Plan, candidates: list[Sizes]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _compare(plan: BenchPlan, candidates: list[Sizes]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
     """Median times in microseconds, by candidate (first axis) and by size of the plan (second axis).
 
     Raises RuntimeError if a run fails or a result is wrong.

@@ -8,8 +8,8 @@ a template. When the launcher ends, killed or not, the templates kill every desc
 a template is killed, the kernel kills its ranks, and the launcher, or the agent, kills their process groups.
 """
 
-from asyncoll.launch.environment import check_current_folder
 from asyncoll.launch.launcher import launch
 from asyncoll.launch.placement import parse_hosts
+from asyncoll.launch.rank_environment import check_current_folder
 
 __all__ = ["check_current_folder", "launch", "parse_hosts"]

@@ -28,12 +28,12 @@ from typing import IO, Any
 
 from asyncoll.errors import UsageError
 from asyncoll.launch import process_tree, rank
-from asyncoll.launch.environment import THREADS, job_folder, stopped_grace_s, threads
 from asyncoll.launch.host import Sources
 from asyncoll.launch.launcher import Launcher, Outcome, stop_signals
 from asyncoll.launch.local import Start, check_files, local_host
 from asyncoll.launch.output import open_output
 from asyncoll.launch.placement import HERE, Placement
+from asyncoll.launch.rank_environment import THREADS, job_folder, stopped_grace_s, threads
 from asyncoll.launch.template import LEFT_TO_THE_LAUNCHER, Template
 from asyncoll.transport.loopback import loopback
 
@@ -108,7 +108,8 @@ def _serve(size: int, act: Callable[[], None], channel: socket.socket, folder: P
     """Be the template, and then, in a fork of it, a rank. Does not return."""
     os.setsid()
     signal.pthread_sigmask(signal.SIG_SETMASK, LEFT_TO_THE_LAUNCHER)
-    for signum in signal.valid_signals():  # as in a program that is started anew
+    # As in a program that is started anew.
+    for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
             signal.signal(signum, signal.SIG_DFL)
     os.environ.update({**threads(size, os.environ), "ASYNCOLL_FOLDER": str(folder)})
@@ -150,7 +151,8 @@ def _redirect_logging(before: tuple[object, object], now: tuple[IO[Any], IO[Any]
     loggers = [logging.root, *logging.root.manager.loggerDict.values()]
     for handler in {handler for logger in loggers for handler in getattr(logger, "handlers", ())}:
         if isinstance(handler, logging.StreamHandler) and handler.stream in before:
-            handler.stream = now[before.index(handler.stream)]  # not `setStream`, which would flush that of the kernel
+            # Not by `setStream`, which would flush the stream of the kernel.
+            handler.stream = now[before.index(handler.stream)]
 
 
 def _refuse_input(*_: object, **__: object) -> str:

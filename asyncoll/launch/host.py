@@ -1,7 +1,8 @@
 """One host of a job, as the launcher sees it: orders go in, news come out.
 
-`asyncoll/launch/local.py` is this host. `asyncoll/launch/remote.py` is another one, where `asyncoll/launch/agent.py`
-passes the orders to a local host, and its news back. So there is one way to start, stop and watch ranks.
+`asyncoll/launch/local.py` is this host. `asyncoll/launch/remote.py` is another one, where
+`asyncoll/launch/host_agent.py` passes the orders to a local host, and its news back. So there is one way to start, stop
+and watch ranks.
 
 Orders, as maps:
 
@@ -36,7 +37,7 @@ News = dict[str, Any]
 Hear = Callable[[News], None]
 
 
-class Host(Protocol):
+class LaunchedHost(Protocol):
     """The ranks of one host."""
 
     has_ended: bool
@@ -70,7 +71,8 @@ class Sources:
         self._selector.register(source, selectors.EVENT_READ, callback)
 
     def unwatch(self, source: Any) -> None:
-        with suppress(KeyError, ValueError):  # it is not watched, or closed
+        # The descriptor may not be watched, or be closed.
+        with suppress(KeyError, ValueError):
             self._selector.unregister(source)
 
     def wait(self, seconds: float | None) -> bool:

@@ -17,18 +17,18 @@ from typing import NamedTuple
 
 import asyncoll._core  # noqa: F401 (raises UsageError for a wrong ASYNCOLL_CORE: here once, and not in each rank)
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.launch.environment import (
+from asyncoll.launch.host import LaunchedHost, News, Sources
+from asyncoll.launch.local import check, local_host, template_of
+from asyncoll.launch.output import Output, OutputStream, open_output
+from asyncoll.launch.placement import HERE, Placement
+from asyncoll.launch.program import Program
+from asyncoll.launch.rank_environment import (
     check_current_folder,
     check_encoding,
     job_folder,
     rank_environment,
     stopped_grace_s,
 )
-from asyncoll.launch.host import Host, News, Sources
-from asyncoll.launch.local import check, local_host, template_of
-from asyncoll.launch.output import Output, Stream, open_output
-from asyncoll.launch.placement import HERE, Placement
-from asyncoll.launch.program import Program
 from asyncoll.launch.remote import remote_host, travelling
 from asyncoll.launch.supervisor import GIVE_UP_S, INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
@@ -38,7 +38,8 @@ from asyncoll.transport.loopback import loopback
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = signal.SIGTSTP  # Ctrl-Z
-WAIT_MAX_S = 3600.0  # in one turn: `epoll` refuses a time-out of more than 24 days
+# The longest wait in one turn: `epoll` refuses a time-out of more than 24 days.
+WAIT_MAX_S = 3600.0
 LOOK_S = 0.5  # between two looks at the states of the ranks that run while others have ended
 
 
@@ -101,7 +102,7 @@ def launch(
 @contextmanager
 def _this_host(
     placement: Placement, program: Program, sources: Sources, hear: Callable[[str, News], None]
-) -> Iterator[Host]:
+) -> Iterator[LaunchedHost]:
     with job_folder() as folder:
         environ = {**os.environ, "ASYNCOLL_FOLDER": str(folder)}
         start = template_of(placement.size, program, folder, environ)
@@ -116,7 +117,7 @@ def _other_hosts(
     sources: Sources,
     hear: Callable[[str, News], None],
     job: ExitStack,
-) -> dict[str, Host]:
+) -> dict[str, LaunchedHost]:
     key, variables = new_key(), travelling(os.environ, names)
     return {
         name: job.enter_context(remote_host(name, size, program, key, variables, sources, partial(hear, name)))
@@ -184,7 +185,7 @@ class Launcher:
         self._output = output
         self._signals = signals
         self._sources = sources
-        self._hosts: Mapping[str, Host] = {}
+        self._hosts: Mapping[str, LaunchedHost] = {}
         self._addresses: dict[str, tuple[str, int]] = {}  # of the hosts that are ready: an address, and a free port
         self._refusals: dict[str, str] = {}
         self._pids: dict[int, int] = {}
@@ -196,7 +197,7 @@ class Launcher:
         self._supervisor = Supervisor(placement.size, time.monotonic(), self._order, grace_s)
         sources.watch(signals, self._hear_user)
 
-    def run(self, hosts: Mapping[str, Host]) -> Outcome:
+    def run(self, hosts: Mapping[str, LaunchedHost]) -> Outcome:
         """Run the job. Raises UsageError if a host cannot start its ranks."""
         supervisor, self._hosts = self._supervisor, hosts
         while len(self._addresses) < len(hosts) and not self._refusals and not supervisor.stopping:
@@ -216,7 +217,7 @@ class Launcher:
             exit_code = supervisor.root.exit_code if supervisor.root else 0
         return Outcome(exit_code, [*words, *self._last_words], supervisor.root, self._stopped_by, self._pids)
 
-    def _end(self, hosts: Collection[Host]) -> None:
+    def _end(self, hosts: Collection[LaunchedHost]) -> None:
         """End all hosts. One that does not answer is given up."""
         for host in hosts:
             host.end()
@@ -352,7 +353,7 @@ class Launcher:
                 self._output.log_error(news["rank"], news["traceback"])
                 self._supervisor.failed(Failure(after_s=now - self._supervisor.started_at, **news))
 
-    def _show(self, stream: Stream, data: bytes) -> None:
+    def _show(self, stream: OutputStream, data: bytes) -> None:
         """Show output. If the reader of it is gone (`| head`), stop the job. A full disk stops the output alone."""
         try:
             stream.show(data, time.monotonic())

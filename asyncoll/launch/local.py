@@ -14,9 +14,9 @@ from typing import Any
 
 from asyncoll.errors import UsageError
 from asyncoll.launch import control, template
-from asyncoll.launch.environment import reserve_port, threads
 from asyncoll.launch.host import READ_BYTES, Hear, Process, Sources, death_of
 from asyncoll.launch.program import Program
+from asyncoll.launch.rank_environment import reserve_port, threads
 from asyncoll.launch.verdict import signal_name
 from asyncoll.transport.processes import allow_files, state
 
@@ -78,7 +78,7 @@ def local_host(start: Start, address: str, sources: Sources, hear: Hear) -> Iter
 
 
 class LocalHost:
-    """Implements `Host` for this host."""
+    """Implements `LaunchedHost` for this host."""
 
     def __init__(
         self, process: Process, channel: socket.socket, death: socket.socket, sources: Sources, hear: Hear
@@ -104,7 +104,8 @@ class LocalHost:
         elif self._pids:
             self._tell_template(order)
         else:
-            self._template.kill()  # it still loads, and there is no rank yet
+            # It still loads, and there is no rank yet.
+            self._template.kill()
 
     def end(self) -> None:
         self._is_ending = True
@@ -133,7 +134,8 @@ class LocalHost:
         self._hear_template()  # read its messages, so that both sides never block on sending to each other
 
     def _tell_template(self, order: dict[str, Any], *files: int) -> None:
-        with suppress(OSError):  # it is gone, which `_bury` deals with
+        # The process may be gone. `_bury` deals with that.
+        with suppress(OSError):
             control.send(self._channel, order, files)
 
     def _hear_template(self) -> None:

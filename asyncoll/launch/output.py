@@ -31,7 +31,7 @@ class TextSink:
 
 
 @dataclass(slots=True)
-class Stream:
+class OutputStream:
     """One output: of a rank, or of the connection to a host."""
 
     prefix: bytes
@@ -62,8 +62,8 @@ class Stream:
 class Output(NamedTuple):
     """The streams of all ranks."""
 
-    out: list[Stream]
-    err: list[Stream]
+    out: list[OutputStream]
+    err: list[OutputStream]
 
     def log_error(self, rank: int, text: str) -> None:
         """Complete the rank's log with the text that its interpreter would have printed."""
@@ -75,9 +75,10 @@ class Output(NamedTuple):
 def open_output(size: int, logs: Path | None) -> Iterator[Output]:
     """Open the streams of `size` ranks. If `logs` is given, their raw bytes are also written there."""
     with ExitStack() as opened:
-        nowhere = opened.enter_context(open(os.devnull, "w"))  # in place of a standard stream that was closed
+        # In place of a standard stream that was closed.
+        nowhere = opened.enter_context(open(os.devnull, "w"))
 
-        def stream(rank: int, shown: TextIO | None, name: str) -> Stream:
+        def stream(rank: int, shown: TextIO | None, name: str) -> OutputStream:
             sink = nowhere if shown is None else shown
             prefix = f"{rank:>{len(str(size - 1))}}:"
             if sink.isatty() and not os.environ.get("NO_COLOR"):
@@ -89,7 +90,7 @@ def open_output(size: int, logs: Path | None) -> Iterator[Output]:
                     log = opened.enter_context(open(logs / f"rank-{rank}.{name}", "wb", buffering=0))
                 except OSError as error:
                     raise UsageError(f"cannot write logs: {error}") from error
-            return Stream(f"{prefix} ".encode(), getattr(sink, "buffer", None) or TextSink(sink), log)
+            return OutputStream(f"{prefix} ".encode(), getattr(sink, "buffer", None) or TextSink(sink), log)
 
         yield Output(
             [stream(rank, sys.stdout, "out") for rank in range(size)],

@@ -46,7 +46,8 @@ def run(program: Runnable, channel: socket.socket) -> None:
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
             program.run()
         except BaseException as error:
-            if os.getpid() == pid:  # not in a child that the program has forked
+            # Not in a child that the program has forked.
+            if os.getpid() == pid:
                 trace = error.__traceback__
                 while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == MACHINERY:
                     trace = trace.tb_next
@@ -62,7 +63,8 @@ def _settle_in() -> None:
             stream.reconfigure(line_buffering=True)
     faulthandler.enable()
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # otherwise all ranks, as forks of one process, would draw the same
+        # Otherwise all ranks would draw the same numbers: they are forks of one process.
+        sys.modules["numpy"].random.seed()
 
 
 def _report(error: BaseException, channel: socket.socket) -> None:

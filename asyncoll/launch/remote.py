@@ -1,4 +1,4 @@
-"""The ranks of another host: ssh, with an agent at its other end (`asyncoll/launch/agent.py`)."""
+"""The ranks of another host: ssh, with an agent at its other end (`asyncoll/launch/host_agent.py`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any
 
 import asyncoll
 from asyncoll.errors import ProtocolError, UsageError
-from asyncoll.launch import agent, frames
-from asyncoll.launch.environment import THREADS
+from asyncoll.launch import frames, host_agent
 from asyncoll.launch.host import READ_BYTES, Hear, Sources, death_of
-from asyncoll.launch.output import Stream
+from asyncoll.launch.output import OutputStream
 from asyncoll.launch.program import Program
+from asyncoll.launch.rank_environment import THREADS
 
 # It asks no questions. It ends 15 s after the host has stopped answering, and 20 s after it has not begun to.
 SSH = (
@@ -32,8 +32,9 @@ SSH = (
     "-oConnectTimeout=20",
     "--",
 )
-BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from asyncoll.launch.agent import main; main()"
-GREETING_BYTES_MAX = 1 << 16  # with what the shell there prints before it
+BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from asyncoll.launch.host_agent import main; main()"
+# The greeting, with what the shell of the host prints before it, has at most so many bytes.
+GREETING_BYTES_MAX = 1 << 16
 TRAVELLING = ("ASYNCOLL_", "PYTHON")
 STAYING = ("ASYNCOLL_ADDRESS", "ASYNCOLL_FOLDER", "ASYNCOLL_RANK_OF")  # of one host, or of one process
 SSH_FAILED, NO_PROGRAM = 255, (126, 127)
@@ -103,7 +104,7 @@ def remote_host(
 
 
 class RemoteHost:
-    """Implements `Host` for another host. The connection is a child process: its death is the end of the host."""
+    """Implements `LaunchedHost` for another host. The connection is a child process: its death ends the host."""
 
     def __init__(
         self,
@@ -125,7 +126,7 @@ class RemoteHost:
         self._job = job
         self._sources = sources
         self._hear = hear
-        self._messages = Stream(f"{name}: ".encode(), sys.stderr.buffer)  # of ssh and the agent
+        self._messages = OutputStream(f"{name}: ".encode(), sys.stderr.buffer)  # of ssh and the agent
         self._greeting: bytes | None = b""  # what has arrived of it; None once it is complete
         self._frames = frames.Frames()
         self._why = ""  # why the host has ended, if its agent has said it, or has said what cannot be understood
@@ -143,7 +144,8 @@ class RemoteHost:
             self._ssh.kill()
             return
         self._is_last = self._is_last or kills
-        with suppress(OSError, ValueError):  # it is gone, which `_bury` deals with; or told to end
+        # The process may be gone, which `_bury` deals with, or be told to end.
+        with suppress(OSError, ValueError):
             frames.send(self._stdin.fileno(), order)
 
     def end(self) -> None:
@@ -178,7 +180,7 @@ class RemoteHost:
         """Look for the greeting of the agent, and give it the job. Returns what follows the greeting."""
         assert self._greeting is not None
         self._greeting += data
-        before, found, rest = self._greeting.partition(agent.GREETING[: agent.GREETING.rindex(b" ") + 1])
+        before, found, rest = self._greeting.partition(host_agent.GREETING[: host_agent.GREETING.rindex(b" ") + 1])
         version, ended, after = rest.partition(b"\n")
         if not (found and ended):
             if len(self._greeting) > GREETING_BYTES_MAX:
@@ -229,7 +231,7 @@ class RemoteHost:
             )
         if code in NO_PROGRAM:
             return f"it has no {sys.executable}{said}; Python must be at the same path on all hosts"
-        root = Path(agent.__file__).parent.parent.parent
+        root = Path(host_agent.__file__).parent.parent.parent
         return (
             f"{sys.executable} cannot import asyncoll from {root} there{said}; it must be at the same path on all hosts"
         )

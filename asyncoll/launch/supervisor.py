@@ -10,13 +10,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-SETTLE_S = 0.1  # from the first failure to the stop, for reports of other ranks that are under way
-BLAME_S = 1.0  # the same, if the failure names a rank whose own report has not come yet
+# From the first failure to the stop: reports of other ranks may be under way.
+SETTLE_S = 0.1
+# The same, if the failure names a rank whose own report has not come yet.
+BLAME_S = 1.0
 STOP_GRACE_S = 5.0
 INTERRUPT_GRACE_S = 10.0
-GIVE_UP_S = 15.0  # after that a host that has not killed its ranks does not answer, and is told to again
+# After this time a host that has not killed its ranks does not answer, and is told to again.
+GIVE_UP_S = 15.0
 TIMEOUT_CODE = 124
-STOPPED_GRACE_S = 10.0  # for a rank that is stopped when every other rank has ended
+# A rank that is stopped when every other rank has ended is given this time.
+STOPPED_GRACE_S = 10.0
 # A longer gap between two looks means that the launcher was stopped, too (Ctrl-Z): the grace period restarts.
 LOOK_GAP_MAX_S = 2.0
 STOPPED = "T"  # the state of a process that a signal has stopped; a debugger's is "t"
@@ -122,7 +126,8 @@ class Supervisor:
             self._stopped_since = now
         self._looks += 1
         self._looked_at = now
-        if self._looks == 2:  # not at the first look, which may come at the end of a pause of the whole job
+        # Not at the first look, which may come at the end of a pause of the whole job.
+        if self._looks == 2:
             return sorted(self.running)
         if self._looks > 2 and now >= self._stopped_since + self.stopped_grace_s:
             for rank in sorted(self.running):

@@ -126,7 +126,8 @@ class Template:
             os.environ.update(environment)
         else:
             with suppress(OSError):
-                os.setpgid(pid, pid)  # in both processes: a signal that is sent now must find the group
+                # In both processes: a signal that is sent now must find the group.
+                os.setpgid(pid, pid)
             self._ranks[pid] = number
             self._tell(started=number, pid=pid)
         os.close(out)

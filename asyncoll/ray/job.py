@@ -13,15 +13,16 @@ from typing import Any, TypeVar
 import ray
 
 from asyncoll.errors import DeadlineError, PeerLostError, UsageError
-from asyncoll.ray.placement import Placement, check_resources, placed
-from asyncoll.ray.rank import Place, Rank
-from asyncoll.ray.watch import Watch
+from asyncoll.ray.actor import ActorPlace, Rank
+from asyncoll.ray.bundles import Placement, check_resources, placed
+from asyncoll.ray.rank_watch import RankWatch
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.transport import START_TIMEOUT_S
 from asyncoll.transport.keys import KEY_BYTES
 
 T = TypeVar("T")
-_END_S = 5.0  # for the processes of actors to end by themselves
+# The processes of actors have this time to end by themselves.
+_END_S = 5.0
 _ONE_CPU = {"CPU": 1.0}
 
 
@@ -72,7 +73,7 @@ def run(
         # A call goes from the driver to the actor; the arguments of a constructor are kept by Ray's control store.
         address = "127.0.0.1" if len({place.node for place in places}) == 1 else places[0].address
         calls = [actor.run.remote(actors[0], address, secret, program) for actor in actors]
-        return Watch(actors, places, calls).results()
+        return RankWatch(actors, places, calls).results()
 
 
 def _check(main: Any, ranks: Any, resources: Any, placement: Any) -> dict[str, float]:
@@ -111,7 +112,7 @@ def _started(options: Sequence[Mapping[str, Any]]) -> Iterator[list[Any]]:
                 ray.kill(actor)
 
 
-def _places(actors: Sequence[Any], ends_s: float) -> list[Place]:
+def _places(actors: Sequence[Any], ends_s: float) -> list[ActorPlace]:
     """Where the ranks are, once all actors have started."""
     calls = [actor.place.remote() for actor in actors]
     _, late = ray.wait(calls, num_returns=len(calls), timeout=max(ends_s - time.monotonic(), 0.0))
@@ -122,9 +123,9 @@ def _places(actors: Sequence[Any], ends_s: float) -> list[Place]:
     return [_place(rank, call) for rank, call in enumerate(calls)]
 
 
-def _place(rank: int, call: Any) -> Place:
+def _place(rank: int, call: Any) -> ActorPlace:
     try:
-        place: Place = ray.get(call)
+        place: ActorPlace = ray.get(call)
     except ray.exceptions.RayError as error:
         raise PeerLostError(rank, f"its actor has not started: {' '.join(str(error).split())}") from error
     return place

@@ -3,8 +3,8 @@
 The parts, from the user to the wire: `ranks` and `outside` are the public interfaces. `exchange` is one end of RPC and
 joins `client` (calls from here) and `server` (calls to here). `service` holds the registered functions, `stub` makes
 proxies, `hints` reads annotations. `codec` turns values into bytes, `protocol` builds the messages, `failure` encodes
-exceptions. A `carrier` moves the messages: `in_memory` between ranks of one host, `by_message` between any ranks,
-`by_socket` between a service and its clients. The last two cut long messages into `segments`.
+exceptions. A `carrier` moves the messages: `memory_carrier` between ranks of one host, `message_carrier` between any
+ranks, `by_socket` between a service and its clients. The last two cut long messages into `segments`.
 """
 
 from asyncoll.rpc.outside import Connection as Connection

@@ -13,12 +13,12 @@ from asyncoll.rpc.carrier import Deliver
 from asyncoll.rpc.segments import Segments
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.keys import Key
-from asyncoll.transport.messages.service_protocol import ClientEnd, Owner, ServiceEnd
+from asyncoll.transport.messages.service_protocol import ClientEnd, ServiceEnd, SocketOwner
 from asyncoll.transport.messages.service_streams import StreamClient, StreamServer
 from asyncoll.transport.wire import Buffer
 
 
-def listen(owner: Owner, url: str, key: Key | None) -> ServiceEnd:
+def listen(owner: SocketOwner, url: str, key: Key | None) -> ServiceEnd:
     """The sockets of a service at `url`. Raises UsageError if it cannot listen there, or would admit strangers."""
     if _is_plain(url, key):
         return StreamServer(owner, url)
@@ -27,7 +27,7 @@ def listen(owner: Owner, url: str, key: Key | None) -> ServiceEnd:
     return ServerSocket(owner, url, key)
 
 
-def dial(owner: Owner, url: str, key: Key | None, connected: Callable[[int], None]) -> ClientEnd:
+def dial(owner: SocketOwner, url: str, key: Key | None, connected: Callable[[int], None]) -> ClientEnd:
     """The socket of a client of the service at `url`.
 
     `connected` is called with the protocol version of the service, once the service has answered and is watched for
@@ -61,14 +61,16 @@ class SocketCarrier:
         self._lost = lost
 
     def open(self, deliver: Deliver) -> None:
+        # Here and not in `__init__`: the socket delivers from now on, and needs `deliver` for that.
         self._segments = Segments(self, deliver)
         self.socket = self._make(self)
 
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
+        # A message to a peer that is gone is dropped, so it counts as sent: its calls fail by the loss.
         return not self.socket.has(dest) or self._segments.send_nowait(dest, head, arrays)
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
-        """As `Carrier.send`. A message to a peer that is gone is dropped."""
+        """Send a message in order, and return when `arrays` may change. One to a peer that is gone is dropped."""
         if self.socket.has(dest):
             await self._segments.send(dest, head, arrays)
 

@@ -23,13 +23,13 @@ from asyncoll.rpc import codec, failure, fetching, protocol, shown
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import NO_TYPES, Encoder, Types
 from asyncoll.rpc.device_place import NONE_LANDED, Arrivals, DevicePlace
-from asyncoll.rpc.device_route import Landing
+from asyncoll.rpc.device_route import LandingTensor
 from asyncoll.rpc.protocol import ITEMS_MAX, Message
 from asyncoll.rpc.server import depth
 from asyncoll.rpc.service import METHODS, is_name
 from asyncoll.rpc.shown import Sender
 from asyncoll.rpc.window import Slots
-from asyncoll.runtime.deadlines import clock, expires_s, remaining_s
+from asyncoll.runtime.deadlines import clock, expiry, remaining_s
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
 
@@ -43,12 +43,12 @@ FOREIGN_LOOP = (
 )
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """What the callee has sent, and the tensors beside it that have come to a device."""
 
     message: Message
     arrays: Sequence[Array]
-    landed: Mapping[int, Landing] = NONE_LANDED
+    landed: Mapping[int, LandingTensor] = NONE_LANDED
 
     def value(self, request: Request) -> Any:
         """Where the caller goes on. Raises DeviceError."""
@@ -82,8 +82,8 @@ class _Pending:
     kind: int
     ends_s: float  # when its caller stops waiting
     arrivals: Arrivals | None = None  # of results on a device
-    answer: asyncio.Future[Answer] | None = None  # of a call
-    items: asyncio.Queue[Answer | None] | None = None  # of a stream; the item None says that all calls have failed
+    answer: asyncio.Future[Reply] | None = None  # of a call
+    items: asyncio.Queue[Reply | None] | None = None  # of a stream; the item None says that all calls have failed
 
 
 class Client:
@@ -155,7 +155,7 @@ class Client:
         finally:
             self._give_up(number)
 
-    async def _next_item(self, items: asyncio.Queue[Answer | None], request: Request) -> Answer | None:
+    async def _next_item(self, items: asyncio.Queue[Reply | None], request: Request) -> Reply | None:
         """The next item of a stream; None at its end. Raises the error of the generator, or that of the connection."""
         self.check()
         answer = await self._in_time(items.get, self._ends_s(), request)
@@ -166,7 +166,7 @@ class Client:
             raise failure.decode(answer.message.body, self._rank_of(request.peer))
         return answer if answer.message.kind == protocol.ITEM else None
 
-    async def _exchange(self, request: Request) -> Answer:
+    async def _exchange(self, request: Request) -> Reply:
         """Send a call and wait for its answer. Cancelling it cancels the function at the peer."""
         number, pending = await self._begin(protocol.CALL, request)
         assert pending.answer is not None
@@ -181,7 +181,7 @@ class Client:
 
     def _ends_s(self) -> float:
         """When a caller in this context stops waiting: after `patience_s`, or at its own deadline."""
-        expires = expires_s()
+        expires = expiry.get()
         if self._patience_s == math.inf:
             return math.inf if expires is None else expires
         ends_s = self._now_s() + self._patience_s
@@ -241,8 +241,8 @@ class Client:
             seconds = remaining_s()
         deferred = [tensor for tensor in staged if tensor.is_deferred] if staged else staged
         slots, nbytes = self._slots[peer, level], len(body)
-        if arrays:
-            nbytes += sum(array.nbytes for array in arrays)
+        for array in arrays:
+            nbytes += array.nbytes
         if not slots.take_nowait(nbytes):
             await self._in_time(lambda: self._unless_failed(slots.take(nbytes)), ends_s, request)
             seconds = remaining_s()
@@ -250,7 +250,7 @@ class Client:
         pending = self._pending[number] = _Pending(peer, name, slots, nbytes, kind, ends_s, arrivals)
         try:
             if deferred:
-                message = shown.Message(protocol.SHOW_ARGUMENT, peer, number, name)
+                message = shown.ShownMessage(protocol.SHOW_ARGUMENT, peer, number, name)
                 arrays = await self._in_time(partial(self._shown, message, arrays, deferred), ends_s, request)
                 seconds = remaining_s()
             if kind == protocol.CALL:
@@ -312,7 +312,9 @@ class Client:
         finally:
             fetching.join([tensor for tensor in staged if not tensor.is_deferred])
 
-    async def _shown(self, message: shown.Message, arrays: Sequence[Array], deferred: Sequence[Staged]) -> list[Array]:
+    async def _shown(
+        self, message: shown.ShownMessage, arrays: Sequence[Array], deferred: Sequence[Staged]
+    ) -> list[Array]:
         """Show these tensors. Returns what is sent beside a call, to which those belong that the peer has not read."""
         try:
             left = await self._unless_failed(self._sender.show(message, arrays, deferred))
@@ -355,7 +357,7 @@ class Client:
             self._forget(message.call)
         if message.is_on_device:
             self._shown_to.add((peer, pending.name))
-        answer = Answer(message, arrays, NONE_LANDED if pending.arrivals is None else pending.arrivals.come())
+        answer = Reply(message, arrays, NONE_LANDED if pending.arrivals is None else pending.arrivals.come())
         if pending.answer is not None:
             if message.kind == protocol.ITEM:
                 raise ProtocolError("a stream item in answer to a call")
@@ -384,7 +386,7 @@ class Client:
         pending = self._pending.get(number)
         if pending is not None and self._failure is None:
             pending.answer = pending.items = None
-            message = shown.Message(protocol.SHOW_ARGUMENT, pending.peer, number, pending.name)
+            message = shown.ShownMessage(protocol.SHOW_ARGUMENT, pending.peer, number, pending.name)
             self._sender.when_over(message, partial(self._withdraw, pending.peer, number))
 
     def _withdraw(self, peer: int, number: int) -> None:
@@ -439,7 +441,8 @@ class Client:
         """
         if self._lost_notifications:
             self.check()
-        level = depth.set(protocol.MAX_DEPTH)  # at this depth slots are free, so the call does not wait for other calls
+        # At this depth slots are free, so the call does not wait for other calls.
+        level = depth.set(protocol.MAX_DEPTH)
         try:
             for peer in {pending.peer for pending in self._pending.values() if pending.kind == protocol.NOTIFY}:
                 await self._exchange(Request(peer, METHODS, (), {}))
@@ -453,12 +456,13 @@ class Client:
         """End every call with ClosedError, and wait for the background sends. Idempotent."""
         closed = partial(ClosedError, f"{self._name} is closed")
         self.fail(closed)
-        self._failure = closed  # also after a loss: peers disappear as they leave the world in good order
+        # Also after a loss: peers disappear as they leave the world in good order.
+        self._failure = closed
         if self._background_sends:
             await asyncio.wait(self._background_sends)
 
 
-def _raise_in(waiting: asyncio.Future[Answer], error: AsyncollError) -> None:
+def _raise_in(waiting: asyncio.Future[Reply], error: AsyncollError) -> None:
     """Make the waiter for an answer raise `error`."""
     waiting.set_exception(error)
     waiting.exception()  # mark it as retrieved, because the waiter may have been cancelled

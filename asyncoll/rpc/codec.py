@@ -32,7 +32,8 @@ ALLOWED = (
     "torch tensors"
 )
 _KEPT_BYTES = 1 << 16  # an encoder gives up its packers after a longer value, because packers keep their memory
-_UNCHECKED_BYTES = 512  # in so few bytes, false lengths of nested lists make msgpack allocate little memory
+# In so few bytes, false lengths of nested lists make msgpack allocate little memory.
+_UNCHECKED_BYTES = 512
 _TUPLE, _SET, _COMPLEX, _DATACLASS, _ARRAY = 1, 2, 3, 4, 5
 _NUMPY, _TORCH, _SCALAR = 0, 1, 2
 _OUTSIDE, _INSIDE = 0, 1
@@ -58,7 +59,7 @@ NO_TYPES: Types = {}
 Encoded = tuple[bytes, list[Array], list[Staged]]  # structured bytes, arrays beside them, and tensors of devices
 
 
-class Place(Protocol):
+class TensorPlace(Protocol):
     """The device on which the torch tensors of one value belong."""
 
     def take(self, x: Any) -> Any:
@@ -75,7 +76,7 @@ class Place(Protocol):
 
 
 def encode(value: object, name: str = "value") -> Encoded:
-    """As `Encoder.encode`, for a single value."""
+    """A single value as bytes, and the arrays of its tensors. Raises UsageError, with its `name`, if it cannot."""
     return Encoder().encode(value, name)
 
 
@@ -155,7 +156,8 @@ class Encoder:
             return _extension(_ARRAY, form + array.tobytes())
         operand = as_operand(value, may_stage=True)
         flat, shape = operand.flat.view(np.uint8), operand.shape
-        is_staged = operand.staged is not None and flat.size > 0  # else there is nothing to fetch
+        # Without elements there is nothing to fetch.
+        is_staged = operand.staged is not None and flat.size > 0
         where = _INSIDE if flat.size <= INLINE_BYTES and not is_staged else _OUTSIDE
         form = _FORMS[len(shape)].pack(family, DTYPES.index(operand.dtype), where, len(shape), *shape)
         if where == _INSIDE:
@@ -232,11 +234,11 @@ def decode(
     body: bytes,
     arrays: Sequence[Array] = (),
     types: Types = NO_TYPES,
-    place: Place | None = None,
+    place: TensorPlace | None = None,
 ) -> Any:
     """The value that `encode` was given. Its tensors use the memory of `arrays`, without a copy.
 
-    Its torch tensors are those of `place`, if that is given.
+    With a `place`, its torch tensors are on the device of that.
 
     Raises ProtocolError for bytes that `encode` does not make, and UsageError for a dataclass that is not in `types`,
     has other fields, or cannot be made of them.
@@ -312,7 +314,7 @@ class _Decoder:
             np.minimum(flat, 1, out=flat)  # numpy and torch misbehave with a bool of another byte than 0 or 1
         if family == _TORCH and not len(memory):
             return torch_view(np.empty(shape, storage), DTYPES[dtype])
-        make = _maker(family, dtype, shape)
+        make = torch_maker(DTYPES[dtype], shape) if family == _TORCH else _numpy_maker(family, dtype, shape)
         if where == _INSIDE and storage.kind != "b" and len(_known) < _KNOWN_MAX:
             _known[form] = _Known(len(body), make)
         return make(memory)
@@ -352,7 +354,7 @@ class _Decoder:
 class _PlacingDecoder(_Decoder):
     """Its torch tensors go to a device."""
 
-    def __init__(self, arrays: Sequence[Array], types: Types, place: Place) -> None:
+    def __init__(self, arrays: Sequence[Array], types: Types, place: TensorPlace) -> None:
         super().__init__(arrays, types)
         self._place = place
 
@@ -385,10 +387,8 @@ class _Known(NamedTuple):
 _known: dict[bytes, _Known] = {}
 
 
-def _maker(family: int, dtype: int, shape: tuple[int, ...]) -> Callable[[Any], Any]:
-    """A function that makes an array of this kind over the memory that it is given."""
-    if family == _TORCH:
-        return torch_maker(DTYPES[dtype], shape)
+def _numpy_maker(family: int, dtype: int, shape: tuple[int, ...]) -> Callable[[Any], Any]:
+    """A function that makes a numpy array or scalar over the memory that it is given."""
     flat = partial(np.frombuffer, dtype=_STORAGE[dtype])
     if family == _SCALAR:
         return lambda memory: flat(memory)[0]

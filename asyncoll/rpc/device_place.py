@@ -7,11 +7,11 @@ from functools import cached_property
 from typing import Any
 
 from asyncoll.errors import DeviceError, ProtocolError
-from asyncoll.rpc.device_route import DeviceRoute, Landing
+from asyncoll.rpc.device_route import DeviceRoute, LandingTensor
 from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.staged import CopiesBack, Staged, Stager
 
-NONE_LANDED: Mapping[int, Landing] = {}
+NONE_LANDED: Mapping[int, LandingTensor] = {}
 
 
 class DevicePlace:
@@ -30,7 +30,7 @@ class DevicePlace:
         """For tensors that are shown. They belong to the stream that is current here."""
         return Arrivals(self.staged())
 
-    def placing(self, landed: Mapping[int, Landing] = NONE_LANDED) -> Placing:
+    def placing(self, landed: Mapping[int, LandingTensor] = NONE_LANDED) -> Placing:
         """For one message, where the program goes on with it. `landed` are its tensors that have come, by array."""
         return Placing(self, landed)
 
@@ -46,28 +46,28 @@ class Arrivals:
 
     def __init__(self, like: Staged) -> None:
         self._like = like
-        self._landings: dict[int, Landing] = {}  # by array of the next message
+        self._landings: dict[int, LandingTensor] = {}  # by array of the next message
 
-    def land(self, index: int, nbytes: int) -> Landing | None:
+    def land(self, index: int, nbytes: int) -> LandingTensor | None:
         """A place for that array. None: the device has no memory for it. Raises ProtocolError."""
         if index in self._landings:
             raise ProtocolError(f"array {index} is shown twice")
         try:
-            landing = self._landings[index] = Landing(self._like, *self._like.fresh(nbytes))
+            landing = self._landings[index] = LandingTensor(self._like, *self._like.fresh(nbytes))
         except DeviceError:
             return None
         return landing
 
-    def come(self) -> dict[int, Landing]:
-        """Those that have come for the next message, which is here."""
+    def come(self) -> dict[int, LandingTensor]:
+        """The tensors that have come for the next message, which is here."""
         landings, self._landings = self._landings, {}
         return {index: landing for index, landing in landings.items() if landing.is_whole}
 
 
 class Placing:
-    """Implements `codec.Place`: puts the tensors of one message on the device. `join` follows."""
+    """Implements `codec.TensorPlace`: puts the tensors of one message on the device. `join` follows."""
 
-    def __init__(self, place: DevicePlace, landed: Mapping[int, Landing]) -> None:
+    def __init__(self, place: DevicePlace, landed: Mapping[int, LandingTensor]) -> None:
         self._place = place
         self._landed = landed
 

@@ -9,7 +9,7 @@ from asyncoll.tensors.staged import Staged
 
 
 @dataclass(eq=False)
-class Landing:
+class LandingTensor:
     """A new flat tensor of bytes, to which one that is shown comes."""
 
     like: Staged  # a tensor of its device, by which it was made
@@ -55,5 +55,5 @@ class DeviceRoute(Protocol):
     def showing(self, peer: int, tensor: Staged) -> Showing:
         """`tensor`, which does not change any more, for `peer`."""
 
-    async def read(self, peer: int, number: int, nbytes: int, landing: Landing | None) -> None:
+    async def read(self, peer: int, number: int, nbytes: int, landing: LandingTensor | None) -> None:
         """Read that tensor of `peer`, which has so many bytes. None: tell the peer that nobody wants it."""

@@ -17,7 +17,7 @@ from asyncoll.rpc.shown import Reader, Sender
 from asyncoll.tensors.reductions import Array
 
 
-class Exchange:
+class RpcExchange:
     """One end of RPC. All of it runs on the loop on which it was made.
 
     In: messages of peers (`_deliver`, called by the carrier), and the calls of `client`. Out: `Carrier.send`.
@@ -50,7 +50,6 @@ class Exchange:
         self._server.stop()
 
     def answer_notifications(self) -> None:
-        """As `Server.answer_notifications`."""
         self._server.answer_notifications()
 
     def forget(self, peer: int) -> None:

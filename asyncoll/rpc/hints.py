@@ -30,18 +30,25 @@ def resolved(thing: Any, name: str) -> dict[str, Any]:
         ) from None
 
 
+def anything(value: Any, what: str) -> None:
+    """The check of an annotation that allows every value."""
+
+
 def checker(annotation: Any) -> Check:
     """A function that checks a value against `annotation`."""
     if annotation in _ANY:
-        return lambda value, what: None
-    if type(annotation) is type and annotation is not type(None):  # the common case, much faster than typeguard
+        return anything
+    # The common case, much faster than typeguard. A class with a metaclass (ABC, Enum, Protocol) goes the general way,
+    # because `isinstance` may have another meaning there.
+    if type(annotation) is type and annotation is not type(None):
         allowed = _WIDER.get(annotation, (annotation,))
 
         def check(value: Any, what: str) -> None:
             if type(value) is not annotation and not isinstance(value, allowed):
                 raise UsageError(f"{what} must be {text(annotation)}, got {type(value).__name__}")
     else:
-        import typeguard  # at its first use: to load it takes a fifth of the time that the rest of the package takes
+        # It is imported at its first use: to load it takes a fifth of the time that the rest of the package takes.
+        import typeguard
 
         def check(value: Any, what: str) -> None:
             try:
@@ -60,7 +67,8 @@ def dataclasses_in(annotations: typing.Iterable[Any]) -> dict[str, Expected]:
     Raises UsageError if two of them have the same qualified name, because messages carry only that.
     """
     found: dict[str, Expected] = {}
-    opened: list[Any] = []  # TypedDicts, which may name themselves
+    # A TypedDict may name itself, and it has no entry in `found` that would end the search.
+    opened: list[Any] = []
     pending = list(annotations)
     while pending:
         annotation = pending.pop()
@@ -70,7 +78,8 @@ def dataclasses_in(annotations: typing.Iterable[Any]) -> dict[str, Expected]:
         elif typing.is_typeddict(annotation) and annotation not in opened:
             opened.append(annotation)
             pending += resolved(annotation, annotation.__qualname__).values()
-        annotation = typing.get_origin(annotation) or annotation  # a Box[int] is sent as a Box
+        # A Box[int] is sent as a Box: messages carry the names of classes, and no arguments of them.
+        annotation = typing.get_origin(annotation) or annotation
         if not (isinstance(annotation, type) and dataclasses.is_dataclass(annotation)):
             continue
         name = annotation.__qualname__
@@ -89,10 +98,11 @@ def text(annotation: Any) -> str:
     if annotation is inspect.Parameter.empty:
         return ""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin in (typing.Union, types.UnionType):  # Optional[int] is int | None
+    # Two ways to write the same type are one text: Optional[int] is int | None, and List[int] is list[int] below.
+    if origin in (typing.Union, types.UnionType):
         return " | ".join("None" if arg is type(None) else text(arg) for arg in args)
     if isinstance(origin, type) and args and all(isinstance(arg, type) or typing.get_origin(arg) for arg in args):
-        return f"{origin.__qualname__}[{', '.join(map(text, args))}]"  # List[int] is list[int]
+        return f"{origin.__qualname__}[{', '.join(map(text, args))}]"
     return re.sub(r"\b(?:\w+\.)+(?=\w)", "", inspect.formatannotation(annotation))
 
 

@@ -16,7 +16,7 @@ from asyncoll.rpc import stub
 from asyncoll.rpc.by_socket import SocketCarrier, dial, listen
 from asyncoll.rpc.client import Request
 from asyncoll.rpc.device_place import DevicePlace
-from asyncoll.rpc.exchange import Exchange
+from asyncoll.rpc.exchange import RpcExchange
 from asyncoll.rpc.failure import Limit
 from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
@@ -25,7 +25,7 @@ from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.tensors import registered
 from asyncoll.transport.keys import Key, read_key
-from asyncoll.transport.messages.peers import DroppedClients
+from asyncoll.transport.messages.peer_reports import DroppedClients
 from asyncoll.transport.messages.service_protocol import VERSION, ClientEnd, ServiceEnd
 from asyncoll.transport.staging.opening import open_stager
 
@@ -74,21 +74,21 @@ async def serve(
     registry = FunctionRegistry()
     registry.add(service, inline=flag(inline, "inline"))
     async with registered.of_context(open_stager):
-        server = _Server(registry, url, None if key_file is None else read_key(Path(key_file)))
+        server = _ServiceExchange(registry, url, None if key_file is None else read_key(Path(key_file)))
         try:
             yield server.url
         finally:
             await server.close()
 
 
-class _Server:
+class _ServiceExchange:
     """The exchange of a service, and its socket. Clients are numbered in the order in which they connect."""
 
     def __init__(self, registry: FunctionRegistry, url: str, key: Key | None) -> None:
         self._carrier = carrier = SocketCarrier(self._listen, self._broken, self._lost)
         self._address = url, key
         self._dropped_clients = DroppedClients(f"the service at {url}")
-        self._exchange = Exchange(carrier, registry, lambda client: -1, self._broken, "this service")
+        self._exchange = RpcExchange(carrier, registry, lambda client: -1, self._broken, "this service")
 
     def _listen(self, owner: SocketCarrier) -> ServiceEnd:
         self._socket = listen(owner, *self._address)
@@ -154,7 +154,7 @@ class Connection(Uncopied):
         self._place: DevicePlace | None = None
         self._version: asyncio.Future[int] = self._loop.create_future()
         carrier = SocketCarrier(self._dial, self._broken, self._lost)
-        self._exchange = Exchange(carrier, FunctionRegistry(), lambda service: -1, self._broken, "this connection")
+        self._exchange = RpcExchange(carrier, FunctionRegistry(), lambda service: -1, self._broken, "this connection")
 
     async def meet(self) -> None:
         """Wait until the service has answered, and check its version. Called by `connect`."""
@@ -190,7 +190,7 @@ class Connection(Uncopied):
         """These calls, with torch tensors of `device` in results: see `Rpc.to`. A copy that fails ends all calls."""
         on_device = self._alias()
         stager = registered.current().devices.stager_named(device)
-        on_device._place = DevicePlace(stager, _CopiesBack(self._exchange, self._loop))
+        on_device._place = DevicePlace(stager, _ServiceCopiesBack(self._exchange, self._loop))
         return on_device
 
     async def methods(self) -> list[Method]:
@@ -231,10 +231,10 @@ class Connection(Uncopied):
         self._exchange.fail(partial(ProtocolError, f"{self._url} broke the protocol: {error}"))
 
 
-class _CopiesBack:
+class _ServiceCopiesBack:
     """Results that are copied to devices. Implements `tensors.staged.CopiesBack`: one that fails ends all calls."""
 
-    def __init__(self, exchange: Exchange, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, exchange: RpcExchange, loop: asyncio.AbstractEventLoop) -> None:
         self._exchange = exchange
         self._loop = loop
 

@@ -20,24 +20,25 @@ _PIECE = 1 << 20  # bytes that are copied at a time
 class Packing:
     """The layout of flat uint8 arrays in one block of `nbytes`."""
 
-    __slots__ = ("_arrays", "_starts", "_table", "count", "nbytes")
+    __slots__ = ("_placed", "_table", "count", "nbytes")
 
     def __init__(self, arrays: Sequence[Array]) -> None:
-        self._arrays = arrays
         self.count = len(arrays)
-        self._table = struct.pack(f"<{len(arrays)}q", *(array.nbytes for array in arrays))
-        self._starts, end = [], len(self._table)
+        self._placed: list[tuple[Array, int]] = []  # with the byte at which each starts
+        lengths, end = [], _LENGTH * len(arrays)
         for array in arrays:
             start = end + _ALIGNMENT - 1 & -_ALIGNMENT
-            self._starts.append(start)
             end = start + array.nbytes
+            self._placed.append((array, start))
+            lengths.append(array.nbytes)
+        self._table = struct.pack(f"<{len(lengths)}q", *lengths)
         self.nbytes = end
 
     def joined(self) -> bytes:
         """The block as bytes."""
         parts: list[Buffer] = [self._table]
         end = len(self._table)
-        for array, start in self._placed():
+        for array, start in self._placed:
             parts += _GAP[: start - end], array
             end = start + array.nbytes
         return b"".join(parts)
@@ -48,7 +49,7 @@ class Packing:
         Yields before each part of at most _PIECE: whether it is the last one.
         """
         memory.data[: len(self._table)] = self._table
-        starts = ((array, first, start) for array, first in self._placed() for start in range(0, array.nbytes, _PIECE))
+        starts = ((array, first, start) for array, first in self._placed for start in range(0, array.nbytes, _PIECE))
         part = next(starts, None)
         while part is not None:
             array, first, start = part
@@ -56,9 +57,6 @@ class Packing:
             yield part is None
             piece = array[start : start + _PIECE]
             memory[first + start : first + start + piece.nbytes] = piece
-
-    def _placed(self) -> Iterator[tuple[Array, int]]:
-        return zip(self._arrays, self._starts, strict=True)
 
 
 def unpack(memory: Buffer, count: int) -> list[Array]:

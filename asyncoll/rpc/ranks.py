@@ -15,10 +15,10 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.client import FOREIGN_LOOP, Request
 from asyncoll.rpc.device_place import DevicePlace
 from asyncoll.rpc.device_route import DeviceRoute
-from asyncoll.rpc.exchange import Exchange
+from asyncoll.rpc.exchange import RpcExchange
 from asyncoll.rpc.service import FunctionRegistry, Method
 from asyncoll.rpc.stub import Peer, Proxy
-from asyncoll.runtime.copies_back import CopiesBack
+from asyncoll.runtime.copies_back import CommunicatorCopiesBack
 from asyncoll.runtime.failures import Failure, error_of
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.uncopied import Uncopied
@@ -93,7 +93,7 @@ class Rpc(Uncopied):
         self._check_not_forked = endpoint.check_not_forked
         self._registry = FunctionRegistry()
         broken = lambda rank, error: member.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
-        self._exchange = Exchange(
+        self._exchange = RpcExchange(
             make_carrier(broken),
             self._registry,
             self._ranks.index,
@@ -200,7 +200,7 @@ class Rpc(Uncopied):
         """
         on_device = self._alias()
         stager = registered.current().devices.stager_named(device)
-        on_device._place = DevicePlace(stager, CopiesBack(self._member), self._route)
+        on_device._place = DevicePlace(stager, CommunicatorCopiesBack(self._member), self._route)
         return on_device
 
     async def methods(self, rank: int) -> list[Method]:

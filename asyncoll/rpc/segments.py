@@ -34,7 +34,7 @@ _TABLE = struct.Struct("<II")  # number of arrays, bytes of the head; then the b
 _SIZE = 8  # bytes of an entry of the table
 
 
-class Link(Protocol):
+class SegmentLink(Protocol):
     """Carries segments, in order for each peer."""
 
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
@@ -44,7 +44,7 @@ class Link(Protocol):
         """Wait until the payloads of all segments that were posted to `dest` may be changed."""
 
 
-class _Peer:
+class _SegmentPeer:
     """The flow control of one peer, in both directions, and the long messages that are being received from it."""
 
     def __init__(self) -> None:
@@ -83,7 +83,8 @@ class _Partial:
         target = self._empty[0][self._filled : self._filled + data.size]
         if target.size != data.size or not data.size:
             raise ProtocolError(f"a segment of {data.size} bytes; {target.size} were expected")
-        if target.ctypes.data != data.ctypes.data:  # else it was received there: see `room`
+        # If the addresses are equal, the socket has received it there already (`room`).
+        if target.ctypes.data != data.ctypes.data:
             target[...] = data
         self._filled += data.size
         if self._filled == self._empty[0].size:
@@ -95,20 +96,20 @@ class _Partial:
 class Segments:
     """The messages to and from all peers of one carrier, on the carrier's loop.
 
-    In: `send` (tasks of this rank) and `received` (segments of peers). Out: `Link.post`, and `deliver` for each
+    In: `send` (tasks of this rank) and `received` (segments of peers). Out: `SegmentLink.post`, and `deliver` for each
     message.
     """
 
-    def __init__(self, link: Link, deliver: Deliver) -> None:
+    def __init__(self, link: SegmentLink, deliver: Deliver) -> None:
         self._link = link
         self._deliver = deliver
         self._numbers = itertools.count()
-        self._peers: defaultdict[int, _Peer] = defaultdict(_Peer)
+        self._peers: defaultdict[int, _SegmentPeer] = defaultdict(_SegmentPeer)
 
     # -- sending ----------------------------------------------------------------------------------
 
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array]) -> bool:
-        """As `Carrier.send_nowait`."""
+        """Send a message if it is short and the window of `dest` has room for it; returns whether it was done."""
         peer = self._peers[dest]
         nbytes = _TABLE.size + len(head)
         if arrays:
@@ -122,7 +123,7 @@ class Segments:
         return True
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array]) -> None:
-        """As `Carrier.send`."""
+        """Send a message in segments, as the window of `dest` has room. The caller may change `arrays` afterwards."""
         first, nbytes = _begin(head, arrays), sum(array.size for array in arrays)
         peer = self._peers[dest]
         if len(first) + nbytes <= _SHORT_BYTES:
@@ -143,7 +144,7 @@ class Segments:
                 # Also if this is cancelled: the caller may change its arrays as soon as this returns.
                 await _to_the_end(self._link.flush(dest))
 
-    async def _post(self, peer: _Peer, dest: int, kind: int, number: int, payload: Buffer) -> None:
+    async def _post(self, peer: _SegmentPeer, dest: int, kind: int, number: int, payload: Buffer) -> None:
         cost = len(payload) + _COST
         while not peer.is_gone and peer.outstanding + cost > WINDOW_BYTES:  # again: credit wakes all waiters at once
             room = asyncio.get_running_loop().create_future()
@@ -207,7 +208,7 @@ class Segments:
             start += size
         self._deliver(source, head, arrays)
 
-    def _first(self, source: int, peer: _Peer, number: int, payload: Buffer) -> None:
+    def _first(self, source: int, peer: _SegmentPeer, number: int, payload: Buffer) -> None:
         data = memoryview(payload)
         head, sizes, start = _opened(data)
         if start != len(data) or not sum(sizes) or sum(sizes) > MESSAGE_BYTES or number in peer.partial:
@@ -220,7 +221,7 @@ class Segments:
             raise ProtocolError(f"a message of {sum(sizes)} bytes, for which there is not enough memory") from None
         peer.partial[number] = _Partial(head, arrays)
 
-    def _credited(self, peer: _Peer, amount: int) -> None:
+    def _credited(self, peer: _SegmentPeer, amount: int) -> None:
         if amount > peer.outstanding:
             raise ProtocolError(f"a credit of {amount} bytes, but only {peer.outstanding} are on the way")
         peer.outstanding -= amount

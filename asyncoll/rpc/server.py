@@ -25,10 +25,10 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import Encoded, Encoder
 from asyncoll.rpc.device_place import NONE_LANDED, Arrivals, Placing
 from asyncoll.rpc.failure import CallerError, FetchError, LateError, Limit
+from asyncoll.rpc.function_threads import SETTLED, Done, Threads
 from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, SHOW_RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
 from asyncoll.rpc.shown import Sender
-from asyncoll.rpc.threads import SETTLED, Done, Threads
 from asyncoll.runtime.deadlines import clock, expiry, lift
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
@@ -71,7 +71,7 @@ class _Stream:
             self.room.set()
 
 
-class _Result(NamedTuple):
+class _EncodedResult(NamedTuple):
     """The result of a plain function, which was encoded in the thread that it ran in."""
 
     encoded: Encoded
@@ -312,7 +312,8 @@ class Server:
         self._tasks.discard(task)
         self._streams.pop(call.key, None)
         self._over(call)
-        if task.cancelled():  # before its first step, or while it sent its answer
+        # Before its first step, or while it sent its answer.
+        if task.cancelled():
             if call.is_cancelled or call.message.kind == NOTIFY:
                 self.answer(*call.key)
             else:
@@ -530,7 +531,7 @@ class Server:
         Returns SETTLED for a call that is answered, and otherwise the result.
         """
         result = context.run(self._encoded, call, function, args, kwargs)
-        if not self._carrier.sends_in_any_thread or type(result) is not _Result:
+        if not self._carrier.sends_in_any_thread or type(result) is not _EncodedResult:
             return result
         body, arrays, _ = result.encoded
         head, out = protocol.encode(RESULT, call.message.call, body, arrays, is_on_device=call.is_on_device)
@@ -553,10 +554,10 @@ class Server:
         if inspect.isawaitable(result):
             return result
         if call.message.kind != CALL:
-            return _Result((b"", [], []))
+            return _EncodedResult((b"", [], []))
         encoded = codec.encode(result, function.result)
         self._begin_to_answer(call, encoded[2])
-        return _Result(encoded)
+        return _EncodedResult(encoded)
 
     async def _wait_for_thread(self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run a plain function in a thread and wait for it."""
@@ -578,7 +579,7 @@ class Server:
         if call.message.kind != CALL:
             return self._answer(call, RESULT, b"", ())
         try:
-            if type(result) is _Result:
+            if type(result) is _EncodedResult:
                 body, arrays, staged = result.encoded
             else:
                 body, arrays, staged = self._encoder.encode(result, function.result)
@@ -648,7 +649,7 @@ class Server:
     async def _ready(self, call: _Call, arrays: Sequence[Array], staged: Sequence[Staged]) -> list[Array]:
         """What goes beside an answer, once its tensors have arrived from their devices or are at the caller's."""
         try:
-            left = await self._sender.show(shown.Message(SHOW_RESULT, *call.key), arrays, staged)
+            left = await self._sender.show(shown.ShownMessage(SHOW_RESULT, *call.key), arrays, staged)
             await fetching.arrived(staged)
         except DeviceError as error:
             raise FetchError(str(error)) from None
@@ -687,13 +688,14 @@ def _plain(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> A
     """Call a plain function."""
     try:
         return fn(*args, **kwargs)
-    except StopIteration as error:  # in a coroutine it would count as the end of that
+    # In a coroutine it would count as the end of that.
+    except StopIteration as error:
         raise RuntimeError(f"{fn!r} raised StopIteration") from error
 
 
 def _drop(result: Any) -> None:
     """No caller waits for the result of a plain function any more."""
-    if type(result) is _Result:
+    if type(result) is _EncodedResult:
         fetching.join(result.encoded[2])
 
 

@@ -99,14 +99,19 @@ class Function:
         parameters = self._signature.parameters.values()
         self._checks = {p.name: hints.checker(self._annotations.get(p.name, p.empty)) for p in parameters}
         self._check_returned = hints.checker(self.returns)
-        plain = all(p.kind in _POSITIONAL for p in parameters)
-        self._in_order = [(self._checks[p.name], f"{name}: {p.name}") for p in parameters] if plain else None
+        self._is_plain = all(p.kind in _POSITIONAL for p in parameters)
+        # Where a plain call has something to check: the place of the argument, the check, and the name for errors.
+        self._in_order = [
+            (index, check, f"{name}: {argument}")
+            for index, (argument, check) in enumerate(self._checks.items())
+            if check is not hints.anything
+        ]
 
     def check(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Raise UsageError if the arguments do not match the signature and the annotations."""
-        if not kwargs and self._in_order is not None and len(args) == len(self._in_order):
-            for value, (check, what) in zip(args, self._in_order, strict=True):
-                check(value, what)
+        if self._is_plain and not kwargs and len(args) == len(self._checks):
+            for index, check, what in self._in_order:
+                check(args[index], what)
             return
         try:
             bound = self._signature.bind(*args, **kwargs)

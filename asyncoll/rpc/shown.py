@@ -34,7 +34,7 @@ _BYTES_MAX = 1 << 48
 _NOTHING = np.empty(0, np.uint8)
 
 
-class Message(NamedTuple):
+class ShownMessage(NamedTuple):
     """A message whose tensors are shown before it is sent."""
 
     kind: int  # of the SHOW
@@ -51,7 +51,7 @@ class Sender:
         self._route = route
         self._turns: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)  # by peer
         self._numbers: Counter[int] = Counter()  # of tensors, by peer
-        self._tasks: dict[Message, asyncio.Task[bool]] = {}
+        self._tasks: dict[ShownMessage, asyncio.Task[bool]] = {}
 
     def defer(self, peer: int, tensors: Sequence[Staged], *, are_kept: bool) -> None:
         """Before they begin: defer those that can be shown to `peer`.
@@ -68,7 +68,7 @@ class Sender:
                     continue
             tensor.defer(may_share=True)
 
-    async def show(self, message: Message, arrays: Sequence[Array], tensors: Sequence[Staged]) -> list[Array]:
+    async def show(self, message: ShownMessage, arrays: Sequence[Array], tensors: Sequence[Staged]) -> list[Array]:
         """Show the deferred ones of `tensors`, which have begun.
 
         Returns `arrays`, of which those that the peer has read are empty. The others are fetched then. Raises
@@ -85,7 +85,7 @@ class Sender:
                     tensor.fetch()
         return left
 
-    def when_over(self, message: Message, callback: Callable[[], None]) -> None:
+    def when_over(self, message: ShownMessage, callback: Callable[[], None]) -> None:
         """Call `callback` once the peer is shown nothing of `message` any more: at once, or later."""
         task = self._tasks.get(message)
         if task is None:
@@ -97,7 +97,7 @@ class Sender:
         """End what is under way, as the communicator ends."""
         await _end(self._tasks.values())
 
-    async def _has_shown(self, message: Message, index: int, tensor: Staged) -> bool:
+    async def _has_shown(self, message: ShownMessage, index: int, tensor: Staged) -> bool:
         assert self._route is not None, "it is deferred"
         showing = self._route.showing(message.peer, tensor)
         task = self._tasks[message] = asyncio.create_task(self._run(message, index, tensor, showing))
@@ -110,7 +110,7 @@ class Sender:
             raise
         return not task.cancelled() and task.result()
 
-    async def _run(self, message: Message, index: int, tensor: Staged, showing: Showing) -> bool:
+    async def _run(self, message: ShownMessage, index: int, tensor: Staged, showing: Showing) -> bool:
         """Its own task: it comes to its end also if nobody waits for that."""
         kind, peer, call, name = message
         assert self._route is not None

@@ -62,7 +62,8 @@ class _Stub(Uncopied):
         return f"a proxy of {self._class_name}"
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("_"):  # of protocols, such as those of `copy`: they are no functions of the peer
+        # Such names are of protocols, such as those of `copy`: they are no functions of the peer.
+        if name.startswith("_"):
             raise AttributeError(name)
         function = self._functions.get(name)
         if function is None:

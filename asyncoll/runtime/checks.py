@@ -55,7 +55,8 @@ class Checks:
             self._last = max(self._last, execution.serial)
             for rank in execution.awaited() - execution.checked:
                 if execution.serial > last:
-                    self.waits()  # it may have come just now
+                    # It may have become known just now: it is asked about at the next check.
+                    self.waits()
                 else:
                     execution.checked.add(rank)
                     self._check(execution, rank)

@@ -9,7 +9,7 @@ from asyncoll.errors import DeviceError
 from asyncoll.runtime.member import Member
 
 
-class CopiesBack:
+class CommunicatorCopiesBack:
     """Implements `tensors.staged.CopiesBack`: one that fails aborts the communicator.
 
     It does not refer to the tensors: a cycle would keep their memory until Python looks for cycles.

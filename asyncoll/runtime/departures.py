@@ -17,12 +17,16 @@ from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.router import Router
 from asyncoll.transport.wire import Ending, EndingSeen
 
-_ANSWER_S = 2.0  # time for the answers to an Ending. The runtime of a rank answers, also while the rank computes
-_PAUSE_S = 0.002  # between two looks at the calls of this rank
+# The time for the answers to an Ending. The runtime of a rank answers, also while its program computes.
+_ANSWER_S = 2.0
+
+# Calls end in any thread, and most without a message to this object. So two of the waits look at them now and then.
+_PAUSE_S = 0.002
+
 IN_ORDER = Reason("it has left: it makes no further call")
 
 
-class Communicator(Protocol):
+class CommunicatorLife(Protocol):
     """One communicator of this rank: its `lifetime.Lifetime`."""
 
     def is_settled(self) -> bool:
@@ -51,20 +55,20 @@ class Departures:
     """The departures of this rank and of its peers.
 
     In: `opened`, in any thread; and on the runtime's loop `forget`, `ending` and `answered` (of the endpoint), and
-    `leave_world`. Out: messages through the router, and the calls of `Communicator`.
+    `leave_world`. Out: messages through the router, and the calls of `CommunicatorLife`.
     """
 
     def __init__(self, router: Router, membership: Membership, failures: Failures) -> None:
         self._router = router
         self._membership = membership
         self._failures = failures
-        self._open: dict[int, Communicator] = {}  # those of this rank that are not forgotten
+        self._open: dict[int, CommunicatorLife] = {}  # those of this rank that are not forgotten
         self._ended: dict[int, Ending] = {}  # by rank that has left the world
         self._unanswered: set[int] = set()  # ranks that have not answered the Ending of this rank
         self._all_answered = asyncio.Event()
         self.has_told = False  # the Ending of this rank is sent
 
-    def opened(self, number: int, communicator: Communicator) -> None:
+    def opened(self, number: int, communicator: CommunicatorLife) -> None:
         """Add a communicator of this rank. Peers may have left the world already."""
         self._open[number] = communicator
         for rank, ending in list(self._ended.items()):
@@ -89,7 +93,7 @@ class Departures:
         for communicator in list(self._open.values()):
             communicator.returned()
 
-    def unsettled(self, *, has_begun: bool) -> list[Communicator]:
+    def unsettled(self, *, has_begun: bool) -> list[CommunicatorLife]:
         """The communicators with a numbered call pending that have not failed. In any thread.
 
         With `has_begun`, a call may have begun that is not counted as pending yet: then all that have not failed.
@@ -99,7 +103,7 @@ class Departures:
         ]
 
     async def settle(self) -> None:
-        """Wait until then."""
+        """Wait until no numbered call of this rank is pending on any communicator."""
         while not self.is_settled():
             await asyncio.sleep(_PAUSE_S)
 
@@ -110,13 +114,14 @@ class Departures:
     async def leave_world(self, reason: Reason | None) -> None:
         """Leave all communicators, and wait until the other ranks know, for a limited time.
 
-        `reason` is that of `Communicator.leave_at_once`. A rank that does not know yet of a failure that this one knows
-        hears of it first.
+        The other ranks are told the `reason`; None says that it is in order. A rank that does not know yet of a failure
+        that this one knows hears of it first.
         """
         self._failures.pass_on()
         for communicator in list(self._open.values()):
             communicator.leave_at_once(reason)
-        with contextlib.suppress(TimeoutError):  # the others may use the memory again after the Ending
+        # Before the Ending: after it the others may use the memory of this rank again.
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle(), _ANSWER_S)
         await self.part_from_others(reason)
 
@@ -132,6 +137,7 @@ class Departures:
         The end of a connection may be noticed before its last messages are read: those say why the rank has left.
         """
         others = set(range(self._router.size)) - {self._router.rank} - self._membership.lost
+        # A rank that has left needs no answer, and gives none.
         self._unanswered = others - self._membership.ended
         self.has_told = True
         for rank in self._unanswered:
@@ -145,11 +151,13 @@ class Departures:
 
     def ending(self, source: int, ending: Ending) -> None:
         """An Ending message: the end of the connection to `source` is no loss from now on."""
+        # First: the connection may end while the communicators are told.
         self._membership.ended.add(source)
         self._ended[source] = ending
         for communicator in list(self._open.values()):
             communicator.ended(source, ending)
-        if source not in self._unanswered:  # otherwise it takes the Ending of this rank for the answer
+        # Otherwise that rank takes the Ending of this one for the answer.
+        if source not in self._unanswered:
             self._router.tell(source, EndingSeen(source))
         self.answered(source)
 

@@ -129,7 +129,8 @@ class Endpoint:
             service.cancel()
         try:
             await asyncio.gather(*self._services, return_exceptions=True)
-        finally:  # also if the task that leaves is cancelled meanwhile
+        # Also if the task that leaves is cancelled meanwhile.
+        finally:
             await self.transport.close(flush=flush)
 
     async def give_reason(self, reason: Reason | None) -> None:

@@ -106,7 +106,7 @@ class Execution:
         return self.identity is None and any(marked(each, communicator) == each for each in fingerprints)
 
 
-class _Link:
+class _FlowControl:
     """Flow control between this rank and one peer, in bytes, in both directions."""
 
     __slots__ = ("_lock", "early_bytes", "earned_bytes", "outstanding_bytes", "waiters")
@@ -144,7 +144,7 @@ class Executions:
         self._current: dict[tuple[int, int], Execution] = {}  # open here, or known from an early message
         self._finished: dict[tuple[int, int], Identity] = {}  # the last _RECENT_MAX
         self._abandoned: dict[tuple[int, int], int] = {}  # ended by an exception: their communicators
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, _FlowControl] = {}
         # Executions that callers have carried out in their threads, until the runtime's loop needs to know of them.
         self._sent_directly: deque[Identity] = deque(maxlen=_RECENT_MAX)
         self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
@@ -167,11 +167,14 @@ class Executions:
         execution.identity, execution.piggyback = identity, piggyback
         for source, fingerprint in execution.early_fingerprints.items():
             if fingerprint != identity.fingerprint:
-                execution.mailbox.forget(source)  # these segments belong to another call than this one
+                # These segments belong to another call than this one.
+                execution.mailbox.forget(source)
                 self._dispute(source, identity)
+        # Peers that asked about this execution before it was open here are answered now, if the calls differ.
         for source, fingerprint in self._checks.kept(key).items():
             if fingerprint != identity.fingerprint:
                 self._dispute(source, identity)
+        # Until now there was nothing here to merge them with.
         for source, early in execution.early_piggybacks:
             if execution.early_fingerprints[source] == identity.fingerprint:
                 self._merge_piggyback(source, execution, early)
@@ -183,9 +186,12 @@ class Executions:
         assert identity is not None
         key = (identity.context, identity.number)
         del self._current[key]
+        # Peers go on sending until they learn of the failure. What they send must not open the execution again.
         if not completed:
-            self._abandoned[key] = identity.communicator  # peers go on sending until they learn of the failure
+            self._abandoned[key] = identity.communicator
             return
+        # A message for a call that is over comes from a rank that makes another one. It can be told of the last calls
+        # by name; a rank that keeps them all would fill its memory.
         self._finished[key] = identity
         if len(self._finished) > _RECENT_MAX:
             del self._finished[next(iter(self._finished))]
@@ -199,6 +205,7 @@ class Executions:
         assert identity is not None
         try:
             early = execution.mailbox.post((source, step), receive)
+            # A second credit for the same bytes would let the sender exceed the window.
             if execution.is_undone:
                 return
             if early:
@@ -208,8 +215,9 @@ class Executions:
             self._failures.broken(source, error)
             self._failures.check(identity.communicator)
             raise
+        # The sender of a long array waits until this rank has memory for it. A short one has come out of the window.
         if receive.into.nbytes > SEGMENT_BYTES:
-            self.grant(execution, source, step)  # the sender waits for it
+            self.grant(execution, source, step)
         else:
             for payload in early:
                 self._earn(source, _cost(payload))
@@ -217,6 +225,7 @@ class Executions:
     async def wait(self, execution: Execution, *receives: Receive) -> None:
         """Wait until one of `receives`, none of which is complete yet, is. Raises the error of the communicator."""
         assert execution.identity is not None
+        # A failure ends the waits that it finds. It would not end one that begins afterwards.
         self._failures.check(execution.identity.communicator)
         future = asyncio.get_running_loop().create_future()
         for receive in receives:
@@ -254,6 +263,7 @@ class Executions:
         self._sent_directly.append(identity)
         header = wire.encode(wire.DATA, identity.context, identity.number, 0, identity.fingerprint)
         sent = self._router.send_directly(dest, [header, data.view(np.uint8)])
+        # The window was charged first: the loop may send to this peer between the two steps.
         if not sent:
             self._link(dest).outstanding(-cost)
         return sent
@@ -263,6 +273,7 @@ class Executions:
         while self._sent_directly:
             identity = self._sent_directly.popleft()
             execution = self._current.get((identity.context, identity.number))
+            # An open one is of the same call, which the transport has refused to send directly.
             if not self._failures.any and (execution is None or execution.identity is None):
                 self.end(self.open(identity), completed=True)
 
@@ -280,11 +291,13 @@ class Executions:
             await self.offer(execution, dest, step)
         else:
             await self._wait_for_grant(execution, dest, step)
+        # One grant is for one array: the receiver has memory for that, and not for the next one of this step.
         execution.granted.discard((dest, step))
         raw = data.view(np.uint8)
         for start in range(0, raw.size, SEGMENT_BYTES):
             self._router.send(dest, _data_frames(execution, step, raw[start : start + SEGMENT_BYTES]))
-            await self._transport.drain(dest)  # bounds the copies in the queue of the transport
+            # The transport copies what it queues. Without this wait it would have a copy of the whole array.
+            await self._transport.drain(dest)
 
     async def offer(self, execution: Execution, dest: int, step: int) -> None:
         """Announce a long array to world rank `dest`, and return once its receive is posted: `send` follows."""
@@ -300,7 +313,8 @@ class Executions:
         """Tell world rank `source` that this rank takes `step`, before it posts the receive of a long array."""
         identity = execution.identity
         assert identity is not None
-        if not execution.is_undone:  # else the array has been granted already
+        # Otherwise the array has been granted already.
+        if not execution.is_undone:
             header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
             self._router.send(source, [header])
 
@@ -308,6 +322,8 @@ class Executions:
         identity = execution.identity
         assert identity is not None
         what = f"{identity.describe()}: rank {dest} has not consumed what it was sent"
+        # Not among the waits of the execution, about which `checks` asks: the window is shared by all calls, and the
+        # peer may fail to consume another one.
         with self._failures.watch(identity.communicator, what) as future:
             self._link(dest).waiters.append(future)
             await future
@@ -339,7 +355,8 @@ class Executions:
 
     def _break_off(self, failure: Failure, communicator: int) -> None:
         """End every wait of `communicator`; WORLD means all of them."""
-        for execution in self._current.values():  # not changed meanwhile: tasks wake in a later turn of the loop
+        # The futures wake their tasks in a later turn of the loop, so no execution comes or goes in this loop.
+        for execution in self._current.values():
             if execution.identity is not None and communicator in (WORLD, execution.identity.communicator):
                 for future in execution.waits:
                     break_off(future, failure)
@@ -371,8 +388,9 @@ class Executions:
         key = (identity.context, identity.number)
         self._finished.pop(key, None)
         execution = self._current.get(key)
+        # It was the first to come, so it is served before all that have come since: its serial is less than theirs.
         if execution is None:
-            execution = self._current[key] = Execution(0)  # before all that have come since
+            execution = self._current[key] = Execution(0)
             execution.early_fingerprints[source] = identity.fingerprint
         execution.identity, execution.is_undone = None, True
         execution.mailbox.undo((source, step), receive)
@@ -398,6 +416,7 @@ class Executions:
         receive = execution.mailbox.arrive((source, header.step), payload)
         if receive is not None:
             _check_whole(receive)
+            # Segments of a long array come after a grant, and take no room in the window.
             if receive.into.nbytes <= SEGMENT_BYTES:
                 self._earn(source, _cost(payload))
             return
@@ -405,7 +424,8 @@ class Executions:
             return
         link = self._link(source)
         link.early_bytes += _cost(payload)
-        if link.early_bytes > WINDOW_BYTES:  # an honest peer waits for credit before
+        # A peer that keeps the rules waits for credit before it has sent so much. Another one must not fill the memory.
+        if link.early_bytes > WINDOW_BYTES:
             raise ProtocolError(f"{link.early_bytes} bytes without a posted receive; the window allows {WINDOW_BYTES}")
         self._tell_early(header.context)
 
@@ -433,6 +453,7 @@ class Executions:
         if amount > link.outstanding_bytes:
             raise ProtocolError(f"a credit of {amount} bytes, but only {link.outstanding_bytes} are outstanding")
         link.outstanding(-amount)
+        # Each of them looks again whether the window has room for its array, and may wait once more.
         waiters, link.waiters = link.waiters, []
         for future in waiters:
             _set(future)
@@ -452,6 +473,7 @@ class Executions:
     def _matching_execution(self, source: int, header: wire.Header) -> Execution | None:
         """The execution that a message of `source` belongs to; None if it is abandoned or the fingerprints differ."""
         key = (header.context, header.number)
+        # The message may be of an execution that a caller of this rank has carried out in its thread.
         if self._sent_directly:
             self._enter_direct()
         if key in self._abandoned:
@@ -471,9 +493,9 @@ class Executions:
             return None
         return execution
 
-    def _link(self, peer: int) -> _Link:
+    def _link(self, peer: int) -> _FlowControl:
         """Flow control with world rank `peer`. From any thread: `setdefault` is one atomic step."""
-        return self._links.get(peer) or self._links.setdefault(peer, _Link())
+        return self._links.get(peer) or self._links.setdefault(peer, _FlowControl())
 
     def _get_or_create(self, key: tuple[int, int]) -> Execution:
         execution = self._current.get(key)
@@ -508,6 +530,7 @@ class Executions:
             self._enter_direct()
         key = (header.context, header.number)
         identity = self._identity(key)
+        # This rank may come to the call later, and compares then.
         if identity is None:
             self._checks.keep(key, source, header.fingerprint)
         elif identity.fingerprint != header.fingerprint:
@@ -584,5 +607,6 @@ def _cost(payload: Buffer) -> int:
 
 
 def _set(future: asyncio.Future[None]) -> None:
+    # Its waiter may have failed or been cancelled in this turn of the loop, and has not run since.
     if not future.done():
         future.set_result(None)

@@ -108,7 +108,9 @@ class Failures:
         Every later call raises the error of the first failure. `fail` or `give_up` must follow, with the same object:
         only they end the waits.
         """
+        # One atomic step: of two threads that come with a failure at once, both get the same one as the first.
         first = self.of(communicator) or self._first.setdefault(communicator, failure)
+        # After the entry: a thread that sees this finds the failure.
         self.any = True
         return first
 
@@ -145,7 +147,8 @@ class Failures:
         self._passed_on.discard(communicator)
         self._listeners = [(owner, listener) for owner, listener in self._listeners if owner != communicator]
         self.any = bool(self._first)
-        if self._first:  # again: another thread may have recorded a failure between the last two steps
+        # Again: another thread may have recorded a failure between the last two steps.
+        if self._first:
             self.any = True
 
     def of(self, communicator: int) -> Failure | None:
@@ -169,6 +172,7 @@ class Failures:
 
         `what` describes the wait, for the report of a deadlock.
         """
+        # A failure ends the futures that it finds. It would not end one that is made afterwards.
         self.check(communicator)
         future = asyncio.get_running_loop().create_future()
         self._watched[future] = (communicator, what)
@@ -184,7 +188,8 @@ class Failures:
     # -- reports to other ranks -------------------------------------------------------------------
 
     def give_up(self, failure: Reported, communicator: int, members: Iterable[int]) -> None:
-        """As `fail`; also send the failure to `members` (world ranks). Never waits."""
+        """Fail `communicator`, and send the failure to `members` (world ranks), unless it has failed before."""
+        # The others are told before the waits end here: this rank may leave as soon as its program has the error.
         if self.record(failure, communicator) is failure:
             self._report(failure, members)
             self.fail(failure, communicator)

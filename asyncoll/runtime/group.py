@@ -23,6 +23,7 @@ class Group:
     rank: int  # the group rank of this process
     communicator: int  # its context: the contexts of operations derive from it, and failures belong to it
     whole: tuple[int, ...] = ()  # the world ranks of the communicator, if the group is a subset of it
+    epoch: int = 0  # the membership of the world that its ranks are of; 0 for one that never changes
 
     @property
     def size(self) -> int:
@@ -39,7 +40,7 @@ class Group:
         if len(group_ranks) == self.size:
             return self
         ranks = tuple(self.ranks[group_rank] for group_rank in group_ranks)
-        return Group(ranks, group_ranks.index(self.rank), self.communicator, self.members)
+        return Group(ranks, group_ranks.index(self.rank), self.communicator, self.members, self.epoch)
 
 
 class Lane:
@@ -150,7 +151,8 @@ class Lane:
         self, dest: int, data: Array, source: int, into: Array, step: int, combine: Combine | None = None
     ) -> None:
         """Send `data` to `dest` while receiving `into` from `source`. `data` and `into` must not overlap in memory."""
-        receive = self.post(source, step, into, combine)  # first: two ranks that exchange long arrays need both grants
+        # The receive comes first: two ranks that exchange long arrays need both grants.
+        receive = self.post(source, step, into, combine)
         self.traffic.sent(data.nbytes)
         peer = self._world[dest]
         if not self._executions.send_nowait(self._execution, peer, step, data):

@@ -24,21 +24,27 @@ from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.interruption import handlers_may_run, may_interrupt
 from asyncoll.runtime.progress import ProgressThread, ignore, task_of
+from asyncoll.runtime.shared_work import BegunWork, Driven
 from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
-from asyncoll.runtime.work import Begun, Driven
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 logger = logging.getLogger("asyncoll")
 
 _FAILED = "a callback of `Handle.when_done` has failed"
-_NAP_S = 0.5  # a signal that comes as a thread falls asleep does not wake it: its handler runs after the nap
-_OWN_THREADS = ("asyncoll-progress", "asyncoll-membership", "asyncoll-joining")  # they run no code of the program
-_LOOKED_AT_S = 0.0005  # until the runtime asks again for a call that a thread looks at
+
+# A signal that comes as a thread falls asleep does not wake it, so threads sleep in naps: the handler runs after one.
+_NAP_S = 0.5
+
+# These threads run no code of the program, so no call of it can come from them.
+_OWN_THREADS = ("asyncoll-progress", "asyncoll-membership", "asyncoll-joining")
+
+# While a thread looks at a call, the runtime cannot take it over. It asks again after this time.
+_LOOKED_AT_S = 0.0005
 
 
-class Shared(Begun[T_co], Protocol[T_co]):
+class Shared(BegunWork[T_co], Protocol[T_co]):
     """A short call in `Runner.held`, which any thread may end."""
 
     @property
@@ -68,6 +74,7 @@ class Gate:
 
     def open(self) -> None:
         """Let all pass, from now on."""
+        # Before the locks are released: a thread that comes meanwhile finds the gate open, and does not wait.
         self.is_open = True
         for lock in list(self._waiting):
             with contextlib.suppress(RuntimeError):  # another thread opens the gate, too
@@ -83,6 +90,7 @@ class Gate:
             if limit_s == threading.TIMEOUT_MAX:
                 waiting_threads[thread] = self
             left_s = limit_s
+            # The lock is among those that `open` releases by now: whichever of the two comes second sees the other.
             while not self.is_open and left_s > 0 and not lock.acquire(timeout=min(left_s, _NAP_S)):
                 left_s -= _NAP_S
             return self.is_open
@@ -173,7 +181,8 @@ class Handle(Uncopied, Awaitable[T]):
                     if call.look():
                         self._end(call.result)
                     elif self._runner.has_taken(call):
-                        self._hand_over()  # for the runtime to tell this handle
+                        # The runtime ends the call, and tells this handle.
+                        self._hand_over()
                 except AsyncollError:  # the runtime finds it, too
                     pass
         return self._is_done
@@ -200,6 +209,7 @@ class Handle(Uncopied, Awaitable[T]):
         ended = loop.create_future()
         key = self._add(partial(_wake, loop, ended))
         try:
+            # Asked once the callback is there: a call that ends earlier is seen here, a later one wakes the future.
             if not self._is_done:
                 yield from ended
         finally:
@@ -215,6 +225,7 @@ class Handle(Uncopied, Awaitable[T]):
     # -- how it ends ------------------------------------------------------------------------------
 
     def _end(self, result: T) -> None:
+        # Other threads read these without a lock: `_is_done` promises that the result is there.
         self._result = result
         self._is_done = True
         self._call = None
@@ -227,6 +238,7 @@ class Handle(Uncopied, Awaitable[T]):
 
     def _outcome(self) -> T:
         """The result, or the error, for the caller."""
+        # Each `raise` appends to the traceback, and several threads may raise the same error: each begins at the first.
         if self._error is not None:
             raise self._error.with_traceback(self._trace)
         return self._result  # type: ignore[return-value]
@@ -251,17 +263,20 @@ class Handle(Uncopied, Awaitable[T]):
         if self._runner.is_here():
             raise UsageError("this thread ends the calls of its rank: in a callback of `when_done`, wait for no call")
         self._hand_over()
+        # Asked again after the limit: the call may be over before the runtime has come to open the gate.
         return self._is_done or self._gate.wait(limit_s) or self._is_done
 
     def _hand_over(self) -> None:
         """Let the runtime end the call, and tell those that wait."""
         if self._call is not None and not self._is_handed_over:
             self._runner.adopt(self)
-            self._is_handed_over = True  # last: after an exception of a handler it is adopted again
+            # Last: if a handler raises before, the next wait has the runtime adopt it once more, which does no harm.
+            self._is_handed_over = True
 
     def _tell(self) -> None:
         """Wake those that wait. In the runtime's thread, when the call is over."""
         self._gate.open()
+        # Another thread may remove a callback meanwhile, because its task was cancelled: it is not called then.
         for key in list(self._callbacks):
             if (callback := self._remove(key)) is not None:
                 try:
@@ -291,7 +306,7 @@ class _Unfetched(Handle[T]):
             self._discarded()
 
 
-class _Resuming(Handle[T]):
+class _ResumingHandle(Handle[T]):
     """A handle with something to do where a thread or a task goes on with the outcome."""
 
     __slots__ = ()
@@ -305,12 +320,12 @@ class _Resuming(Handle[T]):
 
 
 class _ResumingUnfetched(_Unfetched[T]):
-    """Both: once the result has been fetched, a `_Resuming`."""
+    """Both: once the result has been fetched, a `_ResumingHandle`."""
 
     __slots__ = ()
 
     def claim(self) -> None:
-        self.__class__ = _Resuming  # type: ignore[assignment]
+        self.__class__ = _ResumingHandle  # type: ignore[assignment]
 
 
 class _Answered(Handle[T]):
@@ -355,12 +370,13 @@ class HandleRunner(ProgressThread):
         self._left: dict[weakref.ref[Handle[Any]], Callable[[], None]] = {}
         self.kept: dict[object, Handle[Any]] = {}  # by the keys of their callbacks, which are called all the same
         self.resumes = weakref.WeakKeyDictionary[Handle[Any], Callable[[], None]]()  # of `resuming`
-        self._finishing = weakref.WeakKeyDictionary[Begun[Any], asyncio.Task[Any]]()  # those of `Shared`
+        self._finishing = weakref.WeakKeyDictionary[BegunWork[Any], asyncio.Task[Any]]()  # those of `Shared`
 
     def abandon(self, parent: int) -> None:
         super().abandon(parent)
         self.parent = parent
-        self.held.clear()  # so that no handle looks at the memory of the parent
+        # So that no handle looks at the memory of the parent.
+        self.held.clear()
 
     def stop(self) -> None:
         super().stop()
@@ -389,8 +405,10 @@ class HandleRunner(ProgressThread):
 
         A thread of C that runs no Python now, and calls it later, cannot be seen.
         """
-        if handlers_may_run() or not self.computed_s():  # without times of threads, one may be computing
+        # Without the times of threads, one of them may be computing unseen.
+        if handlers_may_run() or not self.computed_s():
             return False
+        # Threads that run Python, but that C has started: they may be about to make a call.
         unknown = sys._current_frames().keys() - {each.ident for each in threading.enumerate()}
         return not unknown and all(map(_is_waiting, _threads_of_program()))
 
@@ -412,29 +430,34 @@ class HandleRunner(ProgressThread):
             work.close()
             raise forks.refusal(self.parent)
         handle: Handle[T] = self._handle(discarded)
+        # The work does not keep the handle alive: that of a dropped one has no receiver for its result.
         run = _Run(self.home, work, partial(self._settle_if_alive, weakref.ref(handle)))
         self._post(handle, run.begin, run.begin_again)
         return handle
 
     def resuming(self, call: Any, resume: Callable[[], None]) -> Any:
         handle = self.handle(call)
-        self.resumes[handle] = resume  # no slot of `Handle`, which would add to the cost of every call
-        handle.__class__ = _ResumingUnfetched if isinstance(handle, _Unfetched) else _Resuming
+        # Beside the handle, and not in it: one more slot would add to the cost of every call.
+        self.resumes[handle] = resume
+        handle.__class__ = _ResumingUnfetched if isinstance(handle, _Unfetched) else _ResumingHandle
         return handle
 
     def may_block(self) -> bool:
         return bool(getattr(self.waiting, "now", False))
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Any:
+        # Only then can a signal handler not raise in the middle, with shared memory half written.
         if work.is_atomic or not may_interrupt():
             work.begin()
+            # This thread waits for the call in any case. Two switches of threads take longer than most calls.
             while not work.is_over and self.may_block() and work.poll():
                 pass
             if work.is_over:
                 handle: Handle[T] = self._handle(discarded)
+                # Exceptions of other kinds, such as KeyboardInterrupt, are of a signal handler, and not of the call.
                 try:
                     handle._end(work.result())
-                except (Exception, asyncio.CancelledError) as error:  # others are those of signal handlers
+                except (Exception, asyncio.CancelledError) as error:
                     handle._fail(error)
                 return handle
         return self.start(work.finish(), discarded)
@@ -467,9 +490,11 @@ class HandleRunner(ProgressThread):
         return handle
 
     def _post(self, handle: Handle[Any], what: Callable[[], None], again: Callable[[], None]) -> None:
+        # Entered first: after an exception in its thread the runtime begins again what it finds here.
         self._left[weakref.ref(handle)] = again
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.home.call_soon_threadsafe(what)
+        # The runtime may have stopped before it was asked, and has failed those that were entered by then.
         if self._is_stopped:
             self._refuse()
 
@@ -515,6 +540,7 @@ class HandleRunner(ProgressThread):
             self._over(handle)
 
     def _over(self, handle: Handle[Any], error: BaseException | None = None) -> None:
+        # A thread that looks at the call may have found its end already.
         if error is not None and not handle._is_done:
             handle._fail(error)
         self._left.pop(weakref.ref(handle), None)
@@ -538,6 +564,7 @@ class _Run:
         self._task: asyncio.Task[Any] | None = None
 
     def begin(self) -> None:
+        # After an exception in the runtime's thread between these two lines, the task exists, and `over` is missing.
         if self._task is None:
             self._task = self._loop.create_task(self._work)
         self._task.add_done_callback(self._over)
@@ -554,7 +581,7 @@ def _see(task: asyncio.Task[Any]) -> None:
 
 
 def _threads_of_program() -> list[threading.Thread]:
-    """Those that may make calls."""
+    """The threads that may make calls."""
     return [each for each in threading.enumerate() if each.name not in _OWN_THREADS]
 
 

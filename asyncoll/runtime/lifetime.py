@@ -44,7 +44,7 @@ _DROPPED = Reason("it has left: its program has ended, or has dropped this commu
 _RETURNED = Reason("it has left: its program has ended")
 
 
-class Part(Protocol):
+class CommunicatorPart(Protocol):
     """A part of a communicator at one rank, which its end concerns. On the runtime's loop."""
 
     def retire(self) -> None:
@@ -67,7 +67,7 @@ class Lifetime:
         self,
         member: Member,
         calls: PendingCalls,
-        backend: Part,
+        backend: CommunicatorPart,
         last: Callable[[], int],
         *,
         is_world: bool,
@@ -81,7 +81,7 @@ class Lifetime:
         self._calls = calls
         self._backend = backend
         self._last = last
-        self._parts: tuple[Part, ...] = (calls, backend)
+        self._parts: tuple[CommunicatorPart, ...] = (calls, backend)
         self.is_world = is_world
         self._keeps_messages = keeps_messages
         self.serves = False  # other ranks may still ask for something of this one: it is never through
@@ -104,13 +104,15 @@ class Lifetime:
         """
         if not self._member.is_closed:
             self._member.post(lambda: self._close(error))
-            self._member.is_closed = True  # last: a signal handler may raise before the others are told
+            # Last: a signal handler may raise before the others are told.
+            self._member.is_closed = True
 
     def drop(self, check_started: Callable[[], None]) -> None:
         """The finalizer of what makes calls: this rank makes no more of them, and leaves as by `close`. In any thread.
 
-        `check_started` is that of `Calls`. Without effect if this rank has closed the communicator or left the world,
-        in a forked child, and for the communicator of the world, which `World` ends.
+        `check_started` aborts the communicator if a call has a number and was never started. Without effect if this
+        rank has closed the communicator or left the world, in a forked child, and for the communicator of the world,
+        which `World` ends.
         """
 
         def leave() -> None:
@@ -234,7 +236,8 @@ class Lifetime:
         """World rank `rank` has left the world: it is through with all communicators and serves none. In any thread."""
         if rank not in self._member.group.ranks:
             return
-        if rank not in self._leaving:  # it has not known this communicator
+        # It has left the world without a Leave: it has not known this communicator.
+        if rank not in self._leaving:
             self._has_left(rank, ending, 0)
         self._calls.lacks(rank, Kind.ROUND)
         self._is_through(rank)

@@ -15,6 +15,7 @@ from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import Runner
 from asyncoll.runtime.router import Handled
 from asyncoll.runtime.signature import Signature
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.wire import Abort, Control
 
@@ -25,13 +26,14 @@ class Member:
     The methods may be called from any thread. They post their work to the runtime's loop.
     """
 
-    __slots__ = ("_aborted", "_forget", "communicator", "endpoint", "group", "is_closed", "ports", "runner")
+    __slots__ = ("_aborted", "_forget", "communicator", "endpoint", "group", "is_closed", "ports", "runner", "trace")
 
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
         self.endpoint = endpoint
         self.group = group
         self.runner = runner
         self.communicator = group.communicator
+        self.trace = Trace(group.rank, group.size)
         self.is_closed = False  # this rank makes no more calls
         self.ports = 0  # open ones of operations in which the runtime takes part for the other ranks
         self._aborted: str | None = None  # the reason for which this rank has aborted the communicator
@@ -82,7 +84,7 @@ class Member:
         raise ClosedError("this communicator is closed: it takes no more calls")
 
     def check_caller(self) -> None:
-        """As `check_open`; raise UsageError in a thread without a running loop.
+        """Raise ClosedError if the communicator is closed, and UsageError in a thread without a running loop.
 
         A call needs a loop to be awaited on. All other ranks would wait for a call that fails after it is numbered.
         """
@@ -96,7 +98,7 @@ class Member:
             ) from None
 
     def check_program(self) -> None:
-        """As `check_caller`, for a send or a receive. Raises ClosedError once the program of this rank has ended.
+        """Check the caller of a send or a receive. Raises ClosedError, too, once the program of this rank has ended.
 
         The others know by then that it sends and receives nothing more.
         """
@@ -155,7 +157,8 @@ class Member:
             self._aborted = reason
         failures, communicator, ranks = self.endpoint.failures, self.communicator, self.group.members
         failure = Abort(communicator, self.endpoint.rank, reason)
-        failures.record(failure, communicator)  # at once: no later call of this rank begins
+        # At once, and not on the runtime's loop: no later call of this rank begins.
+        failures.record(failure, communicator)
         self.post(lambda: failures.give_up(failure, communicator, ranks))
 
     def mismatch(self, text: str) -> None:

@@ -16,7 +16,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -25,22 +25,27 @@ from asyncoll.runtime import deadlines
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import Departed
 from asyncoll.runtime.group import Group
-from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, Wait
+from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, ToldCall
 from asyncoll.tensors.staged import Arriving
 from asyncoll.transport.wire import Here, Overdue, Where
 
-_ANSWER_S = 0.25  # time for the answers. The progress thread of a rank answers, also while the rank computes
-
+# The time for answers. The progress thread of a rank answers, also while its program computes.
+_ANSWER_S = 0.25
 
 # A call may be over without a rank that has left, if all that it needs has come. It has this long to end.
 _COMPLETION_S = 0.02
-_COMPLETION_TURNS = 4  # of the loop, which may have been busy for all that time
-_DEFAULT_S = 1700.0  # defaults of deadlines are half an hour: a shorter one is the program's own
+# The loop may have been busy for all of that time, so it also has to turn so often.
+_COMPLETION_TURNS = 4
+
+# Defaults of deadlines are half an hour. A shorter one is the program's own.
+_DEFAULT_S = 1700.0
 _SHOWN_MAX = 8  # ranks of a communicator that an error lists
-_RECENT_MAX = 64  # numbered calls whose names are known, for the answer what this rank has called instead
+
+# So many numbered calls are remembered by name, for the answer what this rank has called instead.
+_RECENT_MAX = 64
 
 
-class Call(Protocol):
+class Described(Protocol):
     """A call; `str(call)` describes it for errors, with the line of the user's code."""
 
     @property
@@ -59,14 +64,24 @@ class Kind(IntEnum):
 
 @dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen: that takes five times as long to make
 class PendingCall:
-    """One call in progress. Times are those of `deadlines.now_s`, in seconds."""
+    """One call in progress. Times are in seconds of the clock of deadlines, which is virtual in simulations."""
 
-    call: Call
+    call: Described
     number: int  # in the order of calls that all ranks make, from 1; 0 for a call without a number
     ranks: tuple[int, ...]  # the world ranks that take part
     since_s: float
     expires_s: float  # when it is overdue; may be infinite
     kind: Kind
+
+
+@dataclass(slots=True)
+class _OverdueQuestion:
+    """What this rank has asked others about one overdue call, and what they have answered so far."""
+
+    number: int  # of the call; 0 for every round and message
+    unanswered: set[int]  # world ranks
+    answers: dict[int, Here] = field(default_factory=dict)  # by world rank
+    all_answered: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PendingCalls:
@@ -91,19 +106,16 @@ class PendingCalls:
         self.changes = 0  # calls that have begun or ended
         self._on_idle: Callable[[], None] | None = None
         self._calls = 0  # the number of the last numbered call
-        self._last: Call | None = None  # the last call of this rank
+        self._last: Described | None = None  # the last call of this rank
         # Of calls that are not told here one by one: the newest, its number, and when one last ended. None before it.
-        self.newest: Callable[[], tuple[Call, int, float] | None] = lambda: None
+        self.newest: Callable[[], tuple[Described, int, float] | None] = lambda: None
         self.makes_rounds: Callable[[], bool] = lambda: False  # whether this rank has begun rounds, and may make more
         self._idle_since_s = self._now_s()
         self._next_check_s = math.inf  # when `_check_overdue` runs next
         self._timer: asyncio.TimerHandle | None = None
         self._asking = asyncio.Lock()
-        self._recent: deque[tuple[int, Call]] = deque(maxlen=_RECENT_MAX)  # the last calls with a number
-        self._question = 0  # the number of the call that the current question is for
-        self._answers: dict[int, Here] = {}  # to the current question, by world rank
-        self._asked: set[int] = set()
-        self._all_answered: asyncio.Event | None = None  # set while a question is open
+        self._recent: deque[tuple[int, Described]] = deque(maxlen=_RECENT_MAX)  # the last calls with a number
+        self._question: _OverdueQuestion | None = None  # the one that is open
         self._departed: dict[int, tuple[int, Departed]] = {}  # by world rank: its last call
         self._lacking: dict[int, Kind] = {}  # by world rank: the last kind of calls in which it has no part any more
         self._deserter: Departed | None = None  # the first rank that has not left in order
@@ -113,33 +125,36 @@ class PendingCalls:
         endpoint.router.on_control(Where, group.communicator, self._on_question)
         endpoint.router.on_control(Here, group.communicator, self._on_answer)
 
-    def enter(self, call: Call, number: int = 0, ranks: tuple[int, ...] = (), *, from_any: bool = False) -> PendingCall:
+    def enter(
+        self,
+        call: Described,
+        number: int = 0,
+        ranks: tuple[int, ...] = (),
+        *,
+        from_any: bool = False,
+        since: tuple[float, float | None] | None = None,
+    ) -> PendingCall:
         """A call begins. Runs in the caller's thread and context, where `asyncoll.deadline` is set.
 
         `number` counts the calls that all ranks make, from 1; 0 for another call (send, recv, a round). `ranks` are the
         world ranks that take part, by default all of the communicator. A call of certain ranks needs all of them; one
-        `from_any` needs one other rank.
+        `from_any` needs one other rank. A call that is entered late gives `since`: when it began, and its deadline.
         """
+        since_s, expires_s = (self._now_s(), deadlines.expires_s()) if since is None else since
         kind = Kind.COLLECTIVE if number else Kind.PAIR if ranks else Kind.FROM_ANY if from_any else Kind.ROUND
-        return self._enter(call, number, self._now_s(), deadlines.expires_s(), ranks or self._group.ranks, kind)
-
-    def enter_late(self, call: Call, number: int, since_s: float, expires_s: float | None) -> PendingCall:
-        """As `enter` of a collective that began at `since_s`, in a context whose deadline is at `expires_s`."""
-        return self._enter(call, number, since_s, expires_s, self._group.ranks, Kind.COLLECTIVE)
-
-    def _enter(
-        self, call: Call, number: int, since_s: float, expires_s: float | None, ranks: tuple[int, ...], kind: Kind
-    ) -> PendingCall:
+        # The patience of the world bounds every call, also where the program has set a later deadline.
         patience_s = since_s + self._patience_s
         if expires_s is None or expires_s > patience_s:
             expires_s = patience_s
-        pending = PendingCall(call, number, ranks, since_s, expires_s, kind)
+        pending = PendingCall(call, number, ranks or self._group.ranks, since_s, expires_s, kind)
         self._pending[pending] = None
         self.note(call, number)
         if pending.expires_s < self._next_check_s:
             self._post(self._check_overdue)
-            self._next_check_s = pending.expires_s  # last: a signal handler may raise before the check is posted
+            # Last: if a signal handler raises before the check is posted, the next call posts one.
+            self._next_check_s = pending.expires_s
         self._changed()
+        # A rank that the call needs may have left already: then nothing else tells of it.
         if self._departed:
             self._post(self._look_soon)
         return pending
@@ -159,13 +174,13 @@ class PendingCalls:
         if self._departed:
             self._post(self._look_soon)
 
-    def replace(self, pending: PendingCall, call: Call) -> None:
+    def replace(self, pending: PendingCall, call: Described) -> None:
         """The description of a call in progress is `call` from now on."""
         if self._last is pending.call:
             self._last = call
         pending.call = call
 
-    def note(self, call: Call, number: int = 0) -> None:
+    def note(self, call: Described, number: int = 0) -> None:
         """This rank has made `call`, which is over or pending."""
         self._last = call
         if number:
@@ -185,7 +200,7 @@ class PendingCalls:
         if self._on_idle is not None:
             self._on_idle()
 
-    def drop(self, call: Call) -> None:
+    def drop(self, call: Described) -> None:
         """`call` does not begin: a signal handler has raised, perhaps before `enter` had returned."""
         for pending in tuple(self._pending):
             if pending.call is call:
@@ -216,14 +231,15 @@ class PendingCalls:
 
     # -- for `standstill` -------------------------------------------------------------------------
 
-    def waits(self) -> list[Wait]:
+    def waits(self) -> list[ToldCall]:
         return [self._wait(pending) for pending in tuple(self._pending)]
 
-    def _wait(self, pending: PendingCall) -> Wait:
+    def _wait(self, pending: PendingCall) -> ToldCall:
         communicator, key = self._group.communicator, pending.call.key
         if pending.kind is Kind.PAIR:
-            key = "{} to {}".format(*pending.ranks)  # the same for a send and its receive
-        return Wait(communicator, pending.number, _NEEDS[pending.kind], len(pending.ranks), key)
+            # It is the same for a send and for its receive.
+            key = "{} to {}".format(*pending.ranks)
+        return ToldCall(communicator, pending.number, _NEEDS[pending.kind], len(pending.ranks), key)
 
     def among(self) -> str:
         """The ranks of the communicator, for errors; empty if all of the world are."""
@@ -250,7 +266,8 @@ class PendingCalls:
         """
         if self._timer is not None:
             self._timer.cancel()
-        self._next_check_s = math.inf  # before reading `_pending`: a call that enters meanwhile posts another check
+        # Before `_pending` is read: a call that enters in its thread meanwhile posts another check.
+        self._next_check_s = math.inf
         now_s, pending = self._now_s(), tuple(self._pending)
         overdue = next((pending for pending in pending if pending.expires_s <= now_s), None)
         if overdue is not None:
@@ -262,52 +279,52 @@ class PendingCalls:
             self._timer = asyncio.get_running_loop().call_later(next_check_s - now_s, self._check_overdue)
 
     async def _give_up(self, overdue: PendingCall) -> None:
-        async with self._asking:  # one question at a time: in answers the number is 0 for all rounds and messages
+        # One question at a time: an answer names its call by the number alone, which is 0 for all rounds and messages.
+        async with self._asking:
             await self._report_overdue(overdue)
 
     async def _report_overdue(self, overdue: PendingCall) -> None:
         """Fail the communicator with the arrived and the missing ranks, unless the call ends while this rank asks."""
-        await self._ask(overdue.ranks, overdue.number)
+        answers = await self._ask(overdue)
+        # It may have ended while the others were asked. The timer was not set meanwhile.
         if overdue not in self._pending:
             self._check_overdue()
             return
-        missing = [rank for rank in overdue.ranks if not self._has_arrived(rank, overdue)]
+        missing = [rank for rank in overdue.ranks if not self._has_arrived(rank, overdue, answers)]
         arrived = [rank for rank in overdue.ranks if rank not in missing]
         waited_s = self._now_s() - overdue.since_s
-        where = "; ".join(self._location(rank) for rank in missing) or "none"
+        where = "; ".join(self._location(rank, answers) for rank in missing) or "none"
         text = f"{overdue.call} was not over after {waited_s:.1f} s; arrived: {_listed(arrived)}; missing: {where}"
         lists = (",".join(map(str, ranks)) for ranks in (arrived, missing))
         news = Overdue(self._group.communicator, text, *lists)
         self._endpoint.failures.give_up(news, self._group.communicator, self._group.ranks)
 
-    async def _ask(self, ranks: tuple[int, ...], number: int) -> None:
-        """Ask the world ranks `ranks` where they are, and wait until all have answered or the time is over.
-
-        `number` is that of the call that they are asked for.
-        """
-        self._question = number
-        self._answers.clear()
-        self._all_answered = asyncio.Event()
-        self._asked = set(ranks) - {self._endpoint.rank}
-        for rank in self._asked:
-            self._endpoint.router.tell(rank, Where(self._group.communicator, number))
+    async def _ask(self, overdue: PendingCall) -> dict[int, Here]:
+        """Ask the ranks of `overdue` where they are. Returns the answers that came in time, by world rank."""
+        question = self._question = _OverdueQuestion(overdue.number, set(overdue.ranks) - {self._endpoint.rank})
+        for rank in question.unanswered:
+            self._endpoint.router.tell(rank, Where(self._group.communicator, question.number))
         try:
             with contextlib.suppress(TimeoutError):  # a rank that does not answer is missing
-                await asyncio.wait_for(self._all_answered.wait(), _ANSWER_S)
+                await asyncio.wait_for(question.all_answered.wait(), _ANSWER_S)
         finally:
-            self._all_answered = None
+            self._question = None
+        return question.answers
 
     def _on_answer(self, source: int, answer: Here) -> None:
-        """A Here message. The question is over once all asked ranks have answered; others may answer an earlier one."""
-        if answer.number != self._question:
+        """A Here message. The question is over once all asked ranks have answered."""
+        question = self._question
+        # It may be late: the answer to an earlier question, whose call is over.
+        if question is None or answer.number != question.number:
             return
-        self._answers[source] = answer
-        if self._all_answered is not None and self._answers.keys() >= self._asked:
-            self._all_answered.set()
+        question.answers[source] = answer
+        question.unanswered.discard(source)
+        if not question.unanswered:
+            question.all_answered.set()
 
-    def _has_arrived(self, rank: int, pending: PendingCall) -> bool:
+    def _has_arrived(self, rank: int, pending: PendingCall, answers: dict[int, Here]) -> bool:
         """Whether `rank` is in this call, or has made it already."""
-        answer, key = self._answers.get(rank), pending.call.key
+        answer, key = answers.get(rank), pending.call.key
         if rank == self._endpoint.rank:
             return key not in self._arriving_keys()
         if answer is None or key in answer.arriving.split("\n"):
@@ -325,8 +342,8 @@ class PendingCalls:
         """The device from which a tensor of the call has not arrived; empty if there is none."""
         return next(filter(None, (tensor.awaited for tensor in self._arriving.get(pending, ()))), "")
 
-    def _location(self, rank: int) -> str:
-        answer = self._answers.get(rank)
+    def _location(self, rank: int, answers: dict[int, Here]) -> str:
+        answer = answers.get(rank)
         if rank == self._endpoint.rank:
             doing = self.doing()
         else:
@@ -387,6 +404,7 @@ class PendingCalls:
         self._lacking[rank] = max(kind, self._lacking.get(rank, kind))
         if rank not in self._departed:
             return
+        # In general no call needs the rank any more, and no task has to be made.
         calls, _ = self._departed[rank]
         if any(self._lacks(each, rank, calls) for each in tuple(self._pending)):
             self._post(self._look_soon)
@@ -416,8 +434,9 @@ class PendingCalls:
             for _ in range(_COMPLETION_TURNS):
                 await asyncio.sleep(0)
             found = self._calls_of_departed()
+            # A failure ends all calls of the communicator, also collectives that lack no rank: those end first.
             if any(pending.number and pending not in found for pending in tuple(self._pending)):
-                continue  # the failure would end these collectives, too, which lack no rank
+                continue
             for pending, failure in found.items():
                 if pending in waiting:
                     failures.fail(failure, communicator)
@@ -432,6 +451,7 @@ class PendingCalls:
             absent = [
                 failure for rank, (calls, failure) in tuple(self._departed.items()) if self._lacks(pending, rank, calls)
             ]
+            # A receive from any rank needs one of the others: it fails once all of them have left.
             spare = len(pending.ranks) - 2 if pending.kind is Kind.FROM_ANY else 0
             if len(absent) > spare:
                 found[pending] = absent[-1]
@@ -450,6 +470,7 @@ class PendingCalls:
         if newest is None:
             return
         call, number, ended_s = newest
+        # These calls are looked up only when something asks, so one that was told here may be newer.
         if number > self._calls:
             self._last, self._calls = call, number
             self._recent.append((number, call))

@@ -36,6 +36,7 @@ class Port:
         self._departed: Callable[[], None] | None = None
         self._endpoint = member.endpoint
         self.post = member.post  # schedules a callback on the runtime's loop, from any thread
+        self.trace = member.trace
         self._context = digest(member.communicator, kind, name)
         self._fingerprint = fingerprint
         self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(member.group.ranks)}

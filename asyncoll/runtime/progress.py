@@ -25,9 +25,9 @@ import uvloop
 
 from asyncoll import forks
 from asyncoll.runtime.interruption import handlers_may_raise, may_interrupt
+from asyncoll.runtime.shared_work import BegunWork, Driven
 from asyncoll.runtime.threads import check_threads
 from asyncoll.runtime.timer import Timer
-from asyncoll.runtime.work import Begun, Driven
 from asyncoll.transport.processes import runnable_s
 from asyncoll.transport.system_calls import needed
 from asyncoll.transport.virtual_time import VirtualTimeLoop
@@ -44,9 +44,14 @@ TAKEOVER_S = 0.0005
 
 CALLS_PER_TURN = 64  # calls that are over when they are awaited, before the caller's loop turns
 
-_AGAIN_S = 0.01  # between two attempts to wake a caller, because a signal handler may have interrupted the first one
-_ENDING_S = 1.0  # time limit at the end for cancelled work, which may wait for a dead peer to leave its memory
-_abandoned: set[asyncio.AbstractEventLoop] = set()  # in a forked child: the loops of its parent's runtime
+# The time between two attempts to wake a caller. A signal handler may have interrupted the first one.
+_AGAIN_S = 0.01
+
+# The time limit at the end for cancelled work. It may wait for a dead peer to leave the memory that it reads.
+_ENDING_S = 1.0
+
+# In a forked child: the loops of its parent's runtime. No thread runs them there, so no caller waits for their work.
+_abandoned: set[asyncio.AbstractEventLoop] = set()
 
 
 def ignore() -> None:
@@ -63,7 +68,7 @@ class Runner(Protocol):
     home: asyncio.AbstractEventLoop
 
     @property
-    def held(self) -> dict[Begun[Any], tuple[asyncio.AbstractEventLoop, int]] | None:
+    def held(self) -> dict[BegunWork[Any], tuple[asyncio.AbstractEventLoop, int]] | None:
         """Work that has begun and that its caller has not awaited yet: the caller's loop, and `turn` when it began.
 
         Whoever removes an entry goes on with the work: its caller, or the runtime, which takes it over after once to
@@ -81,7 +86,7 @@ class Runner(Protocol):
     def set_timer(self) -> None:
         """Arm the timer unless it is armed: a system call for each piece of work would take too long."""
 
-    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
+    def taken(self, work: BegunWork[T]) -> Coroutine[Any, Any, T]:
         """A coroutine that waits for `work`, which the runtime has taken over."""
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
@@ -104,17 +109,20 @@ class Runner(Protocol):
         """Begin `work` in shared memory now, in the caller's thread; the returned coroutine completes it.
 
         If the returned coroutine is not awaited, the runtime's loop continues the work after once to twice TAKEOVER_S.
-        Cancellation and `discarded` are those of `start`.
+        A cancellation waits until the work has stopped, and `discarded` is called if its result has no receiver.
         """
 
     def done(self, result: T, discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         """A coroutine for a call that is over with `result`. Awaiting it lets the loop turn now and then.
 
-        `discarded` is that of `start`.
+        `discarded` is called if the result has no receiver, in any thread, between any two steps.
         """
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        """For a task on `home`: a coroutine that runs `work` on the runtime's loop. Cancellation is that of `start`."""
+        """For a task on `home`: a coroutine that runs `work` on the runtime's loop.
+
+        Cancelling it cancels `work`, and waits until that has stopped.
+        """
 
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
         """`call`, which is a coroutine; `resume` is called where its caller goes on with its outcome.
@@ -126,7 +134,7 @@ class Runner(Protocol):
         """Schedule `what` on the runtime's loop, from any thread."""
 
     def post_from_finalizer(self, what: Callable[[], None]) -> None:
-        """As `post`, for a finalizer, which Python runs in any thread, between any two steps: `what` runs later.
+        """Schedule `what` from a finalizer, which Python runs in any thread, between any two steps.
 
         Without effect once the loop is closed.
         """
@@ -165,7 +173,7 @@ class _Awaited(Coroutine[Any, Any, T]):
         self._waiting.close()
 
 
-class _Begun(_Awaited[T]):
+class _BegunCoroutine(_Awaited[T]):
     """The coroutine that the caller of a runner gets, before its first step.
 
     If a task is cancelled before its first step, asyncio closes a plain coroutine without running it. This one runs its
@@ -184,6 +192,7 @@ class _Begun(_Awaited[T]):
         return waiting
 
     def send(self, value: Any) -> Any:
+        # Before the step, which may deliver the result: a finalizer that ran afterwards would report it as discarded.
         self.__class__ = _Awaited  # type: ignore[assignment]
         return self._waiting.send(value)
 
@@ -197,14 +206,15 @@ class _Begun(_Awaited[T]):
         return self._waiting.throw(error, *more)
 
     def close(self) -> None:
-        has_receiver = self.__class__ is not _Begun  # a reference to this method may outlive the first step
+        has_receiver = self.__class__ is not _BegunCoroutine  # a reference to this method may outlive the first step
         self.__class__ = _Awaited  # type: ignore[assignment]
         self._waiting.close()
         if not has_receiver:
             self._discarded()
 
     def __del__(self) -> None:
-        if hasattr(self, "_waiting"):  # not set if a signal handler raised during `__init__`
+        # The attribute is not set if a signal handler raised during `__init__`.
+        if hasattr(self, "_waiting"):
             with contextlib.suppress(RuntimeError):  # the loop is closed: the world has ended
                 self._discarded()
 
@@ -255,6 +265,7 @@ class _Ended(Coroutine[Any, Any, T]):
     def send(self, value: Any) -> Any:
         if self._take is not None and self._turns.is_due():
             return None  # what `asyncio.sleep(0)` yields
+        # Cleared before it is called: also an exception is delivered, and `close` must not count that as discarded.
         take, self._take = self._take, None
         if take is None:
             raise RuntimeError("cannot reuse already awaited coroutine")
@@ -276,7 +287,8 @@ class _EndedForOne(_Ended[T]):
     __slots__ = ()
 
     def __del__(self) -> None:
-        if getattr(self, "_take", None) is not None:  # not set if a signal handler raised during `__init__`
+        # The attribute is not set if a signal handler raised during `__init__`.
+        if getattr(self, "_take", None) is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed, and the world has ended
                 self.close()
 
@@ -285,7 +297,7 @@ def _ended(take: Callable[[], T], turns: _Turns, discarded: Callable[[], None]) 
     return _Ended(take, turns) if discarded is ignore else _EndedForOne(take, turns, discarded)
 
 
-class _Resuming(Coroutine[Any, Any, T]):
+class _ResumingCoroutine(Coroutine[Any, Any, T]):
     """A coroutine of a runner, with something to do where its caller goes on."""
 
     def __init__(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> None:
@@ -334,7 +346,8 @@ class SharedLoop:
         self._turns = _Turns()
 
     def is_waiting(self) -> bool:
-        return True  # perhaps
+        # The loop does not tell whose its tasks are, so each rank may be waiting.
+        return True
 
     def is_stuck(self) -> bool:
         return False  # the tasks of all ranks are on one loop, which does not tell whose they are
@@ -345,7 +358,7 @@ class SharedLoop:
     def set_timer(self) -> None:
         raise AssertionError("nothing is held here")
 
-    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
+    def taken(self, work: BegunWork[T]) -> Coroutine[Any, Any, T]:
         raise AssertionError("nothing is held here")
 
     def done(self, result: T, discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
@@ -356,7 +369,7 @@ class SharedLoop:
             return _crossed(self.home, work, discarded, set())
         task = self.home.create_task(work)
         task.add_done_callback(_see)  # a program that hears of the failure elsewhere may not await the call
-        return _Begun(_join(task, discarded), discarded)
+        return _BegunCoroutine(_join(task, discarded), discarded)
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return self.start(work)
@@ -365,9 +378,10 @@ class SharedLoop:
         return False
 
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
-        return _Resuming(call, resume)
+        return _ResumingCoroutine(call, resume)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
+        # The memory of in-process worlds has no locks: only the thread of `home` may run work in it.
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work.finish(), discarded, set())
         work.begin()
@@ -380,6 +394,7 @@ class SharedLoop:
             is_home = asyncio.get_running_loop() is self.home
         except RuntimeError:
             is_home = False
+        # A closed loop runs no callback any more: what is left to do then is done here.
         if is_home or self.home.is_closed():
             what()
         else:
@@ -395,8 +410,10 @@ async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
     try:
         return await _shielded(task)
     except asyncio.CancelledError:
-        asyncio.get_running_loop().call_soon(task.cancel)  # later than the first step, which is already scheduled
+        # Later than the first step of the task, which is already scheduled.
+        asyncio.get_running_loop().call_soon(task.cancel)
         await _settled(task)
+        # Not before: until the task has stopped, it may complete all the same, and it may use the caller's memory.
         discarded()
         raise
     except GeneratorExit:  # a coroutine that is being closed cannot await
@@ -451,10 +468,12 @@ class ProgressThread:
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
-        self.held: dict[Begun[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
+        self.held: dict[BegunWork[Any], tuple[asyncio.AbstractEventLoop, int]] = {}
         # Work that the runtime has taken over. Weak, because the caller may never come.
-        self._taken: weakref.WeakKeyDictionary[Begun[Any], _Crossing] = weakref.WeakKeyDictionary()
-        self._untold: set[_Crossing] = set()  # whose callers are not told of the end yet
+        self._taken: weakref.WeakKeyDictionary[BegunWork[Any], _Crossing] = weakref.WeakKeyDictionary()
+        # The crossings whose callers are not told of the end yet. After an exception in its thread the runtime looks
+        # here for what that has interrupted.
+        self._untold: set[_Crossing] = set()
         self.turn = 0
         self._turns = _Turns()
         self._timer = Timer()
@@ -477,7 +496,8 @@ class ProgressThread:
         return False
 
     def is_waiting(self) -> bool:
-        return True  # perhaps
+        # A program on an event loop waits for a call in one of its tasks, and this rank does not know in which.
+        return True
 
     def is_stuck(self) -> bool:
         return False  # an event loop does not tell its timers and connections
@@ -486,22 +506,26 @@ class ProgressThread:
         return runnable_s()
 
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
-        return _Resuming(call, resume)
+        return _ResumingCoroutine(call, resume)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
+        # A signal handler that raises between two steps would leave shared memory half written, and the other ranks
+        # waiting for the rest. On the runtime's loop no handler runs.
         if not work.is_atomic and may_interrupt():
             return self.start(work.finish(), discarded)
         work.begin()
         if work.is_over:
             return _ended(work.result, self._turns, discarded)
+        # Entered before the timer is set: one that expires while nothing is held is not set again.
         self.held[work] = asyncio.get_running_loop(), self.turn
         self.set_timer()
-        return _Begun(self._claim(work, discarded), discarded)
+        return _BegunCoroutine(self._claim(work, discarded), discarded)
 
     async def _claim(self, work: Driven[T], discarded: Callable[[], None]) -> T:
         """Continue `work` for the caller that awaits it, or wait for the runtime if that has taken it over."""
         claimed = self.held.pop(work, None) is not None
-        if claimed and may_interrupt():  # also if the program has set a signal handler since the call
+        # The program may have set a signal handler since the call began.
+        if claimed and may_interrupt():
             return await self.start(work.finish(), discarded)
         try:
             if claimed:
@@ -511,13 +535,14 @@ class ProgressThread:
             discarded()
             raise
 
-    def taken(self, work: Begun[T]) -> Coroutine[Any, Any, T]:
+    def taken(self, work: BegunWork[T]) -> Coroutine[Any, Any, T]:
         return _Awaited(self._taken.pop(work).outcome(ignore), ignore)
 
     def set_timer(self) -> None:
         if self.is_timer_set:
             return
-        self.is_timer_set = True  # first: if the timer expired in between, it would stay unarmed, and count as set
+        # First: if the timer expired in between, it would stay unarmed, and count as set.
+        self.is_timer_set = True
         try:
             self._timer.set(TAKEOVER_S)
         except BaseException:  # of a signal handler
@@ -528,6 +553,8 @@ class ProgressThread:
         """Take over the work that its callers have not awaited for a full turn of the timer. On the runtime's loop."""
         self._timer.read()
         self.is_timer_set = False
+        # Work of this turn has been held for less than a whole one, and its caller may be about to await it. The list
+        # is a copy, because callers add and remove entries in their threads meanwhile.
         for work, (caller, turn) in list(self.held.items()):
             if turn < self.turn:
                 self._take(work, caller)
@@ -535,7 +562,7 @@ class ProgressThread:
         if self.held:
             self.set_timer()
 
-    def _take(self, work: Begun[Any], caller: asyncio.AbstractEventLoop) -> None:
+    def _take(self, work: BegunWork[Any], caller: asyncio.AbstractEventLoop) -> None:
         crossing = self._taken[work] = _Crossing(self._loop, caller, self._untold)
         # `_claim` runs in the caller's thread. Exactly one of the two removes the entry and owns the work, so the
         # crossing must be in `_taken` before: a caller that loses the race looks there.
@@ -556,6 +583,7 @@ class ProgressThread:
         """Cancel the work that still runs, and end the thread. Blocks until the thread has ended."""
         forks.unregister(self)
         asyncio.run_coroutine_threadsafe(_cancel_the_rest(), self._loop).result()
+        # Before the loop is stopped: `_run` takes any other end of it for a fault, and runs it again.
         self._is_stopping = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -567,7 +595,8 @@ class ProgressThread:
         _abandoned.add(self._loop)
         forks.isolate(self._loop)
         forks.give_up([self._timer.fileno()])
-        forks.keep(self._loop)  # uvloop refuses to destroy a loop that counts as running
+        # It counts as running, and uvloop refuses to destroy such a loop.
+        forks.keep(self._loop)
 
     def _run(self) -> None:
         """Run the loop until `stop`. Whatever ends it before fails the world, so that every wait has an end."""
@@ -578,9 +607,11 @@ class ProgressThread:
                 try:
                     if error is not None:
                         self._go_on_after(error)
+                    # `run_forever` returns without an exception if a callback of the program stops the loop.
                     error = RuntimeError("its loop was stopped")
                     self._loop.run_forever()
-                except BaseException as raised:  # SystemExit of a callback, or one that another thread has sent here
+                # A callback may raise SystemExit, and another thread may send an exception of any class to this one.
+                except BaseException as raised:
                     error = raised
         finally:
             self._loop.close()
@@ -588,6 +619,7 @@ class ProgressThread:
     def _raised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """The loop's exception handler: an exception of a callback does not end it, but is no less an interruption."""
         loop.default_exception_handler(context)
+        # Only a callback has a handle. The exception of a task that nothing awaits, for example, has interrupted none.
         if "handle" in context:
             self._go_on_after(context["exception"])
 
@@ -664,13 +696,18 @@ class _Crossing:
         except BaseException as error:
             if isinstance(error, GeneratorExit) and not is_awaited:  # no task has waited: the work goes on
                 raise
+            # The work's own error is its outcome. Any other one is of the waiter, while the work still runs.
             if self._outcome.done() and not self._outcome.cancelled() and error is self._outcome.exception():
                 raise
-            if not self._there.is_closed() and self._there not in _abandoned:  # otherwise the work has ended, too
+            # Otherwise the work has ended, too.
+            if not self._there.is_closed() and self._there not in _abandoned:
                 self._there.call_soon_threadsafe(self._cancel)
                 if isinstance(error, GeneratorExit):  # a coroutine that is being closed cannot await
                     discarded()
                 else:
+                    # The caller may use its memory again when this returns, so the work must have stopped by then.
+                    # The result is discarded on the runtime's loop, where no handler can interrupt that. An exception
+                    # of another kind there has it repeated, because this crossing is among those untold.
                     await self._until(self._is_over)
                     self._discarded = discarded
                     self._untold.add(self)
@@ -680,6 +717,7 @@ class _Crossing:
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Wait until `is_so()`. Cancelling the waiter does not end the wait."""
+        # With a limit, as a handler may interrupt `_wake`: then the condition holds, and nothing tells so.
         while not is_so():
             self._end = self._here.create_future()
             with contextlib.suppress(Exception, asyncio.CancelledError):
@@ -709,6 +747,8 @@ class _Crossing:
 
     def begin_here(self) -> None:
         """Start the work. On the runtime's loop."""
+        # Not for the first time, if an exception has ended the runtime's callback after one of these lines. `_done`
+        # may be called twice: it has no effect once the caller is told.
         if self._task is None:
             self._task = self._there.create_task(self._work)  # type: ignore[arg-type]
         self._task.add_done_callback(self._done)
@@ -718,12 +758,14 @@ class _Crossing:
         if self._discarded is not None:
             self._discard()
         else:
+            # The exception may have come after the task was made, and before it was stored here.
             self._task = self._task or task_of(self._there, self._work)
             self.begin_here()
 
     def _cancel(self) -> None:
+        # After its first step: a task that is cancelled earlier never runs, and so never gives back what it holds.
         if self._task is not None:  # None if a signal handler raised before `begin`
-            self._there.call_soon(self._task.cancel)  # later than its first step
+            self._there.call_soon(self._task.cancel)
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         """Wake the caller, and wake it again later if a signal handler interrupted that. On the runtime's loop."""
@@ -734,6 +776,7 @@ class _Crossing:
         except RuntimeError:  # the caller's loop is closed: there is no waiter
             self._untold.discard(self)
             return
+        # A handler that raises in `_settle` leaves the caller asleep for ever, so it is scheduled until it has ended.
         if handlers_may_raise():
             self._there.call_later(_AGAIN_S, self._done, task)
 
@@ -756,6 +799,7 @@ class _Crossing:
 
 @types.coroutine
 def _pause() -> Generator[None, None, None]:
+    # A bare yield needs no future, which would belong to a loop: `outcome` makes this step before a task does.
     yield
 
 
@@ -767,7 +811,8 @@ def _crossed(
 ) -> Coroutine[Any, Any, T]:
     """Start `work` on the loop `there`; the returned coroutine waits for it on the running loop of this thread."""
     crossing = _Crossing(there, asyncio.get_running_loop(), untold)
-    begun: _Begun[T] = _Begun(crossing.outcome(discarded), discarded)
+    begun: _BegunCoroutine[T] = _BegunCoroutine(crossing.outcome(discarded), discarded)
+    # Owned before it begins: after an exception in its thread the runtime begins again what is among those untold.
     crossing.owns(work)
     crossing.begin()
     return begun

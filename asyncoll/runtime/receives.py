@@ -135,9 +135,11 @@ class Receives:
     async def from_any(self, receive: FromAny, describe: Callable[[], str]) -> Lane:
         """Carry out `receive`. Raises the error of the communicator. Cancelling this undoes the receive."""
         tag, receive.task = receive.tag, asyncio.current_task()
+        # `discard` came before the first step of this task.
         if receive.is_undone:
             raise asyncio.CancelledError
         self._member.check()
+        # Only while receives of any source wait: until then, messages are received without a look at this object.
         if tag not in self._queues:
             self._queues[tag] = deque()
             self._listen(tag)
@@ -159,7 +161,8 @@ class Receives:
         if receive.is_complete:
             self._undo(receive)
         elif receive.task is None:
-            receive.is_undone = True  # before its first step
+            # The task has not made its first step yet.
+            receive.is_undone = True
         else:
             receive.task.cancel()
 
@@ -168,6 +171,7 @@ class Receives:
         has_failed = self._member.endpoint.failures.has_failed(self._member.communicator)
         if receive.source is None or receive.is_undone or has_failed:
             return
+        # It is taken first, before newer ones: messages of one source are received in the order of their sends.
         insort(self._returned.setdefault((receive.source, receive.tag), []), receive.number)
         receive.undo()
 
@@ -176,6 +180,7 @@ class Receives:
             with self._member.endpoint.failures.watch(self._member.communicator, what) as receive.served:
                 await receive.served
         except BaseException:
+            # Those behind it may have waited for this one alone.
             if receive in self._queues.get(tag, ()):
                 self._queues[tag].remove(receive)
                 self._serve(tag)
@@ -185,6 +190,7 @@ class Receives:
         """Let all receives begin that can, in their order."""
         queue = self._queues.get(tag)
         while queue:
+            # A receive from one source begins without a message, as it does elsewhere. One from any source needs one.
             source = queue[0].source
             if source is None and (source := self._first(tag)) is None:
                 return

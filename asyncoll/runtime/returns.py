@@ -9,7 +9,7 @@ from asyncoll.errors import DeviceError
 
 
 class Returns:
-    """Those of one rank. On the runtime's loop, but for `begun`, which may be called in any thread."""
+    """The returns of one rank. On the runtime's loop, but for `begun`, which may be called in any thread."""
 
     def __init__(self) -> None:
         self.any = False  # whether there has been one; for other threads, too

@@ -74,7 +74,7 @@ class Router:
         self.send(dest, [wire.encode(wire.SIGNAL, context, number, step, fingerprint), payload])
 
     def signal_directly(self, dest: int, context: int, number: int, step: int, payload: Buffer) -> bool:
-        """As `signal`, if `send_directly` can send it; returns whether it has."""
+        """Send a signal in this thread, if the transport can do so at once; returns whether it has."""
         return self.send_directly(dest, [wire.encode(wire.SIGNAL, context, number, step, 0), payload])
 
     def tell(self, dest: int, message: wire.Control) -> None:

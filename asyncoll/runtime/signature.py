@@ -13,6 +13,7 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 from asyncoll.arguments import digest
+from asyncoll.tensors.reductions import storage
 
 Place = tuple[CodeType, int]  # the code that makes a call, and the instruction of the call in it
 _TRAINERS = f"{Path(__file__).parents[1]}/training"  # make their calls for the user's line that awaits them
@@ -94,6 +95,7 @@ class Signature(NamedTuple):
     elements: int  # -1: not compared
     detail: str
     site: Site
+    epoch: int = 0  # that of `Group`
 
     def fingerprint(self) -> int:
         """A hash of 64 bits, equal at all ranks that make the same call.
@@ -101,7 +103,20 @@ class Signature(NamedTuple):
         The line of code is not part of it: ranks may make a call at different lines. Nor is the number: ranks compare
         only calls with the same number.
         """
-        return _fingerprint(self.operation, self.dtype, self.elements, self.detail)
+        return _fingerprint(self.operation, self.dtype, self.elements, self.detail, self.epoch)
+
+    @property
+    def verb(self) -> str:
+        return self.operation
+
+    @property
+    def name(self) -> str:
+        return self.detail
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the elements; 0 if they are not compared."""
+        return self.elements * storage(self.dtype).itemsize if self.dtype and self.elements > 0 else 0
 
     @property
     def key(self) -> str:
@@ -112,9 +127,11 @@ class Signature(NamedTuple):
         what = "" if self.elements < 0 else f" of {self.elements}"
         more = f", {self.detail}" if self.detail else ""
         number = f" #{self.number}" if self.number else ""
-        return f"{self.operation}{number}{what} {self.dtype}{more} at {self.site}".replace("  ", " ").replace(" ,", ",")
+        epoch = f" in epoch {self.epoch}" if self.epoch else ""
+        text = f"{self.operation}{number}{what} {self.dtype}{more}{epoch} at {self.site}"
+        return text.replace("  ", " ").replace(" ,", ",")
 
 
 @lru_cache(maxsize=1024)
-def _fingerprint(operation: str, dtype: str, count: int, detail: str) -> int:
-    return digest(operation, dtype, count, detail)
+def _fingerprint(operation: str, dtype: str, count: int, detail: str, epoch: int) -> int:
+    return digest(operation, dtype, count, detail, epoch)

@@ -8,8 +8,8 @@ has changed at any rank, all have stood still at the same moment, between the la
 under way, so no call ends any more.
 
 It may still go on where a program has something else that can make the missing call. Each rank says whether it knows
-that there is nothing (`Program.is_stuck`). If all do, the world fails with a DeadlockError. Otherwise one rank logs a
-warning.
+that there is nothing (`ProgramActivity.is_stuck`). If all do, the world fails with a DeadlockError. Otherwise one rank
+logs a warning.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _IDLE = 0.5  # of the time: a thread that computes is on a core, or waits for on
 ALL, PAIR, ANY, ROUND = "all", "pair", "any", "round"  # what a call needs: `pending.Kind`, as text
 
 
-class Wait(NamedTuple):
+class ToldCall(NamedTuple):
     """A call in progress, as other ranks are told of it."""
 
     communicator: int
@@ -44,13 +44,13 @@ class Wait(NamedTuple):
     key: str  # the same at all of its ranks
 
 
-class Calls(Protocol):
+class CallsInProgress(Protocol):
     """The calls in progress on one communicator: `pending.PendingCalls`."""
 
     changes: int  # how many have begun or ended
 
-    def waits(self) -> list[Wait]:
-        """Those in progress."""
+    def waits(self) -> list[ToldCall]:
+        """The calls in progress."""
 
     def begun(self) -> tuple[int, int]:
         """The communicator, and the number of the last call of all its ranks."""
@@ -65,7 +65,7 @@ class Calls(Protocol):
         """Whether a call waits for a device or a deadline: then it ends without another rank."""
 
 
-class Program(Protocol):
+class ProgramActivity(Protocol):
     """What the program of this rank does besides its calls: `progress.Runner`."""
 
     def is_waiting(self) -> bool:
@@ -81,7 +81,7 @@ class Program(Protocol):
 class Report(NamedTuple):
     """What a rank tells as it stands still."""
 
-    waits: Sequence[Wait]
+    waits: Sequence[ToldCall]
     begun: Mapping[int, int]  # by communicator: the number of its last call of all ranks
 
 
@@ -91,7 +91,7 @@ def can_go_on(reports: Sequence[Report]) -> bool:
     messages = Counter(wait.communicator for report in reports for wait in report.waits if wait.needs == PAIR)
     from_any = Counter(wait.communicator for report in reports for wait in report.waits if wait.needs == ANY)
 
-    def is_met(wait: Wait) -> bool:
+    def is_met(wait: ToldCall) -> bool:
         if wait.needs == ALL:
             return sum(report.begun.get(wait.communicator, 0) >= wait.number for report in reports) >= wait.size
         if wait.needs == ANY:
@@ -110,8 +110,8 @@ class Standstill:
         self._router = router
         self._failures = failures
         self._membership = membership
-        self._calls: dict[Calls, None] = {}  # an ordered set
-        self.program: Program | None = None
+        self._calls: dict[CallsInProgress, None] = {}  # an ordered set
+        self.program: ProgramActivity | None = None
         self.is_asleep = True  # the next change of calls has to `wake` this
         self._timer: asyncio.TimerHandle | None = None
         self._own_sent, self._own_received = Counter[int](), Counter[int]()  # messages of this object, by rank
@@ -124,10 +124,10 @@ class Standstill:
         self._question = 0
         self._answered: set[int] | None = None
 
-    def opened(self, calls: Calls) -> None:
+    def opened(self, calls: CallsInProgress) -> None:
         self._calls[calls] = None
 
-    def closed(self, calls: Calls) -> None:
+    def closed(self, calls: CallsInProgress) -> None:
         self._calls.pop(calls, None)
 
     def finished(self) -> None:
@@ -168,11 +168,12 @@ class Standstill:
         elif not self._is_idle():
             self._watch()
         else:
-            self.is_asleep = True  # first: from here on a change wakes this
+            # First: from here on a change wakes this object.
+            self.is_asleep = True
             self._stamp += 1
             self._tell(self._lowest(), self._still(0))
 
-    def _waits(self) -> list[Wait]:
+    def _waits(self) -> list[ToldCall]:
         return [wait for calls in self._calls for wait in calls.waits()]
 
     def _state(self) -> tuple[int, ...]:
@@ -208,7 +209,7 @@ class Standstill:
         return min(self._ranks())
 
     def _ranks(self) -> set[int]:
-        """Those that are in the world."""
+        """The ranks that are in the world."""
         return set(range(self._router.size)) - self._membership.ended
 
     def _tell(self, rank: int, message: Still | Stillness) -> None:
@@ -283,7 +284,7 @@ def _report(source: int, still: Still) -> Report:
         waits = []
         for line in filter(None, still.waits.split("\n")):
             communicator, number, needs, size, key = line.split(" ", 4)
-            waits.append(Wait(int(communicator), int(number), needs, int(size), key))
+            waits.append(ToldCall(int(communicator), int(number), needs, int(size), key))
         begun = (line.split(" ") for line in filter(None, still.begun.split("\n")))
         return Report(waits, {int(communicator): int(number) for communicator, number in begun})
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Work on the elements of tensors that are on a device, in operations of torch. `Stager.queue` carries it out.
 
 None of it waits for the device: what it makes goes into tensors whose sizes are known before. Its bits are those of
-numpy in memory of the host. The terms of selection are those of `asyncoll/algorithms/sparse/selection.py`.
+numpy in memory of the host. `asyncoll/algorithms/sparse/selection.py` explains the terms of selection.
 """
 
 from __future__ import annotations

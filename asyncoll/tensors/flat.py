@@ -139,7 +139,7 @@ class Flat:
                 self.collect_gradient(parameter)
 
     def collect_gradient(self, parameter: nn.Parameter) -> None:
-        """As `collect_gradients`, for one trainable parameter, and without the check of the model."""
+        """Copy the gradient of one trainable parameter into the flat tensor, for good. Does not check the model."""
         piece = self._piece_of[parameter]
         if parameter.grad is None:
             piece.zero_()
@@ -174,7 +174,8 @@ class Flat:
 
     def _check_contents(self) -> None:
         flattened = {id(parameter) for parameter in self._all}
-        for parameter in self._model.parameters():  # as in `flatten`; a model may override `named_parameters`
+        # As in `flatten`: a model may override `named_parameters`.
+        for parameter in self._model.parameters():
             if id(parameter) not in flattened:
                 names = [name for name, each in self._model.named_parameters() if each is parameter]
                 shown = f"the parameter {names[0]}" if names else "a parameter"

@@ -148,7 +148,8 @@ def _table(sums: Sums | None) -> Table:
     if sums is None or len(sums) > KEYS_MAX:
         entries["count"][0] = _TOO_MANY
     else:
-        for index, name in enumerate(sorted(sums)):  # in one order, whichever table came first
+        # In one order, whichever table came first.
+        for index, name in enumerate(sorted(sums)):
             entries[index] = (name, *sums[name])
     return table
 

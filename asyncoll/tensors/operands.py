@@ -62,6 +62,11 @@ class Operand(NamedTuple):
     def is_torch(self) -> bool:
         return not isinstance(self.source, np.ndarray)
 
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return self.flat.size
+
     def write_back(self) -> None:
         """Put `flat` back into the caller's tensor, if it is a copy."""
         if not self.copied:
@@ -95,7 +100,7 @@ class Placed(Protocol):
 
 
 def staged_parts(operands: Iterable[Placed]) -> list[Staged]:
-    """Those of the operands that are on devices."""
+    """The tensors among the operands that are on devices."""
     return [operand.staged for operand in operands if operand.staged is not None]
 
 
@@ -161,6 +166,23 @@ def as_operand(x: object, *, writable: bool = False, may_stage: bool = False, is
     raise UsageError(f"expected a numpy array or a torch tensor, got {type(x).__name__}: {remedy}")
 
 
+def one_for_each(xs: object, size: int, operation: str) -> list[Operand]:
+    """The tensors of a call that has one for each of `size` ranks. Raises UsageError if `xs` are none."""
+    no_sequence = (TypeError, RuntimeError, ValueError) if is_tensor(xs) else TypeError
+    try:
+        given = list(xs)  # type: ignore[call-overload]
+    except no_sequence:
+        given = []
+    if len(given) != size:
+        what = f"{len(given)}" if given else f"{xs!r:.60}"
+        raise UsageError(f"{operation} needs one tensor for each of the {size} ranks, got {what}")
+    operands = [as_operand(x, may_stage=True) for x in given]
+    check_devices(operands)
+    if len({operand.dtype for operand in operands}) > 1:
+        raise UsageError(f"{operation} needs tensors of one dtype, got {sorted({o.dtype for o in operands})}")
+    return operands
+
+
 def is_in_mode() -> bool:
     """Whether torch, which is loaded, is in a mode here: even a view may be of other memory then. `_detached` tells."""
     return bool(sys.modules["torch"]._C._len_torch_dispatch_stack())
@@ -196,7 +218,8 @@ def _plain_torch_operand(x: torch.Tensor) -> Operand | None:
             return None
         shape = x.shape
         return Operand(x, (x if len(shape) == 1 else x.reshape(-1)).numpy(), dtype, tuple(shape), copied=False)
-    except RuntimeError:  # it has no memory: the general way says so
+    # It has no memory of its own: the general way says so.
+    except RuntimeError:
         return None
 
 
@@ -355,7 +378,8 @@ class Single:
     def write(self, parts: Iterable[Array], divisor: float = 1) -> None:
         (values,) = parts
         flat = self._flat
-        if values is not flat:  # else it was lent, and the result is there already
+        # Otherwise the memory was lent, and the result is there already.
+        if values is not flat:
             flat[...] = values
         if divisor != 1:
             divide(flat, self._dtype, divisor)
@@ -472,9 +496,8 @@ class Bundle:
 def bundle(x: object, op: ReduceOp, weight: float = 1.0, *, is_read: bool = True) -> Bundle | Single:
     """The tensor `x`, or the list or tuple of tensors `x`, as a bundle into which results can be written.
 
-    Its contribution is `x` multiplied by `weight`, which is 1 unless `op` is an average. `is_read` is that of
-    `as_operand`.
-    Raises UsageError as `as_operand` does, and for an empty list.
+    Its contribution is `x` multiplied by `weight`, which is 1 unless `op` is an average. Unless `is_read`, the call
+    needs no elements of tensors of devices. Raises UsageError as `as_operand` does, and for an empty list.
     """
     if type(x) is np.ndarray and x.ndim == 1 and (dtype := _NUMPY_NAMES.get(x.dtype)) is not None:
         flags = x.flags  # the frequent case first: an operand would take as long as the rest of this

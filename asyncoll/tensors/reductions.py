@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 
 from asyncoll import _core
-from asyncoll._core import Core
+from asyncoll._core import NativeCore
 from asyncoll.errors import UsageError
 from asyncoll.tensors.metrics import METRICS, TABLE, merge
 
@@ -166,7 +166,7 @@ def _torch_function(op: ReduceOp) -> Any:
 
 
 @lru_cache(maxsize=256)
-def reducer(op: ReduceOp, dtype: str, native: Core | None = _core.native) -> Reduce:
+def reducer(op: ReduceOp, dtype: str, native: NativeCore | None = _core.native) -> Reduce:
     """The reduction of several arrays of `storage(dtype)` at once: `reduce(into, arrays, divisor)`.
 
     It goes in the order of the arrays; the first may be `into` itself. Half types are reduced in float32 and rounded
@@ -181,15 +181,15 @@ def reducer(op: ReduceOp, dtype: str, native: Core | None = _core.native) -> Red
     return partial(native.reduce, number) if native and number else reducer_in_python(op, dtype)
 
 
-def kernel_number(op: ReduceOp, dtype: str, native: Core | None) -> int:
+def kernel_number(op: ReduceOp, dtype: str, native: NativeCore | None) -> int:
     """The number of the reduction of `op` and `dtype` in the compiled core `native`; 0 if there is none."""
     return native.find_kernel(op.value, dtype) if native else 0
 
 
-def into_all(reduce: Reduce, kernel: int, native: Core | None) -> ReduceToAll:
+def into_all(reduce: Reduce, kernel: int, native: NativeCore | None) -> ReduceToAll:
     """The reduction of several arrays into all of them: `reduce_to_all(arrays, divisor)`, in the order of the arrays.
 
-    `reduce` and `kernel` are those of `reducer` and `kernel_number`.
+    `reduce` makes one result of them in numpy; `kernel` is the number of the same reduction in `native`, or 0.
     """
     if native and kernel:
         return partial(native.reduce_to_all, kernel)
@@ -203,7 +203,7 @@ def into_all(reduce: Reduce, kernel: int, native: Core | None) -> ReduceToAll:
 
 
 def reducer_in_python(op: ReduceOp, dtype: str) -> Reduce:
-    """As `reducer`, with numpy or torch: for dtypes that the compiled core does not know, and without it."""
+    """A reduction with numpy or torch: for dtypes that the compiled core does not know, and without it."""
     if dtype in _HALVES:
         return _half_reducer(op, dtype)
     if dtype == METRICS:

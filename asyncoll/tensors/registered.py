@@ -131,7 +131,8 @@ def _too_much(nbytes: int, error: Exception) -> UsageError:
 def _extents(shape: Any) -> Sequence[Any]:
     try:
         return tuple(shape)
-    except TypeError:  # also for an array without dimensions, which looks like a sequence
+    # An array without dimensions comes here, too: it looks like a sequence.
+    except TypeError:
         return (shape,)
 
 
@@ -144,7 +145,7 @@ def current() -> RegisteredMemory:
 async def of_context(open_stager: OpenStager) -> AsyncIterator[None]:
     """Tensors may be on devices in this context, and in tasks that inherit it: outside of a world, too.
 
-    The devices are closed at its end. `open_stager` is that of `RegisteredMemory`.
+    `open_stager(x, pages, owner)` opens the device of the first tensor of each. They are closed at its end.
     """
     if current() is not _OUTSIDE:
         yield

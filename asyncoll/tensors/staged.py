@@ -145,7 +145,7 @@ class Stager(Protocol):
 
     @property
     def name(self) -> str:
-        """That of the device."""
+        """The name of the device."""
 
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""

@@ -52,9 +52,9 @@ def check_arena(
                 raise AssertionError(f"{check.__name__}: {check.__doc__}") from error
 
 
-async def _checked(open_world: OpenWorld, size: int, check: Callable[[_World], Awaitable[None]]) -> None:
+async def _checked(open_world: OpenWorld, size: int, check: Callable[[_ContractWorld], Awaitable[None]]) -> None:
     with open_world(size) as transports:
-        world = _World(transports)
+        world = _ContractWorld(transports)
         try:
             await check(world)
         finally:
@@ -100,7 +100,7 @@ class _Recorder:
         return self.messages[:count]
 
 
-class _World:
+class _ContractWorld:
     def __init__(self, transports: Sequence[Transport]) -> None:
         self.transports = transports
         self.recorders = [_Recorder() for _ in transports]
@@ -110,13 +110,13 @@ class _World:
         await asyncio.gather(*(transport.start(recorder) for transport, recorder in starts))
 
 
-async def _knows_its_rank(world: _World) -> None:
+async def _knows_its_rank(world: _ContractWorld) -> None:
     """rank and size are those of the world"""
     assert [transport.rank for transport in world.transports] == list(range(3))
     assert {transport.size for transport in world.transports} == {3}
 
 
-async def _keeps_order(world: _World) -> None:
+async def _keeps_order(world: _ContractWorld) -> None:
     """messages from one rank to another arrive in order, whole and unchanged, whatever their sizes"""
     await world.start()
     sizes = [0, 1, 3, 70_000, 2, 300_000, 0, 5] * 10
@@ -126,14 +126,14 @@ async def _keeps_order(world: _World) -> None:
     assert await world.recorders[1].next_messages(len(sent)) == [(0, frames) for frames in sent]
 
 
-async def _takes_one_frame(world: _World) -> None:
+async def _takes_one_frame(world: _ContractWorld) -> None:
     """a message of one frame arrives as one frame"""
     await world.start()
     world.transports[1].send(0, [b"header"])
     assert await world.recorders[0].next_messages(1) == [(1, [b"header"])]
 
 
-async def _reaches_itself(world: _World) -> None:
+async def _reaches_itself(world: _ContractWorld) -> None:
     """a rank can send to itself, and receives the message after `send` has returned"""
     await world.start()
     world.transports[0].send(0, [b"me", b"again"])
@@ -141,7 +141,7 @@ async def _reaches_itself(world: _World) -> None:
     assert await world.recorders[0].next_messages(1) == [(0, [b"me", b"again"])]
 
 
-async def _copies_what_it_sends(world: _World) -> None:
+async def _copies_what_it_sends(world: _ContractWorld) -> None:
     """the sender may reuse its frames as soon as `send` returns"""
     await world.start()
     frame = bytearray(b"a" * 200_000)
@@ -153,7 +153,7 @@ async def _copies_what_it_sends(world: _World) -> None:
     assert [frames[1][:1] + frames[1][-1:] for _, frames in received] == [b"aa", b"bb", b"cc"]
 
 
-async def _connects_all_ranks(world: _World) -> None:
+async def _connects_all_ranks(world: _ContractWorld) -> None:
     """every rank reaches every rank, and each message names its source"""
     await world.start()
     size = len(world.transports)
@@ -165,7 +165,7 @@ async def _connects_all_ranks(world: _World) -> None:
         assert received == [(source, [bytes([source, rank])]) for source in range(size)]
 
 
-async def _carries_the_largest_frame(world: _World) -> None:
+async def _carries_the_largest_frame(world: _ContractWorld) -> None:
     """a frame of MAX_FRAME_BYTES arrives; `send` refuses a frame with one byte more, and later messages arrive"""
     await world.start()
     with _refused(UsageError, "an oversized frame was accepted"):
@@ -174,7 +174,7 @@ async def _carries_the_largest_frame(world: _World) -> None:
     assert await world.recorders[1].next_messages(1) == [(0, [b"", bytes(MAX_FRAME_BYTES)])]
 
 
-async def _refuses_ranks_outside_the_world(world: _World) -> None:
+async def _refuses_ranks_outside_the_world(world: _ContractWorld) -> None:
     """sending to a rank outside the world is a UsageError"""
     await world.start()
     for dest in (-1, 2):
@@ -182,7 +182,7 @@ async def _refuses_ranks_outside_the_world(world: _World) -> None:
             world.transports[0].send(dest, [b""])
 
 
-async def _sends_directly(world: _World) -> None:
+async def _sends_directly(world: _ContractWorld) -> None:
     """a message that `send_directly` accepts in another thread arrives, whole and in order; a refused one does not"""
     await world.start()
     sender, sent = world.transports[0], []
@@ -205,7 +205,7 @@ async def _sends_directly(world: _World) -> None:
     sender.send_directly(1, [b"too late"])
 
 
-async def _drains(world: _World) -> None:
+async def _drains(world: _ContractWorld) -> None:
     """`drain` returns when the burst has been sent, and no message of the burst is lost"""
     await world.start()
     piece = bytes(100_000)
@@ -216,7 +216,7 @@ async def _drains(world: _World) -> None:
     assert [int.from_bytes(frames[0], "big") for _, frames in received] == list(range(300))
 
 
-async def _reports_a_loss(world: _World) -> None:
+async def _reports_a_loss(world: _ContractWorld) -> None:
     """each peer is told once of a closed rank, after its last message; later messages to that rank are dropped"""
     await world.start()
     for index in range(50):
@@ -234,7 +234,7 @@ async def _reports_a_loss(world: _World) -> None:
     assert [recorder.losses for recorder in world.recorders] == [[(2, 50)], [(2, 0)], []]
 
 
-async def _is_silent_when_closed(world: _World) -> None:
+async def _is_silent_when_closed(world: _ContractWorld) -> None:
     """a closed transport delivers nothing and sends nothing"""
     await world.start()
     world.transports[0].send(1, [b"one"])
@@ -246,7 +246,7 @@ async def _is_silent_when_closed(world: _World) -> None:
     assert len(world.recorders[1].messages) == 1
 
 
-async def _flushes(world: _World) -> None:
+async def _flushes(world: _ContractWorld) -> None:
     """all messages sent before `close(flush=True)` arrive, and the loss is reported after them"""
     await world.start()
     for index in range(20):
@@ -256,7 +256,7 @@ async def _flushes(world: _World) -> None:
     assert world.recorders[1].losses == [(0, 20)]
 
 
-_CHECKS: list[tuple[int, Callable[[_World], Awaitable[None]]]] = [
+_CHECKS: list[tuple[int, Callable[[_ContractWorld], Awaitable[None]]]] = [
     (3, _knows_its_rank),
     (2, _keeps_order),
     (2, _takes_one_frame),
@@ -294,7 +294,8 @@ async def _wait(
 
 async def _until_asleep(arena: Arena, count: int = 1) -> None:
     while len(arena.waiting()) < count:
-        await asyncio.sleep(1e-6)  # not 0: virtual time has to advance, too
+        # Not 0: virtual time has to advance, too.
+        await asyncio.sleep(1e-6)
 
 
 def _is_set(control_block: ControlBlock, cell: int) -> Callable[[], bool]:

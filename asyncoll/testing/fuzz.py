@@ -69,7 +69,7 @@ def _split(draw: np.random.Generator) -> None:
 
 
 def _long(draw: np.random.Generator) -> None:
-    payload_stream._Arriving(draw.bytes(payload_stream.HEAD_BYTES), payload_stream.PayloadMemory())
+    payload_stream._ArrivingMessage(draw.bytes(payload_stream.HEAD_BYTES), payload_stream.PayloadMemory())
 
 
 def _seal(draw: np.random.Generator) -> None:

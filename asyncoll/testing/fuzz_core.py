@@ -30,17 +30,18 @@ import numpy as np
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.compiled import meetings_of
-from asyncoll.algorithms.dense.staging import StagingArea, signed
+from asyncoll.algorithms.dense.rendezvous import RendezvousArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.rounds.block_layout import BlockLayout
-from asyncoll.algorithms.rounds.compiled import rounds_of
-from asyncoll.algorithms.rounds.in_memory import OneSidedRounds, Setting
+from asyncoll.algorithms.rounds.compiled_rounds import rounds_of
+from asyncoll.algorithms.rounds.one_sided import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.operands import bundle
 from asyncoll.tensors.reductions import ReduceOp, kernel_number
 from asyncoll.transport.control_block import DOORBELLS, control_block_bytes
@@ -132,7 +133,7 @@ class _Image:
             os.close(doorbell)
 
 
-class _Memory:
+class _FuzzedMemory:
     """Stands in for the memory of an arena: each block is an allocation of its own."""
 
     def __init__(self) -> None:
@@ -228,7 +229,7 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
     size = draw.choice((1, 2, 3, 5))
     states, sum_of, numbers = [], kernel_number(ReduceOp.SUM, "float64", _core.native), [1]
     with local_world(size, (_core.native,)) as arenas:
-        areas = [StagingArea(arena, size, rank, 7, _SIZES) for rank, arena in enumerate(arenas)]
+        areas = [RendezvousArea(arena, size, rank, 7, _SIZES) for rank, arena in enumerate(arenas)]
         ranks = [meetings_of(area, _core.native) for area in areas]
         for area in areas:
             area.short_address(area.rank, 0)
@@ -240,7 +241,7 @@ def _meetings(draw: _Random, shared: bool) -> _Target:
                 numbers.append(number)
         areas_cells = len(areas[0].control_block.cells)
         areas.clear()
-    image, memory = _Image(areas_cells, size, shared=shared), _Memory()
+    image, memory = _Image(areas_cells, size, shared=shared), _FuzzedMemory()
     objects = [
         meetings_of(
             SimpleNamespace(  # type: ignore[arg-type]
@@ -348,7 +349,8 @@ class _planned:  # noqa: N801 (stands in for an object of the core)
 def _one_sided(arena: HostArena, operation: Operation) -> OneSidedRounds:
     group = Group(arena.ranks, arena.local_rank, 7)
     registry = OperationRegistry(arena, len(arena.ranks), arena.local_rank, 7)
-    return OneSidedRounds(Setting(Memory(arena, registry, group), str, lambda: False), operation)
+    setting = Setting(Memory(arena, registry, group), str, Trace(group.rank, group.size), lambda: False)
+    return OneSidedRounds(setting, operation)
 
 
 def _call(rounds: OneSidedRounds, operation: Operation) -> None:

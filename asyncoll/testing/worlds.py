@@ -21,7 +21,7 @@ import numpy as np
 import uvloop
 
 from asyncoll import _core
-from asyncoll._core import Core
+from asyncoll._core import NativeCore
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.runtime.endpoint import Endpoint
@@ -54,7 +54,7 @@ def _zmq(hosts: Sequence[object]) -> Iterator[Carriers]:
 
 
 @contextlib.contextmanager
-def _shm(hosts: Sequence[object], natives: Sequence[Core | None] = (_core.native,)) -> Iterator[Carriers]:
+def _shm(hosts: Sequence[object], natives: Sequence[NativeCore | None] = (_core.native,)) -> Iterator[Carriers]:
     with zeromq.local_world(len(hosts)) as transports, contextlib.ExitStack() as opened:
         arenas = _by_rank(hosts, lambda ranks: opened.enter_context(arena.local_world(len(ranks), natives, ranks)))
         yield list(map(SlottedTransport, transports, arenas)), arenas
@@ -156,7 +156,8 @@ def simulate(
         return await _run_all((world.transports, arenas), hosts, main, endpoints, crashes, departs=departs)
 
     thresholds = gc.get_threshold()
-    gc.set_threshold(100_000, 50, 100)  # with the objects of a thousand ranks each collection is long and frees nothing
+    # With the objects of a thousand ranks each collection is long and frees nothing.
+    gc.set_threshold(100_000, 50, 100)
     try:
         results = _outside_of_any_loop(lambda: _run(loop, everything()))
     finally:

@@ -40,7 +40,7 @@ def _create(options: Any, _: Any) -> Any:
         versions.check()
     except UsageError as error:
         raise of_torch(error) from None
-    from asyncoll.torch.group import make_group
+    from asyncoll.torch.process_group import make_group
 
     return make_group(options)
 

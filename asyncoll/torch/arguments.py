@@ -14,7 +14,7 @@ from asyncoll.tensors.operands import check_writable
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch.errors import of_torch
 from asyncoll.torch.memory import Block, Row, copyable, cut, outputs_of, reducible, row_of, writable
-from asyncoll.torch.reductions import contribution
+from asyncoll.torch.reduce_ops import contribution
 
 
 def only(tensors: Sequence[Tensor] | Tensor) -> Tensor:

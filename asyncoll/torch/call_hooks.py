@@ -83,6 +83,7 @@ def _check_for_nan(call: PreHookArgs, rank: int) -> None:
 
 
 def _has_nan(x: Tensor) -> bool:
-    if not (x.is_floating_point() or x.is_complex()) or x.dtype is torch.float4_e2m1fn_x2:  # which has no NaN
+    # This dtype has no NaN.
+    if not (x.is_floating_point() or x.is_complex()) or x.dtype is torch.float4_e2m1fn_x2:
         return False
     return bool(torch.isnan(x).any())

@@ -1,7 +1,7 @@
 """What all calls of a process group have in common: how they begin, and what becomes of those that are refused.
 
 A rank whose arguments are wrong raises a UsageError. The other ranks, whose arguments are right, would wait for it. So
-a refused collective takes its number, too, and a signature that says so: `calls.Calls.refuse`.
+a refused collective takes its number, too, and a signature that says so: `calls.GroupCalls.refuse`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from asyncoll.runtime.handles import Handle
 from asyncoll.torch import recording
 from asyncoll.torch.arguments import Arguments, check_timeout, only
 from asyncoll.torch.call_hooks import CallHooks, PreHookArgs
-from asyncoll.torch.calls import Calls
+from asyncoll.torch.calls import GroupCalls
 from asyncoll.torch.devices import add_backend, own
 from asyncoll.torch.errors import of_torch
 from asyncoll.torch.name import DEVICES
@@ -80,7 +80,7 @@ def collective(title: str) -> Callable[[Callable[..., Handle[Any]]], Callable[..
 
 
 def message(title: str, peer: str = "") -> Callable[[Callable[..., Handle[Any]]], Callable[..., Any]]:
-    """As `collective`, for a call of two ranks, with one tensor and no options.
+    """A method that torch calls for a send or a receive, made of one that begins it: one tensor, and no options.
 
     `peer` is the name of the argument that says which rank the other one is, if there is one.
 
@@ -127,9 +127,10 @@ class CallingGroup(_Base):  # type: ignore[misc]  # the methods of the base clas
     """A process group that begins calls. The calls themselves are in the classes that derive from it."""
 
     def __init__(self, store: Any, comm: BlockingCommunicator, timeout: timedelta) -> None:
-        super().__init__(comm.rank, comm.size)  # with a store, C++ would not call this class
+        # Without the store: with it, C++ would not call this class.
+        super().__init__(comm.rank, comm.size)
         self._comm = comm
-        self._calls = Calls(comm)
+        self._calls = GroupCalls(comm)
         self._arguments = Arguments(comm.rank, comm.size)
         self._waiting = self._calls.waiting
         self._hooks = CallHooks(comm.rank)

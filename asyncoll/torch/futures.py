@@ -27,7 +27,7 @@ def future_of(tensors: Iterable[Tensor]) -> torch.futures.Future[Any]:
     return torch.futures.Future(devices=list(devices)) if devices else torch.futures.Future()
 
 
-class Threads:
+class FutureThreads:
     """Runs functions, each at once. A thread that has nothing to do is used again."""
 
     def __init__(self) -> None:
@@ -64,7 +64,8 @@ class Threads:
             self._count += 1
         while True:
             function()
-            del function  # it holds the tensors of its call
+            # It holds the tensors of its call.
+            del function
             with self._lock:
                 self._free += 1
             while True:
@@ -74,7 +75,8 @@ class Threads:
                     break
                 except queue.Empty:
                     with self._lock:
-                        if self._free > 0:  # otherwise a function is about to be in the queue
+                        # Otherwise a function is about to be in the queue.
+                        if self._free > 0:
                             self._free -= 1
                             self._count -= 1
                             return
@@ -82,5 +84,5 @@ class Threads:
                     del waiting_threads[threading.get_ident()]
 
 
-threads = Threads()
+threads = FutureThreads()
 os.register_at_fork(after_in_child=threads.__init__)  # type: ignore[misc]  # a child has none of them

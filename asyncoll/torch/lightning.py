@@ -61,13 +61,15 @@ class DDPStrategy(_Base):  # type: ignore[misc]
         super().setup(trainer)
         if self._register_hook is not None and isinstance(self.model, DistributedDataParallel):
             for optimizer in self.optimizers:
-                optimizer.register_step_pre_hook(_evaluate_closure)  # before those of the communication hook
+                # Before the hooks of the communication hook, which act between the gradients and the step.
+                optimizer.register_step_pre_hook(_evaluate_closure)
             self._register_hook(self.model, self.optimizers)
             _leave_out_broadcast(trainer)
 
 
 def _leave_out_broadcast(trainer: Any) -> None:
     """Leave out the exchange before each batch, whether rank 0 has received SIGTERM."""
+    # Lightning has no setting for it. A version without this method would keep the exchange without a word.
     loop = trainer.fit_loop.epoch_loop
     if not hasattr(loop, _BROADCAST):
         raise RuntimeError(
@@ -81,7 +83,8 @@ def _evaluate_closure(
     optimizer: Optimizer, args: tuple[Any, ...], settings: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Take the closure out of a step: a communication hook acts between the gradients and the step."""
-    if closure := settings.pop("closure", None):  # not in the steps that a hook makes
+    # A step that a hook makes has no closure: its gradients are there already.
+    if closure := settings.pop("closure", None):
         with torch.enable_grad():
             closure()  # Lightning keeps what it returns
     return args, settings

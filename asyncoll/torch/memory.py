@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from asyncoll.arguments import digest
 from asyncoll.errors import UsageError
 from asyncoll.tensors.operands import check_writable
 from asyncoll.tensors.reductions import DTYPES, Array, dtype_name, storage
@@ -25,6 +26,7 @@ from asyncoll.tensors.staged import Staged, hidden, is_hidden
 # The dtypes that can be reduced: their names in the library, and the numpy dtypes of their elements.
 _REDUCIBLE = {getattr(torch, name): (name, storage(name)) for name in DTYPES}
 _BYTE = np.dtype(np.uint8)
+_SHOWN = 64  # characters: a longer list of sizes is replaced by its digest
 
 
 class Block(NamedTuple):
@@ -38,6 +40,11 @@ class Block(NamedTuple):
     flat: Array  # the memory of `packed`
     dtype: str  # without "torch."
     staged: Staged | None = None  # of a tensor on a device
+
+    @property
+    def elements(self) -> int:
+        """How many it has: `flat` may be their bytes."""
+        return self.packed.numel()
 
     @property
     def copied(self) -> bool:
@@ -129,7 +136,7 @@ def copyable(x: Tensor) -> Block:
 
 
 def writable(x: Tensor) -> Block:
-    """As `copyable`, for a tensor that gets a result: its elements are not read."""
+    """`x` as bytes, of any dtype, for a result: its elements are not read. Raises UsageError without plain memory."""
     if _is_plain(x):
         return Block(x, x, _array(x, _BYTE), dtype_name(x.dtype))
     _check_dense(x)
@@ -138,6 +145,14 @@ def writable(x: Tensor) -> Block:
         return _mirrored(x, _BYTE, is_read=False)
     packed = torch.empty(x.shape, dtype=x.dtype)
     return Block(x, packed, _array(packed, _BYTE), dtype_name(x.dtype))
+
+
+def described(rows: Sequence[Row]) -> str:
+    """The sizes of rows in bytes, and their dtypes if they differ, as a text that the ranks compare."""
+    text = "; ".join("+".join(str(array.nbytes) for array in row.arrays) for row in rows)
+    if len({row.dtype for row in rows}) > 1:
+        text += " of " + ", ".join(row.dtype for row in rows)
+    return f"{text} bytes" if len(text) <= _SHOWN else f"sizes {digest(text):x}"
 
 
 def overlap(x: Array, y: Array) -> bool:

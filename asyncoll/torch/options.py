@@ -16,7 +16,7 @@ _NAMES = {"op": "reduceOp", "root": "rootRank", "timeout": "timeout"}
 _REDUCTIONS = (dist.ReduceOp, dist.ReduceOp.RedOpType)
 
 
-class Options(NamedTuple):
+class TorchOptions(NamedTuple):
     """What torch's objects of options have, with the same names and defaults."""
 
     reduceOp: Any = dist.ReduceOp.SUM  # noqa: N815
@@ -24,11 +24,11 @@ class Options(NamedTuple):
     timeout: timedelta | None = None
 
 
-_DEFAULT = Options()
+_DEFAULT = TorchOptions()
 
 
 def read(given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """The options that follow the tensors of a call: an object of torch, or an `Options`."""
+    """The options that follow the tensors of a call: an object of torch, or an `TorchOptions`."""
     if not named:
         if not given:
             return _DEFAULT
@@ -50,4 +50,4 @@ def read(given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
         if name not in _NAMES:
             raise TypeError(f"{name} is no option of a call: use one of {', '.join(_NAMES)}")
         found[_NAMES[name]] = value
-    return Options(**found)
+    return TorchOptions(**found)

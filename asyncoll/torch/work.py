@@ -90,7 +90,7 @@ class Work(Uncopied, TorchWork):
         return True
 
     def synchronize(self) -> None:
-        """As `wait`."""
+        """Wait for the calls, without a limit."""
         self.wait()
 
     @uncompiled
@@ -193,7 +193,8 @@ class Work(Uncopied, TorchWork):
         future = self._recorded or self._future
         if future is None:
             return
-        if self._recorded is None:  # otherwise in another thread: a record that ends in this one is no asynchronous one
+        # Otherwise it was made in another thread: a record that ends in this one is no asynchronous one.
+        if self._recorded is None:
             self._complete()
         with contextlib.suppress(RuntimeError):  # the error of the call, which `wait` raises
             future.wait()

@@ -89,7 +89,8 @@ class ADPSGD(Trainer):
         try:
             weights(self._flat).copy_(await updating)
         finally:
-            self._change.zero_()  # it is added, also if this call is cancelled
+            # The change is added to the model, also if this call is cancelled.
+            self._change.zero_()
 
     async def _end_average(self) -> int | None:
         """Wait for the average that this rank has begun, and return the other rank; None if there is none."""
@@ -99,6 +100,7 @@ class ADPSGD(Trainer):
     async def _finish(self) -> None:
         await self._end_average()
         if self._gossip is not None:
-            await self._add_change(self._gossip)  # of a step that was cancelled
+            # The change of a step that was cancelled is still to be added.
+            await self._add_change(self._gossip)
             weights(self._flat).copy_(await self._gossip.close())
         await self._average_models()

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training import saved
-from asyncoll.training.parameter_server import ParameterServerSGD, Server
+from asyncoll.training.parameter_server import ModelServer, ParameterServerSGD
 from asyncoll.training.trainer import Options
 
 _EPSILON = 1e-7
 
 
 class DCASGD(ParameterServerSGD):
-    """As `ParameterServerSGD`, with each gradient corrected for the updates that its model has missed.
+    """A parameter server that corrects each gradient for the updates that its model has missed.
 
     `lambda0` is λ, by default 0.04 (DC-ASGD-c). If `adaptive`, λ is lambda0, by default 2, divided by the root of a
     moving average of G∘G, element by element (DC-ASGD-a); `decay` is the share of that average that each update keeps.
@@ -59,11 +59,11 @@ class DCASGD(ParameterServerSGD):
         self._decay = decay if adaptive else None
         super().__init__(comm, model, optimizer, staleness=staleness, name=name, **options)
 
-    def _make_server(self) -> Server:
+    def _make_server(self) -> ModelServer:
         return CompensatingServer(self, self._staleness, self._lambda0, self._decay)
 
 
-class CompensatingServer(Server):
+class CompensatingServer(ModelServer):
     """A server that keeps the model that it has last handed out to each worker, w_bak(m)."""
 
     def __init__(self, trainer: ParameterServerSGD, staleness: int | None, lambda0: float, decay: float | None) -> None:

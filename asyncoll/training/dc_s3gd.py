@@ -119,7 +119,8 @@ def compensate(g: Tensor, distance: Tensor, lambda0: float) -> None:
 def add_on_device(g: Tensor, correction: Tensor, lambda0: float) -> None:
     """The same without a wait for the device: the norms stay there. `correction` is overwritten."""
     length, norm = (torch.linalg.vector_norm(x, dtype=torch.float64) for x in (g, correction))
-    step = correction.float() if correction.itemsize < 4 else correction  # else a norm would be rounded to a half
+    # In a half type the norm would be rounded to a half.
+    step = correction.float() if correction.itemsize < 4 else correction
     step.div_(norm).mul_(lambda0 * length)
     g.add_(step.masked_fill_(~((norm > 0) & (norm < math.inf)), 0))
 

@@ -27,7 +27,8 @@ class Due:
     def hear(self, reduction: asyncoll.Reduction, round_: int) -> None:
         """Note the results that a call tells of: those of consecutive rounds, up to `round_`, its own."""
         oldest = round_ - len(reduction.missed)
-        if oldest > self.newest + 1:  # those between are lost
+        # The results between are lost.
+        if oldest > self.newest + 1:
             self._results.clear()
         self._results += enumerate(reduction.results(), oldest)
         self.newest = round_

@@ -9,8 +9,7 @@ collective keeps it, and it enters a later round.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import ClassVar, Literal, Unpack
 
 import torch
@@ -19,9 +18,9 @@ from torch import nn
 import asyncoll
 from asyncoll.training import replicas
 from asyncoll.training.due import Due
-from asyncoll.training.metrics import beside, means, without
 from asyncoll.training.recovery import Recovery, State
 from asyncoll.training.step import Step
+from asyncoll.training.step_metrics import beside, means, without
 from asyncoll.training.trainer import Options, Trainer
 from asyncoll.training.under_way import UnderWay
 
@@ -96,15 +95,14 @@ class EagerSGD(Trainer):
         self._base = 0  # rounds before this training, of which a checkpoint tells
         self._has_called = False
         self._due = Due()
-        # With synchronous rounds the next one makes all replicas equal.
-        self._recovery = Recovery(comm, name, self._copy) if history and not sync_every and comm.size > 1 else None
+        self._recovery = Recovery(comm, name, self._copy, history=history, sync_every=sync_every)
 
     async def _update(self, weight: float | None) -> Step:
         self._has_called = True
         # G_local = mean gradient of b local samples at w
         metrics = self._metrics.taken()
         contribution = beside(self._flat.gradients, metrics)
-        with self._open():
+        with self._recovery.opened(self.round):
             reduction = await self._without_loss(self._allreduce(contribution, weight=weight))  # line 7: U_sum / P
         reduction = without(reduction, metrics)
         self._due.hear(reduction, self._base + reduction.round)
@@ -121,27 +119,12 @@ class EagerSGD(Trainer):
         if self._history and reduction.synchronous:  # all ranks are here, after the same round
             await self._settle_buffers()
             await self._resynchronise()
-        with self._open():  # for ranks that wait for the end of this round
+        with self._recovery.opened(self.round):  # for ranks that wait for the end of this round
             return self._at_own_round(reduction, recovered=recovered, metrics=means(metrics))
-
-    @contextmanager
-    def _open(self) -> Iterator[None]:
-        """For a wait, in which this rank's state stays that of the end of a round: it is given to late ranks.
-
-        Not between steps: a program may await something while other weights are in the model, as in a validation.
-        """
-        if self._recovery is None:
-            yield
-            return
-        self._recovery.open(self.round)
-        try:
-            yield
-        finally:
-            self._recovery.close()
 
     async def _recover(self) -> bool:
         """If results are lost, take the state of another rank that has applied them. Returns whether this was due."""
-        if self._recovery is None or self.round >= self._due.needed:
+        if not self._recovery.is_due(self.round, self._due.needed):
             return False
         self._due.copy(self._flat.gradients)  # cleared if the step is cancelled; the next one goes on here
         state = await self._without_loss(self._recovery.take(self._due.needed))
@@ -181,12 +164,10 @@ class EagerSGD(Trainer):
             if self._average_every:  # but the averages of the others do
                 while not await self._average_unless_all_leave(leaves=True):
                     pass
-            with self._open():
+            with self._recovery.opened(self.round):
                 reduction = await joining
-            if self._recovery is not None:
-                self._recovery.end()
-            # The last round takes what is staged, after the end of the schedule.
-            self._last_scheduled = int(await self.comm.allreduce(torch.tensor(self.round), asyncoll.MAX))
+            self._recovery.end()
+            await self._schedule.end(self.comm, self.round)
             if reduction is not None:
                 self._due.hear(without(reduction, metrics), self._base + reduction.round)
                 self._apply_results()
@@ -201,7 +182,7 @@ class EagerSGD(Trainer):
         self._due.lost = 0
 
     async def _begin(self) -> None:
-        if self._recovery is not None:
+        if self._recovery.is_used:
             self._recovery.serve(self.comm.rpc)
         await super()._begin()
 

@@ -23,7 +23,7 @@ class LocalSGD(Trainer):
 
     A round is a local step. `step()` returns None after a step without an average, and otherwise a `Reduction`, once
     the slowest rank has called. With `every` = 1 and an optimizer that is linear in the gradient, such as SGD with
-    momentum, the result is that of `AllreduceSGD`, up to rounding.
+    momentum, `AllreduceSGD` gives the same result, up to rounding.
 
     All ranks make the same number of steps. `finish()` takes the average that is due since the last one: all ranks
     leave with one model, to the bit. The state of the optimizer is each rank's own, and is never averaged. So are the

@@ -38,7 +38,7 @@ class OkTopkSGD(Trainer):
     - "gradients", as in the authors' code: acc = ε + G, and any optimizer takes a step with the gradient u/P. Momentum,
       weight decay and Adam's moments act on all elements. Residuals get the learning rate of the round they enter.
 
-    `algorithm`, `density`, `thresholds_every` (τ'), `regions_every` (τ) and `feedback` are those of
+    `algorithm`, `density`, `thresholds_every` (τ'), `regions_every` (τ) and `feedback` go to
     `comm.sparse_allreduce`. While ε fills up, for about 1 / density rounds, accumulators grow. A threshold that is
     reused, as in the paper (τ' = 32 or 128), then selects several times k. With "updates" a rising learning rate has
     the same effect.

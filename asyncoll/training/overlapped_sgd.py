@@ -34,7 +34,7 @@ class Bucket(NamedTuple):
 class OverlappedSGD(Trainer):
     """Average the gradients of all ranks in buckets, each as soon as `backward()` has computed it.
 
-    The result is that of `AllreduceSGD`, to the bit if a bucket is added up in the same order as the whole: always in
+    The result equals `AllreduceSGD`'s, to the bit if a bucket is added up in the same order as the whole: always in
     shared memory; by message, if both have lengths for which the same algorithm is chosen (up to 32 KiB, for example).
 
     A bucket is a slice of the flat gradients, of at least `bucket_bytes` (except the last to start) and of whole
@@ -177,7 +177,8 @@ class OverlappedSGD(Trainer):
             hook.remove()
         if self._compute_as_before is not None:
             self._compute_as_before()
-        if self._started:  # by a backward() without a step: its gradient is dropped, as every rank drops it
+        # There was a backward() without a step: its gradient is dropped, as every rank drops it.
+        if self._started:
             await self._average_buckets()
             self._open()
             self._flat.zero_gradients()

@@ -82,8 +82,8 @@ class ParameterServerSGD(Trainer):
         self._name = name
         self._server = self._make_server() if comm.rank == 0 else None
 
-    def _make_server(self) -> Server:
-        return Server(self, self._staleness)
+    def _make_server(self) -> ModelServer:
+        return ModelServer(self, self._staleness)
 
     async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight, "it applies each gradient alone, and not a mean over ranks")
@@ -112,7 +112,8 @@ class ParameterServerSGD(Trainer):
         try:
             return await self.comm.rpc.call(0, f"{self._name}.{function}", self.comm.rank, *arguments)
         except BaseException as error:
-            cause = str(error).partition("\n")[0] or type(error).__name__  # without the traceback of the server
+            # The text goes without the traceback of the server.
+            cause = str(error).partition("\n")[0] or type(error).__name__
             self.comm.abort(f"a call of the parameter server failed: {cause}")
             raise
 
@@ -138,7 +139,7 @@ class ParameterServerSGD(Trainer):
         return 0
 
 
-class Server:
+class ModelServer:
     """The model w and its updates, at rank 0. `push` and `leave` are called by the workers.
 
     All of it runs on the loop of the program, and no update awaits anything: so there is one at a time, in the order of

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import asyncoll
@@ -20,7 +20,7 @@ import asyncoll
 State = dict[str, Any]  # of a replica, as values that calls of functions carry
 
 
-class Calls(Protocol):
+class RpcCalls(Protocol):
     """What this module needs of an `asyncoll.rpc.Rpc`."""
 
     def register(self, what: Any, *, name: str | None = None) -> Any: ...
@@ -43,8 +43,12 @@ class Recovery:
     `close` and `end` may be called in another thread, which is the one that changes the state.
     """
 
-    def __init__(self, comm: asyncoll.Communicator, name: str, read: Callable[[], State]) -> None:
-        """`read` returns a copy of this rank's state. `name` is that of the training."""
+    def __init__(
+        self, comm: asyncoll.Communicator, name: str, read: Callable[[], State], *, history: int, sync_every: int
+    ) -> None:
+        """`read` returns a copy of this rank's state. `name`, `history` and `sync_every` are those of the training."""
+        # With synchronous rounds the next one makes all replicas equal. Without history replicas drift apart anyway.
+        self.is_used = bool(history) and not sync_every and comm.size > 1
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._name = "recovery_" + hashlib.sha256(name.encode()).hexdigest()[:16]  # an identifier, whatever the name
         self._read: Callable[[], State] | None = read
@@ -53,7 +57,7 @@ class Recovery:
         self._questions: list[_Question] = []
         self._is_served = False
 
-    def serve(self, calls: Calls) -> None:
+    def serve(self, calls: RpcCalls) -> None:
         """Let the other ranks ask this one. All do it before the first round that a rank can miss.
 
         Idempotent: a training whose beginning was interrupted begins again.
@@ -65,6 +69,21 @@ class Recovery:
         self._is_served = True
         for function in (self.offer, self.give):
             calls.register(function, name=f"{self._name}.{function.__name__}")
+
+    @contextlib.contextmanager
+    def opened(self, round_: int) -> Iterator[None]:
+        """For a wait, in which this rank's state stays that of the end of round `round_`: it is given to late ranks.
+
+        Not between steps: a program may await something while other weights are in the model, as in a validation.
+        """
+        if not self.is_used:
+            yield
+            return
+        self.open(round_)
+        try:
+            yield
+        finally:
+            self.close()
 
     def open(self, round_: int) -> None:
         """The state is that of the end of round `round_`, until `close`. Answers the questions that wait for it."""
@@ -109,10 +128,15 @@ class Recovery:
         try:
             return await question.answer
         finally:
-            with self._lock, contextlib.suppress(ValueError):  # it was answered
+            # The question was answered meanwhile.
+            with self._lock, contextlib.suppress(ValueError):
                 self._questions.remove(question)
 
     # -- this rank is late ------------------------------------------------------------------------
+
+    def is_due(self, round_: int, needed: int) -> bool:
+        """Whether this rank has lost results: its state is of `round_`, and those that it has continue `needed`."""
+        return self.is_used and round_ < needed
 
     async def take(self, needed: int) -> State:
         """The state of another rank, at the end of round `needed` or a later one. This rank's own state is closed.

@@ -68,7 +68,8 @@ async def share_buffers(comm: asyncoll.Communicator, model: torch.nn.Module, roo
     layout = {name: [_dtype(buffer), list(buffer.shape)] for name, buffer in buffers.items()}
     place = next((buffer.device for buffer in buffers.values() if not buffer.is_cpu), torch.device("cpu"))
     packed = _NOTHING
-    if comm.rank == root:  # there first: each copy from a GPU waits for it
+    # At the root first: each copy from a GPU waits for it.
+    if comm.rank == root:
         packed = torch.cat([_bytes(buffer).to(place) for buffer in buffers.values()]).cpu()
     layout, packed = await _from_root(comm, layout, packed, root)
     if comm.rank == root:
@@ -180,7 +181,8 @@ def _make_contiguous(optimizer: torch.optim.Optimizer) -> None:
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
                 if isinstance(value, Tensor) and value.layout == torch.strided:
-                    state[name] = value.contiguous()  # the same tensor if it is contiguous already
+                    # It is the same tensor if it is contiguous already.
+                    state[name] = value.contiguous()
 
 
 async def check_same(comm: asyncoll.Communicator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -79,7 +79,8 @@ class SGP(Trainer):
         sources: tuple[int, ...] = ()
         if self._overlap:
             received, self._pushing = self._pushing, self._push_later(iteration)
-            iteration -= 1  # that of the parts that are added
+            # The parts that are added were pushed in the iteration before.
+            iteration -= 1
         else:
             received = self._push(self._own, iteration)  # line 5
         if received is not None:

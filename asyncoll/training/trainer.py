@@ -18,7 +18,6 @@ import asyncio
 import hashlib
 import inspect
 import math
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack, get_args
@@ -29,8 +28,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import asyncoll
 from asyncoll.training import replicas, saved
-from asyncoll.training.metrics import StepMetrics, means_of_all
+from asyncoll.training.scheduled import ScheduledRounds
 from asyncoll.training.step import Step, step_of
+from asyncoll.training.step_metrics import StepMetrics, means_of_all
 
 T = TypeVar("T")
 Buffers = Literal["broadcast", "average", "local"]
@@ -121,8 +121,7 @@ class Trainer(ABC):
         self._is_weighted: bool | None = None  # the first call decides
         self._metrics = StepMetrics("give `metrics` in the first step at all ranks, {} where there are none")
         self._is_loaded = False
-        self._has_scheduled = False
-        self._last_scheduled = math.inf  # the newest round for which the scheduler is stepped
+        self._schedule = ScheduledRounds(self._scheduler)
         self._loses_nothing = False  # if the step under way is cancelled now
         self._state = "new"
 
@@ -189,7 +188,8 @@ class Trainer(ABC):
             await self._prepare(weight)
             return await self._with_metrics(await self._update(None if weight is None else self._weight))
         except asyncio.CancelledError:
-            if not self._loses_nothing:  # also if all its collectives are over, but not the update
+            # Also if all its collectives are over, but not the update.
+            if not self._loses_nothing:
                 self.comm.abort(f"a step of {type(self).__name__} was cancelled")
             raise
         finally:
@@ -301,17 +301,7 @@ class Trainer(ABC):
 
     def _pass_round(self) -> None:
         self.round += 1
-        if self._scheduler is None or self.round > self._last_scheduled:
-            return
-        if self._has_scheduled:
-            self._scheduler.step()
-            return
-        self._has_scheduled = True
-        with warnings.catch_warnings():
-            # torch warns of a schedule that moves before the optimizer. A rank that begins late skips rounds, and an
-            # algorithm may step without the optimizer.
-            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step", category=UserWarning)
-            self._scheduler.step()
+        self._schedule.step(self.round)
 
     def _skip_to(self, round_: int) -> None:
         """Pass rounds whose results this rank does not have."""
@@ -333,7 +323,8 @@ class Trainer(ABC):
             return
         total = torch.tensor(weight, dtype=torch.float64)
         await self.comm.allreduce(total)
-        share = weight / float(total) if total else 0.0  # at most 1: the product does not overflow
+        # The share is at most 1, so the product does not overflow.
+        share = weight / float(total) if total else 0.0
         await self.comm.allreduce(gradients.mul_(share))
 
     def _refuse_weight(self, weight: float | None, reason: str = "it averages models, and not gradients") -> None:
@@ -560,7 +551,8 @@ def computed(device: torch.device) -> Callable[[], None]:
     end.record(torch.cuda.current_stream(device))
 
     def wait() -> None:
-        with torch.cuda.device(device):  # else CUDA would take memory of the first device for this thread
+        # Otherwise CUDA would take memory of the first device for this thread.
+        with torch.cuda.device(device):
             end.synchronize()
 
     return wait

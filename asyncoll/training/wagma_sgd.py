@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
-from asyncoll.training.metrics import beside, means
 from asyncoll.training.replicas import weights
 from asyncoll.training.step import Step
+from asyncoll.training.step_metrics import beside, means
 from asyncoll.training.trainer import Options, Trainer
 
 Order = Literal["step-then-average", "average-then-step"]
@@ -103,7 +103,8 @@ class WagmaSGD(Trainer):
             )  # lines 8, 9 and 16
         except asyncio.CancelledError:
             if self._order == "average-then-step":
-                self._step_optimizer()  # without the average, or the gradient would be lost
+                # Without the average: otherwise the gradient would be lost.
+                self._step_optimizer()
             raise
         average = merge(total, own, reduction)
         if reduction.synchronous:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from asyncoll._core import Core
+from asyncoll._core import NativeCore
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.transport.control_block import ControlBlock, Turn, Wait
 from asyncoll.transport.wire import MAX_FRAME_BYTES, Buffer
@@ -139,7 +139,7 @@ class Arena(Protocol):
         """
 
     @property
-    def native(self) -> Core | None:
+    def native(self) -> NativeCore | None:
         """The compiled core that this rank uses; None without one."""
 
     @property
@@ -219,7 +219,7 @@ class Arena(Protocol):
     def look(self, ready: Callable[[], bool], patience: int = 1) -> bool:
         """Poll for a short time; returns whether `ready()` became true. The other tasks of this loop do not run.
 
-        `patience` is that of `Wait`: how many times longer than usual.
+        `patience`: how many times as long as usual.
 
         `ready` is called without the lock, so the answer is only a hint.
         """

@@ -23,8 +23,10 @@ from asyncoll.errors import UsageError
 _SO_PEERPIDFD = 77  # of Linux 6.5; Python does not export it
 _MAX_PATH = 107  # bytes of the path of a unix socket
 _LOCK_ATTEMPTS = 200
-_LOCK_RETRY_S = 0.02  # until the next attempt; others need the lock for less than that
-_PROBE_S = 0.2  # for another host to refuse a connection; a host that does not answer has not refused it
+# The time until the next attempt. Other processes hold the lock for less than that.
+_LOCK_RETRY_S = 0.02
+# The time for another host to refuse a connection. A host that does not answer has not refused it.
+_PROBE_S = 0.2
 
 
 @contextlib.contextmanager
@@ -37,7 +39,8 @@ def prepare(url: str, *, has_key: bool, listens: bool = True) -> Iterator[int | 
     Raises UsageError for an address that cannot be used or is not safe.
     """
     scheme, _, rest = url.partition("://") if isinstance(url, str) else ("", "", "")
-    if "\0" in rest:  # at the begin of a path, it would name an abstract socket, which has no mode
+    # At the beginning of a path, a zero byte would name an abstract socket, which has no mode that protects it.
+    if "\0" in rest:
         raise UsageError(f"{url!r:.100} contains a NUL, which no path or address may")
     if scheme == "ipc" and rest and not rest.startswith("@"):
         if not listens:
@@ -135,7 +138,8 @@ def unacknowledged(descriptor: int, port: int) -> int:
     `descriptor` is that of a socket that ZeroMQ owns. 0 if the connection is gone.
     """
     with contextlib.suppress(OSError), _borrowed(descriptor) as connection:
-        if connection.getpeername()[1] == port:  # otherwise the number has been used again
+        # The number of the descriptor may have been used again, for a connection to another port.
+        if connection.getpeername()[1] == port:
             return int.from_bytes(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
     return 0
 
@@ -168,7 +172,8 @@ def removal(url: str) -> Callable[[], None]:
     bound = _identity(path)
 
     def remove() -> None:
-        with contextlib.suppress(OSError):  # it is gone, or the folder is
+        # The file may be gone already, or its folder.
+        with contextlib.suppress(OSError):
             if _identity(path) == bound:
                 path.unlink()
 
@@ -207,7 +212,8 @@ def _private_socket(path: Path) -> Iterator[None]:
         except OSError as error:
             raise UsageError(f"cannot listen in {path.parent}: {error.strerror}") from error
         undo.callback(os.close, folder)
-        _lock(folder, path)  # of two processes that begin to listen here, the second finds the first
+        # Of two processes that begin to listen here, the second one finds the first.
+        _lock(folder, path)
         if path.is_socket() and not _is_served(path):
             path.unlink(missing_ok=True)  # its process may have removed it just now
         elif path.exists():

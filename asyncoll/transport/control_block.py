@@ -234,7 +234,8 @@ def until(control_block: ControlBlock, ready: Callable[[], bool], patience: int 
 
     `patience` is for a wait in the middle of work that other ranks do at this moment: see `Wait`.
     """
-    if ready():  # without the lock: a hint
+    # Without the lock this is a hint: it is looked at again under the lock.
+    if ready():
         with control_block:
             if ready():
                 return

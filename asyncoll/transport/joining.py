@@ -26,8 +26,10 @@ T = TypeVar("T")
 Reason: TypeAlias = str | Callable[[], str]  # what ranks have not done yet; a function is called when a text is needed
 _FIRST_WARNING_S = 5.0  # the time to each further warning doubles
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.005, 0.1
-_EXTRA_TIME_S = 1.0  # for a rank that expects another rank to tell it which ranks are missing
-TELLING_S = 2.0  # for a rank that gives up to tell the others why
+# A rank waits so much longer if it expects another rank to tell which ones are missing.
+_EXTRA_TIME_S = 1.0
+# A rank that gives up has this time to tell the others why.
+TELLING_S = 2.0
 _CLOSED = "which has closed its connection"
 logger = logging.getLogger("asyncoll")
 
@@ -111,7 +113,8 @@ class Joining:
             raise DeadlineError(self._describe(ranks, _text(reason)), arrived, tuple(ranks))
         if _now_s() >= self._warns_at_s:
             self._warns_at_s = _now_s() + (_now_s() - self._began_s)  # doubles the total time to the next warning
-            if ranks := missing():  # they may have come since the caller looked
+            # They may have come since the caller looked.
+            if ranks := missing():
                 awaited, limit_s = _named(ranks), round(self._limit_s, 1)
                 logger.warning(
                     "rank %d: waiting for %s (%.0f s, of at most %g s; %s)",

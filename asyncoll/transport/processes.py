@@ -48,7 +48,8 @@ def threads(pid: int) -> dict[int, Thread]:
     found = {}
     with contextlib.suppress(OSError):
         for entry in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError):  # this thread has ended
+            # This thread may have ended since the folder was listed.
+            with contextlib.suppress(OSError):
                 text = Path(f"/proc/{pid}/task/{entry}/status").read_text(errors="replace")
                 fields = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
                 switches = tuple(value for name, value in fields.items() if name.endswith("_ctxt_switches"))
@@ -60,7 +61,8 @@ def runnable_s() -> float:
     """The seconds that the threads of this process have computed, or waited for a core, added up."""
     total_ns = 0
     for schedstat in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError):  # this thread has ended
+        # This thread may have ended since the folder was listed.
+        with contextlib.suppress(OSError):
             running, waiting, _ = schedstat.read_text().split()
             total_ns += int(running) + int(waiting)
     return total_ns / 1e9

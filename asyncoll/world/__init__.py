@@ -1,1 +1,1 @@
-"""Joining and leaving a world: the environment, the rendezvous of its ranks, `run` and `connect`."""
+"""Joining and leaving a world: the environment, how its ranks meet, `run` and `connect`."""

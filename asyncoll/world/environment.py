@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncoll.errors import UsageError
 from asyncoll.transport.keys import find_key
-from asyncoll.transport.messages.peers import FREEZE_S
+from asyncoll.transport.messages.peer_reports import FREEZE_S
 from asyncoll.transport.settings import seconds
 from asyncoll.world.launchers import RUN, check_agrees, check_is_no_worker, read_launcher
 

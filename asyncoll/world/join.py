@@ -25,7 +25,7 @@ from asyncoll.transport.messages import inproc
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
 from asyncoll.world import error_file
 from asyncoll.world.environment import Environment
-from asyncoll.world.rendezvous import PeerLinks, meet
+from asyncoll.world.meeting import PeerLinks, meet
 from asyncoll.world.world import World
 
 _member = threading.Lock()  # held while this process is in a world
@@ -128,7 +128,7 @@ async def connect() -> AsyncIterator[Communicator]:
 
 @contextlib.asynccontextmanager
 async def connected(read: Callable[[], Environment | None]) -> AsyncIterator[Communicator]:
-    """As `connect`, in the world that `read` describes; None: one of one rank."""
+    """Join the world that `read` describes, a world of one rank if that is None, with a progress thread of its own."""
     loop = program_loop()
     with sole_membership():
         environment = read()
@@ -176,7 +176,10 @@ def _claimed(environment: Environment) -> Iterator[None]:
 async def joined(
     runner: Runner, environment: Environment | None, *, departs: bool = False
 ) -> AsyncIterator[Communicator]:
-    """As `connect`, with this runner and environment; None: a world of one rank. `departs` is that of `World`."""
+    """Join the world of `environment`, or one of one rank if it is None, with this runner.
+
+    With `departs`, leaving is not collective: this rank leaves once its calls are over, and the others go on.
+    """
     if environment is None or environment.size == 1:
         async with World(Endpoint(inproc.world(1)[0]), runner, departs=departs) as comm:
             yield comm
@@ -198,7 +201,8 @@ async def joined(
 
 @contextlib.contextmanager
 def sole_membership() -> Iterator[None]:
-    standard_streams.fill_gaps()  # before anything is opened
+    # Before anything is opened, so that no descriptor takes the place of a standard stream.
+    standard_streams.fill_gaps()
     member = _member
     if not member.acquire(blocking=False):
         raise UsageError(

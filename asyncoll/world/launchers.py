@@ -32,7 +32,8 @@ _LAUNCHERS = {
 _OF_HOST = "LOCAL_RANK"
 _NO_STEPS = 0xFFFF_FFF0  # step ids from here on are none of srun, such as that of a batch script
 _JOBS = (("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMIX_NAMESPACE",), ("OMPI_MCA_ess_base_jobid",))  # equal at all ranks
-_PORTS = range(15_000, 25_000)  # for a job without MASTER_PORT; below those that the system gives to connections
+# The ports for a job without MASTER_PORT. They are below those that the system gives to connections.
+_PORTS = range(15_000, 25_000)
 
 
 def read_launcher(environ: Mapping[str, str]) -> dict[str, str] | None:

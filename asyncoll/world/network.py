@@ -90,7 +90,8 @@ def addresses() -> Iterator[tuple[str, list[str]]]:
 
 
 def _ipv4(name: str) -> list[str]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):  # it has none
+    # This host may have no such address.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
         return [socket.inet_ntoa(fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24])]
     return []
 

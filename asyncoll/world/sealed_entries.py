@@ -79,7 +79,8 @@ class SealedEntries:
         is_asking, self.is_asking = self.is_asking, True
         try:
             return self.joining.call(lambda: method(*args), lambda: [0], what)
-        except RuntimeError as error:  # those of torch.distributed are
+        # The errors of torch.distributed are RuntimeErrors.
+        except RuntimeError as error:
             self.is_gone = True
             if not self.serves:
                 raise ServiceLostError(f"the store of this job is gone: {error}") from error

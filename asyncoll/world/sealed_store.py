@@ -108,7 +108,7 @@ class SealedStore:
     # -- how it ends ------------------------------------------------------------------------------
 
     def know_machines(self, machines: Sequence[object]) -> None:
-        """Those of the ranks, by rank: those of one machine may be lost together."""
+        """Take the machine of each rank, by rank: the ranks of one machine may be lost together."""
         self._failure.machines = machines
 
     def warn(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -235,7 +235,10 @@ class SealedStore:
         return f" at {host}:{port}, which their hosts must reach (MASTER_ADDR, MASTER_PORT),"
 
     def _hear_of_newer_world(self) -> None:
-        """As `_hear`, but also raises _NewerWorldError if rank 0 has begun a world after the one of this rank."""
+        """Raise the failure that another rank has published, if there is one.
+
+        Raises _NewerWorldError if rank 0 has begun a world after the one of this rank.
+        """
         if not self._entries.is_asking and self._worlds.is_over():
             raise _NewerWorldError
         self._hear()

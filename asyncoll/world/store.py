@@ -27,7 +27,8 @@ _SHOWN_BYTES = 40  # of an answer
 _REASON_CHARACTERS = 200  # of the system's error in a message of this rank
 _DOUBT_S = 5.0  # a store that listens answers in milliseconds, and on most overloaded hosts in seconds
 _SILENCE_S = 115.0  # time for an answer to the question: silence alone is weak evidence against a store
-_NAME_S = 60.0  # until rank 0 knows its own name; services of names may keep for 30 s that there is none
+# The time until rank 0 knows its own name. Services of names may keep for 30 s that there is none.
+_NAME_S = 60.0
 
 
 def open_store(environment: Environment, joining: Joining) -> Any:
@@ -53,7 +54,7 @@ def _serves_already(environment: Environment) -> bool:
     return place_of(store) == (environment.master_addr, environment.master_port)
 
 
-class _Kept(str):
+class _KeptStore(str):
     """Stands for the place of the default process group that has ended, and holds its store."""
 
     store: Any = None
@@ -66,13 +67,13 @@ def keep(c10d: Any, store: Any) -> None:
     the same server (`multi_tenant`). `c10d` is torch.distributed.distributed_c10d: it notes the place of each default
     group, of any backend, and reads it nowhere. So what is noted there ends with the next group.
     """
-    c10d._default_pg_init_method = kept = _Kept(c10d._default_pg_init_method)
+    c10d._default_pg_init_method = kept = _KeptStore(c10d._default_pg_init_method)
     kept.store = store
 
 
 def _kept(c10d: Any) -> Any:
     place = c10d._default_pg_init_method
-    return place.store if isinstance(place, _Kept) else None
+    return place.store if isinstance(place, _KeptStore) else None
 
 
 def _reach_store(environment: Environment, joining: Joining) -> Any:
@@ -84,7 +85,8 @@ def _reach_store(environment: Environment, joining: Joining) -> Any:
             address = _answering(name, port, joining.pause_s + _PROBE_S)
             joining.listen(_Doubt(address, port).look)
             return _tcp_store(environment, address, joining, what)
-        except (OSError, RuntimeError) as error:  # it is not served yet, or no more
+        # The store is not served yet, or no more.
+        except (OSError, RuntimeError) as error:
             said = f"{what}: {error}"[:_REASON_CHARACTERS]
             joining.check(
                 lambda: [0],

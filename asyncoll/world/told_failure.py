@@ -13,7 +13,8 @@ from asyncoll.transport.joining import TELLING_S
 from asyncoll.world.sealed_entries import SealedEntries, Store, seal, store_ended, unseal
 
 _FAREWELL_S = 10.0  # time for the other ranks to read why the store of rank 0 ends; they may wait for a processor
-_BESIDE_LOST_S = 1.0  # in place of that, for ranks whose host may be gone
+# In place of that limit, for ranks whose host may be gone.
+_BESIDE_LOST_S = 1.0
 
 
 def words_of(error: BaseException, rank: int) -> list[str]:

@@ -37,8 +37,10 @@ from asyncoll.transport import Loss
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.wire import Overdue
 
-_SETTLE_S = 60.0  # for collectives that all ranks have made and that the program has not awaited
-_RETURN_S = 60.0  # for copies of results to devices, which may have seconds of work before them
+# The time for collectives that all ranks have made and that the program has not awaited.
+_SETTLE_S = 60.0
+# The time for copies of results to devices, which may have seconds of work before them.
+_RETURN_S = 60.0
 _ENDED_S = 0.2  # programs of most worlds end within this time of each other: see `_part`
 
 
@@ -71,7 +73,7 @@ class World:
         self._departs = departs
         self.has_joined = False  # so all ranks are connected
         self._unsettled: list[
-            departures.Communicator
+            departures.CommunicatorLife
         ] = []  # communicators with calls under way at the end of the program
         self._inside = contextlib.ExitStack()  # contexts of the task that is in the world
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size
@@ -84,7 +86,8 @@ class World:
         try:
             comm = await self._runner.within(self._join())
         except BaseException as error:
-            if self.has_joined:  # as this task was cancelled: the others are in the world, and wait for this rank
+            # It was cancelled as it had joined: the others are in the world, and wait for this rank.
+            if self.has_joined:
                 await self.__aexit__(type(error), error, error.__traceback__)
             raise
         self._inside.enter_context(self._core.memory.as_current())
@@ -200,7 +203,8 @@ class World:
                 self._endpoint.arena.runtime_loop = asyncio.get_running_loop()
             if self._has_processes:
                 self._endpoint.introduce(self._hosts[self._endpoint.rank], os.getpid())
-            await self._meet()  # after it all ranks are connected to each other
+            # After this barrier all ranks are connected to each other.
+            await self._meet()
         except BaseException as error:
             try:
                 self._tell_of(error)
@@ -293,7 +297,8 @@ class World:
             await self._core.leave(self._end_site)
             await self._settle_others()
             if self._endpoint.returns.any:
-                await self._return()  # first: a copy that has failed is why its communicator has
+                # First: a copy that has failed is the reason why its communicator has.
+                await self._return()
             for communicator in self._unsettled:
                 communicator.check()  # perhaps no handle of the call that has failed is left
             self._endpoint.part()

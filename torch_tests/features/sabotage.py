@@ -41,7 +41,7 @@ def named(backend: str) -> str:
 
 def sabotage(dtypes: str) -> None:
     """Every collective of asyncoll waits and then adds one to its outputs, and every message is sent with one added."""
-    from asyncoll.torch.group import ProcessGroup
+    from asyncoll.torch.process_group import ProcessGroup
     from asyncoll.torch.uncompiled import uncompiled
 
     group: Any = ProcessGroup

@@ -47,7 +47,7 @@ class Sequences:
     lengths: Rows
 
     def padded(self, rows: Rows) -> Tensor:
-        """Those of the given numbers, int64, (number, longest of them); `PAD` behind their ends."""
+        """The sequences of the given numbers, int64, (number, longest of them); `PAD` behind their ends."""
         batch = np.full((len(rows), self.lengths[rows].max()), PAD, np.int64)
         for place, row in enumerate(rows):
             start, length = self.starts[row], self.lengths[row]

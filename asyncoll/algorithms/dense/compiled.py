@@ -14,17 +14,20 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from asyncoll._core import Core
-from asyncoll.algorithms.dense.staging import DisagreementError, StagingArea, signed
+from asyncoll._core import NativeCore
+from asyncoll.algorithms.dense.rendezvous import DisagreementError, RendezvousArea, signed
+from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, Host, Plan, signature_of
+from asyncoll.algorithms.seam.ways import Shape, Way, own
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import CALLS_PER_TURN
+from asyncoll.runtime.shared_work import Driven, SharedWork
 from asyncoll.runtime.signature import Signature, place_outside
-from asyncoll.runtime.work import Driven, Work
+from asyncoll.runtime.trace import Event, What
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import BFLOAT16, ReduceOp, kernel_number, reducer, storage
 
@@ -32,29 +35,43 @@ if TYPE_CHECKING:
     from asyncoll._core.native import Meetings
 
 _KINDS_MAX = 1024
+LEARNT = ("allreduce", "barrier")  # whose calls are whole calls of the core
 _SLEEP_NS = 200_000  # how long a call may block its caller's loop, after polling, instead of waking through the loop
+
+
+def whole_call(sizes: Sizes) -> Way[None]:
+    """An allreduce in C. In a call of the general way it declines: what it takes has not come there."""
+    return Way(
+        "allreduce",
+        "whole call in C",
+        lambda *_: None,
+        "3 us instead of 50",
+        over=0,
+        up_to=sizes.long,
+        needs="a kernel in the core, a call like one before",
+    )
 
 
 class Closing(Protocol):
     closed: bool
 
 
-class Failures(Protocol):
+class KnownFailures(Protocol):
     any: bool
 
 
-def meetings_of(staging: StagingArea, core: Core) -> Meetings:
+def meetings_of(area: RendezvousArea, core: NativeCore) -> Meetings:
     """The rendezvous of whole calls at this rank: one for each call."""
-    sizes, arena = staging.sizes, staging.arena
+    sizes, arena = area.sizes, area.arena
     return core.Meetings(
-        staging.control_block,
+        area.control_block,
         arena.view,
         DisagreementError,
-        staging.size,
-        staging.rank,
+        area.size,
+        area.rank,
         sizes.calls,
         sizes.short,
-        staging.shown,
+        area.shown,
         sizes.chunk,
         arena.cores,
     )
@@ -68,12 +85,12 @@ class CompiledCalls:
 
     def __init__(
         self,
-        core: Core,
-        staging: StagingArea,
+        core: NativeCore,
+        area: RendezvousArea,
         host: Host,
         member: Member,
         closing: Closing,
-        failures: Failures,
+        failures: KnownFailures,
         note: Callable[[Entry], None],
         collectives: Callable[[Signature], BegunCall],
     ) -> None:
@@ -82,24 +99,24 @@ class CompiledCalls:
         `note` is told of each call, for reports of a mismatch. `collectives` makes those of a call.
         """
         self._core = core
-        self._staging = staging
+        self._area = area
         self._host = host
         self._member = member
         self._collectives = collectives
         self._learnt: set[tuple[str, str, int, str]] = set()  # the kinds that the core knows, or declines
-        arena, sizes, runner = staging.arena, staging.sizes, member.runner
+        arena, sizes, runner = area.arena, area.sizes, member.runner
         own = arena.segments[arena.local_rank]
-        unfinished, turns = staging.under_way
+        unfinished, turns = area.under_way
         self.calls = core.ShortCalls(
-            meetings_of(staging, core),
+            meetings_of(area, core),
             (own.ctypes.data, own.size, arena.locate(own) or 0),
             (
                 max(sizes.private, sizes.whole + 1, sizes.short + 1),
-                sizes.private_max if staging.peers is not None else 0,
+                sizes.private_max if area.peers is not None else 0,
             ),
             arena.polls,
             # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
-            _SLEEP_NS * -(-staging.size // arena.cores),
+            _SLEEP_NS * -(-area.size // arena.cores),
             CALLS_PER_TURN,
             host=host,
             rest=self,
@@ -111,7 +128,7 @@ class CompiledCalls:
             unused=host.unused,
             unfinished=unfinished,
             turns=turns,
-            end=staging.end,
+            end=area.end,
             note=note,
             place_outside=place_outside,
             running_loop=runner.caller,
@@ -119,15 +136,14 @@ class CompiledCalls:
             array_type=np.ndarray,
             may_raise=may_interrupt,
         )
+        member.trace.compiled(lambda append: self.calls.trace(append, self._event))
 
     def learn(self, call: Signature) -> None:
         """From now on calls as `call` begin here with their arguments alone.
 
-        Without effect unless it is an allreduce of one array, or a barrier; for a reduction that has no kernel; for
+        `call` is one of LEARNT. Without effect if it is not of one array; for a reduction that has no kernel; for
         long arrays, which would block their callers' loops; and if many kinds are known.
         """
-        if call.operation not in ("allreduce", "barrier"):
-            return
         kind = call.operation, call.dtype, call.elements, call.detail
         if kind in self._learnt or len(self._learnt) == _KINDS_MAX:
             return
@@ -139,20 +155,25 @@ class CompiledCalls:
         if op is None:
             return  # of several arrays, or followed by something
         nbytes, kernel = call.elements * storage(dtype).itemsize, kernel_number(op, dtype, self._core)
-        if kernel and 0 < nbytes <= self._staging.sizes.long:
+        shape = Shape(nbytes, dtype)
+        if (
+            kernel
+            and whole_call(self._area.sizes).takes(shape)
+            and not any(way.takes(shape) for way in own("allreduce"))
+        ):
             tensor, array = sys.intern(dtype), np.dtype(dtype) if dtype != BFLOAT16 else None
             self._teach((tensor,) if array is None else (tensor, array), call, op, nbytes, kernel)
 
     def _teach(self, keys: tuple[object, ...], call: Signature, op: ReduceOp | None, nbytes: int, kernel: int) -> None:
         """Teach the core calls whose array has one of `keys`: its dtype, as numpy or as the package names it."""
-        size, fingerprint, reducing, receiving = self._staging.size, signed(call.fingerprint()), Traffic(), Traffic()
+        size, fingerprint, reducing, receiving = self._area.size, signed(call.fingerprint()), Traffic(), Traffic()
         if nbytes:
             for traffic, received in ((reducing, nbytes * (size - 1)), (receiving, nbytes)):
                 traffic.sent(nbytes)
                 traffic.received(received)
         kind, reduce = call[:1] + call[2:5], reducer(op, call.dtype, self._core) if op else None
         divisor, done = size if op is ReduceOp.AVG else 1, nbytes or 1
-        plan = Plan(kind, fingerprint, reduce, kernel, divisor, done, reducing, receiving)
+        plan = Plan(kind, fingerprint, reduce, kernel, divisor, done, reducing, receiving, call.epoch)
         for key in keys:
             self.calls.learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel)
 
@@ -177,8 +198,18 @@ class CompiledCalls:
             return result
 
         work = self._host.resume(call, collectives, body, begun.since_s, begun.expires_s)
-        return Work(self._staging.arena, work, self._member.check, call.__str__)
+        return SharedWork(self._area.arena, work, self._member.check, call.__str__)
 
     def interrupted(self, begun: BegunShortCall) -> None:
         """End the communicator: an exception has come between the beginning of the call and its rest."""
-        self._member.abort(f"{signature_of(begun.entry)} was interrupted")
+        call, trace = signature_of(begun.entry), self._member.trace
+        if trace.sink is not None:
+            trace.tell(What.FAIL, call, call.number, call.number)
+        self._member.abort(f"{call} was interrupted")
+
+    def _event(self, what: int, at_s: float, entry: Entry) -> Event:
+        """The event of a call that the core has told."""
+        call, trace = signature_of(entry), self._member.trace
+        ranks = trace.everyone if what == What.REDUCE else (trace.rank,)
+        nbytes = entry[0].done if what == What.BEGIN and call.dtype else 0
+        return Event(What(what), at_s, trace.rank, call, call.number, call.number, ranks, nbytes)

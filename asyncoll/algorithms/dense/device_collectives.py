@@ -19,10 +19,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from asyncoll.algorithms.dense.group_memory import GroupMemory
-from asyncoll.algorithms.dense.in_memory import SharedCall
 from asyncoll.algorithms.dense.meeting_cells import ALIGNED
 from asyncoll.algorithms.dense.pieces import share
-from asyncoll.algorithms.dense.staging import Rendezvous
+from asyncoll.algorithms.dense.rendezvous import Rendezvous
+from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import Turn, turn_of
@@ -44,6 +44,7 @@ class DeviceCollectives:
 
         async def reduce(rendezvous: Rendezvous, start: int, nbytes: int) -> None:
             await self._reduce(rendezvous, op, dtype, share(rank, size, nbytes))
+            # The second meeting of this rendezvous: a share is read only once its rank has reduced it.
             rendezvous.advance(1)
             await rendezvous.reached(1)
             shares = ((other, *share(other, size, nbytes)) for other in range(size))
@@ -97,6 +98,7 @@ class DeviceCollectives:
             await self._over(shown)
             rendezvous.arrive(0, 0)
             here, end = rendezvous, start + self._window
+            # The next window is copied to its place while the other ranks still come to this one, and use it.
             if end < self._total:
                 rendezvous, shown = await self._show(end)
             await here.all_arrived()
@@ -145,6 +147,7 @@ class DeviceCollectives:
     async def _over(self, transfer: Transfer) -> None:
         """Return once it is over. Raises DeviceError, and the failure of the communicator."""
         self._staged.waits_for(transfer)
+        # A turn and no future: the call belongs to no loop, and any may drive it.
         turn = Turn()
         transfer.when_moved(transfer.nbytes, turn.set)
         await turn_of(turn)

@@ -21,7 +21,7 @@ from collections import deque
 
 import numpy as np
 
-from asyncoll.algorithms.dense.by_message import MessageCall
+from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.pair_memory import PairMemory
 from asyncoll.algorithms.seam.arrival import unless_failed
 from asyncoll.errors import AsyncollError, DeviceError, ProtocolError
@@ -62,6 +62,7 @@ class DevicePair(MessageCall):
         await lane.offer(dest, _BYTES)
         if lane.is_granted(dest, _WINDOWS) and memory.offers(self._staged.opened_device):
             has_read = await self._show(dest)
+            # After a refusal the two ranks do not try again: this tensor and later ones go through the host.
             memory.answered(dest, has_read=has_read)
             if has_read:
                 lane.traffic.sent(mine.nbytes)
@@ -76,7 +77,9 @@ class DevicePair(MessageCall):
         await self._over(mark.come())
         await lane.offer(dest, _READY)
         place, shown = await memory.place(), deque[tuple[Receive, Array]]()
-        ahead = 2 if memory.is_read_by(dest) else 1  # windows that are shown at a time
+        # Two windows are shown at a time, so that one is written while the other is read. Until the peer has read a
+        # first one, it may refuse, and a second window would be copied in vain.
+        ahead = 2 if memory.is_read_by(dest) else 1
         for index, start in enumerate(range(0, mark.nbytes, memory.window)):
             if len(shown) == ahead and not await self._is_read(*shown.popleft()):
                 memory.give_back(place)
@@ -102,6 +105,7 @@ class DevicePair(MessageCall):
         lane, where = self._lane, np.empty(1, np.int64)
         shown = lane.post(source, _WINDOWS, where)
         lane.grant(source, _WINDOWS)
+        # The sender chooses between the two: it knows only by the grant above that this rank could read its block.
         whole = lane.post(source, _BYTES, into)
         coming = asyncio.ensure_future(self._grant_once_ready(source))
         try:
@@ -131,6 +135,7 @@ class DevicePair(MessageCall):
             if index:
                 await lane.recv(source, _WINDOWS + index, where)
             part = BlockPart(source, int(where[0]), start, min(memory.window, mark.nbytes - start))
+            # A peer that breaks the protocol must not make this rank read outside of the block.
             if not 0 <= part.offset <= memory.nbytes - part.nbytes:
                 raise ProtocolError(f"byte {part.offset} of a block of device memory that has {memory.nbytes}", source)
             await self._over(memory.exchange.read(mark, [part]))

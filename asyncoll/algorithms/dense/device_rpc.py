@@ -13,13 +13,14 @@ import asyncio
 import contextlib
 import threading
 from collections import deque
+from enum import IntEnum
 
 import numpy as np
 
 from asyncoll.algorithms.dense.pair_memory import PairMemory
 from asyncoll.arguments import digest
-from asyncoll.errors import AsyncollError, ProtocolError
-from asyncoll.rpc.device_route import Landing
+from asyncoll.errors import AsyncollError, DeviceError, ProtocolError
+from asyncoll.rpc.device_route import LandingTensor
 from asyncoll.runtime.group import Lane
 from asyncoll.runtime.matching import Receive
 from asyncoll.runtime.member import Member
@@ -30,9 +31,15 @@ from asyncoll.transport.staging import BlockPart, Transfer, set_when_moved
 
 _READY = 0  # the step that the reader grants when its stream has come to its tensor
 _WINDOWS = 1  # the step of the first window, in both directions: where it is, and the answer
-# Answers: read; the block cannot be read here; nobody wants the tensor, or a copy has failed.
-_READ, _REFUSED, _UNREAD = 1, 0, 2
 _END = -1  # in the place of a window
+
+
+class WindowAnswer(IntEnum):
+    """The reader's answer to one window."""
+
+    REFUSED = 0  # it cannot open the block: both ranks use mirrors from now on
+    READ = 1
+    UNREAD = 2  # the tensor is not wanted any more, or the reader's copy has failed: says nothing about the block
 
 
 class DeviceRpc:
@@ -51,14 +58,15 @@ class DeviceRpc:
         is_other = rank != self.member.group.rank
         return is_other and self.memory.takes(tensor.mirror.nbytes, tensor.opened_device, rank)
 
-    def showing(self, peer: int, tensor: Staged) -> Showing:
-        return Showing(self, self.member.group.ranks.index(peer), tensor)
+    def showing(self, peer: int, tensor: Staged) -> DeviceShowing:
+        return DeviceShowing(self, self.member.group.ranks.index(peer), tensor)
 
-    async def read(self, peer: int, number: int, nbytes: int, landing: Landing | None) -> None:
+    async def read(self, peer: int, number: int, nbytes: int, landing: LandingTensor | None) -> None:
         source = self.member.group.ranks.index(peer)
         try:
             await self.member.runner.start(self._read(source, number, nbytes, landing))
-        except Exception as error:  # if it is the communicator's, its calls raise it
+        # If the failure is the communicator's, its calls raise it.
+        except Exception as error:
             self.member.failed("a tensor of RPC", error)
 
     def lane(self, source: int, dest: int, number: int, nbytes: int) -> Lane:
@@ -71,15 +79,16 @@ class DeviceRpc:
         """Where they begin."""
         return range(0, nbytes, self.memory.window)
 
-    async def over(self, transfer: Transfer) -> BaseException | None:
+    async def wait_until_moved(self, transfer: Transfer) -> BaseException | None:
         """Return once it is over: its error. Raises the failure of the communicator."""
         with self.member.watch("a copy of device memory") as ended:
             set_when_moved(transfer, transfer.nbytes, ended)
             await ended
         return transfer.error if transfer.moved < transfer.nbytes else None
 
-    async def _read(self, source: int, number: int, nbytes: int, landing: Landing | None) -> None:
-        memory, where, answer = self.memory, np.empty(1, np.int64), _UNREAD if landing is None else _READ
+    async def _read(self, source: int, number: int, nbytes: int, landing: LandingTensor | None) -> None:
+        memory, where = self.memory, np.empty(1, np.int64)
+        answer = WindowAnswer.UNREAD if landing is None else WindowAnswer.READ
         with self.lane(source, self.member.group.rank, number, nbytes) as lane:
             ready = asyncio.ensure_future(self._grant_once_ready(lane, source, landing))
             for index, start in enumerate(self.windows(nbytes), _WINDOWS):
@@ -90,35 +99,39 @@ class DeviceRpc:
                 if where[0] == _END:
                     return
                 part = BlockPart(source, int(where[0]), start, min(memory.window, nbytes - start))
+                # A peer that breaks the protocol must not make this rank read outside of the block.
                 if not 0 <= part.offset <= memory.nbytes - part.nbytes:
                     raise ProtocolError(
                         f"byte {part.offset} of a block of device memory that has {memory.nbytes}", source
                     )
-                if landing is not None and answer == _READ:
+                if landing is not None and answer == WindowAnswer.READ:
                     answer = await self._copy(part, landing)
-                    landing.is_whole = answer == _READ and start + part.nbytes == nbytes
+                    landing.is_whole = answer == WindowAnswer.READ and start + part.nbytes == nbytes
                 await lane.send(source, index, np.array([answer]))
 
-    async def _grant_once_ready(self, lane: Lane, source: int, landing: Landing | None) -> None:
+    async def _grant_once_ready(self, lane: Lane, source: int, landing: LandingTensor | None) -> None:
         """The sender may give up meanwhile. An error of the device shows in the copy that follows."""
-        with contextlib.suppress(AsyncollError):  # of the communicator, which ends the wait for windows
+        # A failure of the communicator ends the wait for windows, too.
+        with contextlib.suppress(AsyncollError):
             if landing is not None:
-                await self.over(landing.mark.come())
+                await self.wait_until_moved(landing.mark.come())
             lane.grant(source, _READY)
 
-    async def _copy(self, part: BlockPart, landing: Landing) -> int:
+    async def _copy(self, part: BlockPart, landing: LandingTensor) -> WindowAnswer:
         """Copy a window to its tensor. Returns the answer."""
         if not self.memory.opens(part.rank, landing.device):
-            return _REFUSED
-        self.member.check()  # nothing is read from a rank that is lost
+            return WindowAnswer.REFUSED
+        # Nothing is read from a rank that is lost: its memory may be gone, or used for something else.
+        self.member.check()
+        # An error of the device is not raised here: the tensor comes through the host then, and that copy tells more.
         try:
             transfer = self.memory.exchange.read(landing.mark, [part])
-        except Exception:  # of the device, which the copy from the host will raise, if it cannot be made either
-            return _UNREAD
-        return _READ if await self.over(transfer) is None else _UNREAD
+        except Exception:
+            return WindowAnswer.UNREAD
+        return WindowAnswer.READ if await self.wait_until_moved(transfer) is None else WindowAnswer.UNREAD
 
 
-class Showing:
+class DeviceShowing:
     """Implements `rpc.device_route.Showing`: one tensor, at its sender."""
 
     def __init__(self, route: DeviceRpc, dest: int, tensor: Staged) -> None:
@@ -129,7 +142,6 @@ class Showing:
         self._tensor = tensor
         self._shown = deque[tuple[Receive, Array]]()  # windows that are not answered, with their answers
         self._begun = 0  # windows that were shown, or END
-        self._error: BaseException | None = None  # of the device
         self._lock = threading.Lock()  # after `give_up` no copy begins
 
     def give_up(self) -> None:
@@ -140,77 +152,84 @@ class Showing:
         return await self._route.member.runner.start(self._run(number))
 
     async def _run(self, number: int) -> bool:
-        memory = self._memory
+        memory, place, is_read, failure = self._memory, None, False, None
         with self._route.lane(self._route.member.group.rank, self._dest, number, self._tensor.mark.nbytes) as lane:
             if not memory.offers(self._tensor.opened_device):
-                await self._say(lane, _END)
+                await self._announce(lane, _END)
                 return False
-            if await self._is_ready(lane):
+            try:
+                await self._wait_for_streams(lane)
                 place = await memory.place()
                 is_read = await self._show(lane, place)
-                await self._end(lane)
+            except DeviceError as error:
+                failure = error
+            # Also after an error of this rank's device: the peer waits for windows, and may still read one.
+            await self._end(lane)
+            if place is not None:
                 memory.give_back(place)
-            else:
-                is_read = False
-                await self._end(lane)
-        if self._error is not None:
-            raise self._tensor.failure(self._error)
+        if failure is not None:
+            raise failure
         return is_read
 
-    async def _is_ready(self, lane: Lane) -> bool:
-        """Wait until the streams of both tensors have come to them. Returns False if the device has failed."""
-        self._error = await self._route.over(self._tensor.mark.come())
-        if self._error is None:
-            await lane.offer(self._dest, _READY)
-        return self._error is None
+    async def _wait_for_streams(self, lane: Lane) -> None:
+        """Wait until the streams of both tensors have come to them. Raises DeviceError."""
+        await self._wait_until_moved(self._tensor.mark.come())
+        await lane.offer(self._dest, _READY)
+
+    async def _wait_until_moved(self, transfer: Transfer) -> None:
+        error = await self._route.wait_until_moved(transfer)
+        if error is not None:
+            raise self._tensor.failure(error)
 
     async def _show(self, lane: Lane, place: int) -> bool:
         """Show the windows, to the last one if all goes well. Returns whether the peer has read all of them."""
         memory, nbytes = self._memory, self._tensor.mark.nbytes
-        ahead = 2 if memory.is_read_by(self._dest) else 1  # windows that are shown at a time
+        # As in a message of two ranks: one window is written while the other is read, once the peer has read one.
+        ahead = 2 if memory.is_read_by(self._dest) else 1
         for index, start in enumerate(self._route.windows(nbytes)):
-            if len(self._shown) == ahead and not await self._is_read(lane):
+            if len(self._shown) == ahead and not await self._take_answer(lane):
                 return False
             part = BlockPart(lane.rank, place + index % 2 * memory.window, start, min(memory.window, nbytes - start))
-            if not await self._is_written(part):
+            if not await self._write_window(part):
                 return False
-            await self._say(lane, part.offset)
+            await self._announce(lane, part.offset)
         while self._shown:
-            if not await self._is_read(lane):
+            if not await self._take_answer(lane):
                 return False
         return True
 
-    async def _is_written(self, part: BlockPart) -> bool:
-        """Copy a window to the block, unless it is given up. Returns whether it is there."""
+    async def _write_window(self, part: BlockPart) -> bool:
+        """Copy a window to the block. Returns whether it is there: not if it is given up. Raises DeviceError."""
         try:
             with self._lock:
                 if self._is_given_up:
                     return False
                 transfer = self._memory.exchange.write(self._tensor.mark, [part])
         except Exception as error:
-            self._error = error
-        else:
-            self._error = await self._route.over(transfer)
-        return self._error is None
+            raise self._tensor.failure(error) from None
+        await self._wait_until_moved(transfer)
+        return True
 
-    async def _say(self, lane: Lane, where: int) -> None:
+    async def _announce(self, lane: Lane, where: int) -> None:
+        """Tell the peer where the next window is, or END, and expect its answer."""
         index, self._begun = self._begun, self._begun + 1
         if where != _END:
             answer = np.empty(1, np.int64)
             self._shown.append((lane.post(self._dest, _WINDOWS + index, answer), answer))
         await lane.send(self._dest, _WINDOWS + index, np.array([where]))
 
-    async def _is_read(self, lane: Lane) -> bool:
-        """Wait for the oldest answer."""
+    async def _take_answer(self, lane: Lane) -> bool:
+        """Wait for the oldest answer, and tell it to `PairMemory`. Returns whether the peer has read the window."""
         receive, answer = self._shown.popleft()
         await lane.wait(receive)
-        if answer[0] != _UNREAD:
-            self._memory.answered(self._dest, has_read=bool(answer[0] == _READ))
-        return bool(answer[0] == _READ)
+        has_read = bool(answer[0] == WindowAnswer.READ)
+        if answer[0] != WindowAnswer.UNREAD:
+            self._memory.answered(self._dest, has_read=has_read)
+        return has_read
 
     async def _end(self, lane: Lane) -> None:
         """Show no more windows, and return once the peer reads none."""
         if self._begun < len(self._route.windows(self._tensor.mark.nbytes)):
-            await self._say(lane, _END)
+            await self._announce(lane, _END)
         while self._shown:
-            await self._is_read(lane)
+            await self._take_answer(lane)

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from asyncoll.algorithms.dense.meeting_cells import ALIGNED
+from asyncoll.algorithms.dense.rendezvous import Rendezvous, RendezvousArea
 from asyncoll.algorithms.dense.shared_block import SharedBlock
-from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
 from asyncoll.runtime.member import Member
 from asyncoll.transport.staging import Exchange, RefusedError
 
@@ -22,10 +22,10 @@ _CALLS = "at all ranks"
 class GroupMemory:
     """The blocks of the ranks of a communicator, as seen by one of them. On the runtime's loop."""
 
-    def __init__(self, staging: StagingArea, member: Member) -> None:
-        self._staging = staging
-        self.window = max(staging.sizes.device_window, ALIGNED * staging.size)  # bytes; room for a piece of each rank
-        self.block = SharedBlock(staging, member, 0, 2 * staging.sizes.calls * self.window, _CALLS)
+    def __init__(self, area: RendezvousArea, member: Member) -> None:
+        self._area = area
+        self.window = max(area.sizes.device_window, ALIGNED * area.size)  # bytes; room for a piece of each rank
+        self.block = SharedBlock(area, member, 0, 2 * area.sizes.calls * self.window, _CALLS)
         self._has_agreed = False
 
     @property
@@ -48,7 +48,7 @@ class GroupMemory:
             return False
         if not self.block.takes(device):
             return False
-        if self._states()[self._staging.rank] == 0:
+        if self._states()[self._area.rank] == 0:
             try:
                 self.block.offer()
             except RefusedError as refusal:
@@ -59,9 +59,9 @@ class GroupMemory:
 
     async def agree(self, rendezvous: Rendezvous) -> bool:
         """Whether all ranks read all blocks. All have offered theirs, and have arrived at `rendezvous`."""
-        if self._states()[self._staging.rank] == _OFFERS:
+        if self._states()[self._area.rank] == _OFFERS:
             try:
-                self.block.open(range(self._staging.size))
+                self.block.open(range(self._area.size))
             except RefusedError as refusal:
                 self._refuse(refusal)
             else:
@@ -79,13 +79,13 @@ class GroupMemory:
 
     def _note(self, state: int) -> bool:
         """Show the state of this rank. Returns whether no rank has refused before."""
-        with self._staging.control_block as control_block:
+        with self._area.control_block as control_block:
             has_refused = self.is_refused
-            control_block.cells[self._staging.device_cells + self._staging.rank_cells * self._staging.rank] = state
+            control_block.cells[self._area.device_cells + self._area.rank_cells * self._area.rank] = state
         return not has_refused
 
     def _states(self) -> list[int]:
-        first, each = self._staging.device_cells, self._staging.rank_cells
-        cells = self._staging.control_block.cells
-        states: list[int] = cells[first : first + each * self._staging.size : each].tolist()
+        first, each = self._area.device_cells, self._area.rank_cells
+        cells = self._area.control_block.cells
+        states: list[int] = cells[first : first + each * self._area.size : each].tolist()
         return states

@@ -4,9 +4,6 @@ All ranks of the lane call the same function. Arrays are flat and contiguous. Th
 has the same length at every rank. Each element is reduced once, in an order that depends on the group ranks alone, and
 the result is copied. So all ranks get the same bits, in every run. In costs, n is the number of elements and P the
 number of ranks.
-
-The choice of an algorithm by the length of the array follows Thakur, Rabenseifner, Gropp, "Optimization of collective
-communication operations in MPICH", IJHPCA 2005.
 """
 
 from __future__ import annotations
@@ -20,29 +17,8 @@ import numpy as np
 from asyncoll.runtime.group import Lane
 from asyncoll.runtime.matching import Receive
 from asyncoll.tensors.reductions import Array, Combine
-from asyncoll.transport.wire import SEGMENT_BYTES
 
-# Where the bandwidth of the ring and of Rabenseifner's algorithm begins to outweigh their extra messages. Measured with
-# `asyncoll bench allreduce` over ZeroMQ; see BENCHMARKS.md.
-DOUBLING_MAX_BYTES = 1 << 18
-RABENSEIFNER_MAX_BYTES = 1 << 21
-# Segments of each message of a ring above which there are two rings, whose messages are still longer than a segment.
-# With one ring of 25 MB between two hosts, links of 1 Gbit/s stood still for 4 % of the time.
-RING_MAX_SEGMENTS = 2
-# Beside other allreduces that are under way, a ring suits shorter arrays if its messages have this size: others fill
-# the wire meanwhile. Four hosts of two ranks, links of 1 Gbit/s, 25 MB: 329 ms, with Rabenseifner's algorithm 349.
-RING_MIN_MESSAGE_BYTES = 1 << 18
-# The same if the ranks are no power of two: Rabenseifner's algorithm would carry the array of each extra rank twice.
-RING_MIN_UNEVEN_MESSAGE_BYTES = 1 << 14
-# Up to this size, broadcast, reduce and allgather use the algorithm with the fewest messages.
-SMALL_MAX_BYTES = 1 << 20
-
-# A tiny array goes through a tree of radix 8: 4 messages a rank on average, sent or received, instead of 2 log2 P, and
-# fewer one after another. Each message takes processor time from the computation of its ranks. Measured: see
-# BENCHMARKS.md.
-TREE_MIN_RANKS = 5
-TREE_MAX_BYTES = 1 << 15  # enough for the participation list of a round, 16 bytes a rank, of two thousand ranks
-TREE_RADIX = 8
+TREE_RADIX = 8  # of the tree of an allreduce of a tiny array
 
 # Messages of an alltoall that are under way at once: the bucket of Li, Hoefler, "Near-optimal sparse allreduce for
 # distributed deep learning" (Ok-Topk), PPoPP 2022, section 3.1.1, with the size of the authors' code.
@@ -75,38 +51,6 @@ async def barrier(lane: Lane) -> None:
 
 
 # -- allreduce -----------------------------------------------------------------------------------
-
-
-async def allreduce(lane: Lane, x: Array, combine: Combine, whole: int = 0) -> None:
-    """Reduce `x` in place at every rank, by the algorithm that suits its size.
-
-    `whole`: the bytes of all arrays that pass the same link in calls of other lanes at the same time, if there are any.
-    So much decides whether the link carries an array once in each step, or its pieces once altogether.
-    """
-    if lane.size == 1:
-        return
-    if max(x.nbytes, whole) <= DOUBLING_MAX_BYTES or x.size < lane.size:
-        await short_allreduce(lane, x, combine, whole)
-    elif x.nbytes <= RABENSEIFNER_MAX_BYTES and not (whole and _suits_ring(lane.size, x.nbytes)):
-        await rabenseifner(lane, x, combine)
-    elif x.nbytes <= RING_MAX_SEGMENTS * lane.size * SEGMENT_BYTES:
-        await ring(lane, x, combine)
-    else:
-        await rings(lane, x, combine)
-
-
-def _suits_ring(size: int, nbytes: int) -> bool:
-    """Whether a ring suits an array of `nbytes` at `size` ranks, beside other allreduces."""
-    is_uneven = size & (size - 1)
-    return nbytes >= size * (RING_MIN_UNEVEN_MESSAGE_BYTES if is_uneven else RING_MIN_MESSAGE_BYTES)
-
-
-async def short_allreduce(lane: Lane, x: Array, combine: Combine, whole: int = 0) -> None:
-    """Reduce `x` in place at every rank, without cutting it into chunks. `whole` is that of `allreduce`."""
-    if lane.size >= TREE_MIN_RANKS and max(x.nbytes, whole) <= TREE_MAX_BYTES:
-        await tree(lane, x, combine)
-    else:
-        await recursive_doubling(lane, x, combine)
 
 
 async def tree(lane: Lane, x: Array, combine: Combine) -> None:
@@ -225,14 +169,8 @@ async def _give_back(lane: Lane, x: Array, power: int, extra: int) -> None:
 # -- one root ------------------------------------------------------------------------------------
 
 
-async def broadcast(lane: Lane, x: Array, root: int, whole: int = 0) -> None:
-    """Copy the root's `x` to every rank: by a binomial tree, or a long array by scatter and ring allgather.
-
-    `whole` is that of `allreduce`.
-    """
-    if max(x.nbytes, whole) <= SMALL_MAX_BYTES or lane.size <= 2:
-        await tree_broadcast(lane, x, root)
-        return
+async def scattered_broadcast(lane: Lane, x: Array, root: int) -> None:
+    """Copy the root's `x` to every rank: scatter, and allgather around the ring."""
     chunks = _chunks(x, lane.size)
     if lane.rank == root:
         for rank in range(lane.size):
@@ -240,7 +178,7 @@ async def broadcast(lane: Lane, x: Array, root: int, whole: int = 0) -> None:
                 await lane.send(rank, 0, chunks[rank])
     else:
         await lane.recv(root, 0, chunks[lane.rank])
-    await allgather_ring(lane, chunks)
+    await ring_allgather(lane, chunks)
 
 
 async def tree_broadcast(lane: Lane, x: Array, root: int, radix: int = 2) -> None:
@@ -289,15 +227,8 @@ def children(relative: int, size: int, radix: int) -> list[int]:
     return nearest_first[::-1]
 
 
-async def reduce(lane: Lane, x: Array, combine: Combine, root: int, whole: int = 0) -> None:
-    """Reduce into the root's `x`; elsewhere `x` keeps its value.
-
-    By a binomial tree, or a long array by reduce-scatter and gather. `whole` is that of `allreduce`.
-    """
-    total = x if lane.rank == root else x.copy()
-    if max(x.nbytes, whole) <= SMALL_MAX_BYTES or x.size < lane.size:
-        await tree_reduce(lane, total, combine, root)
-        return
+async def scattered_reduce(lane: Lane, total: Array, combine: Combine, root: int) -> None:
+    """Reduce into the root's `total`: reduce-scatter, and gather. Elsewhere `total` is used up."""
     chunks = _chunks(total, lane.size)
     shard = chunks[lane.rank]
     await reduce_scatter(lane, chunks, shard, combine)
@@ -340,15 +271,12 @@ async def reduce_scatter(lane: Lane, chunks: Sequence[Array], shard: Array, comb
         await lane.exchange(dest, chunks[dest], source, shard, step, combine)
 
 
-async def allgather(lane: Lane, blocks: Sequence[Array]) -> None:
-    """Fill `blocks`, one for each rank and of any sizes, given this rank's own.
+async def bruck_allgather(lane: Lane, blocks: Sequence[Array]) -> None:
+    """Fill `blocks`, given this rank's own, by ceil(log2 P) messages.
 
-    Long blocks go around the ring. Short ones take ceil(log2 P) messages by the algorithm of Bruck, Ho, Kipnis, Upfal,
-    Weathersby, "Efficient algorithms for all-to-all communications in multiport message-passing systems", TPDS 1997.
+    The algorithm of Bruck, Ho, Kipnis, Upfal, Weathersby, "Efficient algorithms for all-to-all communications in
+    multiport message-passing systems", TPDS 1997.
     """
-    if sum(block.nbytes for block in blocks) > SMALL_MAX_BYTES:
-        await allgather_ring(lane, blocks)
-        return
     size, rank = lane.size, lane.rank
     order = [(rank + turn) % size for turn in range(size)]
     ends = [0, *accumulate(blocks[source].size for source in order)]
@@ -364,7 +292,7 @@ async def allgather(lane: Lane, blocks: Sequence[Array]) -> None:
         blocks[source][...] = turned[ends[turn] : ends[turn + 1]]
 
 
-async def allgather_ring(lane: Lane, blocks: Sequence[Array]) -> None:
+async def ring_allgather(lane: Lane, blocks: Sequence[Array]) -> None:
     """Fill `blocks`, one for each rank and of any sizes, given this rank's own: P-1 messages a rank."""
     size, rank = lane.size, lane.rank
     receives = [lane.post((rank - 1) % size, step, blocks[(rank - step - 1) % size]) for step in range(size - 1)]

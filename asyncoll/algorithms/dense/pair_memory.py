@@ -14,8 +14,8 @@ import asyncio
 from collections import deque
 from typing import Any
 
+from asyncoll.algorithms.dense.rendezvous import RendezvousArea
 from asyncoll.algorithms.dense.shared_block import SharedBlock
-from asyncoll.algorithms.dense.staging import StagingArea
 from asyncoll.runtime.member import Member
 from asyncoll.transport.staging import Exchange, RefusedError
 from asyncoll.transport.wire import SEGMENT_BYTES
@@ -27,15 +27,15 @@ _CALLS = "in its messages and RPC"
 class PairMemory:
     """The blocks of the ranks of a communicator, as seen by one of them. On the runtime's loop, but for `takes`."""
 
-    def __init__(self, staging: StagingArea, member: Member) -> None:
-        self.window = staging.sizes.device_window
+    def __init__(self, area: RendezvousArea, member: Member) -> None:
+        self.window = area.sizes.device_window
         self.nbytes = 2 * _PLACES * self.window
         # Messages of up to SEGMENT_BYTES are on their way before their receive is posted, which memory of a device
         # would have to wait for.
-        self._least = max(staging.sizes.device, SEGMENT_BYTES)
-        self._rank = staging.rank
+        self._least = max(area.sizes.device, SEGMENT_BYTES)
+        self._rank = area.rank
         self._member = member
-        self.block = SharedBlock(staging, member, 1, self.nbytes, _CALLS)
+        self.block = SharedBlock(area, member, 1, self.nbytes, _CALLS)
         self._has_offered = False
         self._is_refused = False  # the block of this rank
         self._refused: set[int] = set()  # ranks that have refused that of this one, or whose block is refused here

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncoll._core import Core
+from asyncoll._core import NativeCore
 from asyncoll.algorithms.dense.meeting_cells import (
     PAGE,
     PEER_ADDRESS,
@@ -31,7 +31,7 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.transport import ControlBlock
 
 
-class Reduction(NamedTuple):
+class PeerReduction(NamedTuple):
     """The reduction of one array of each rank."""
 
     pids: tuple[int, ...]  # by rank
@@ -43,7 +43,7 @@ class Reduction(NamedTuple):
 class Peers:
     """The private memory of the ranks of a communicator, as seen by one of them. It has the compiled core."""
 
-    def __init__(self, native: Core, control_block: ControlBlock, first: int, size: int, rank: int) -> None:
+    def __init__(self, native: NativeCore, control_block: ControlBlock, first: int, size: int, rank: int) -> None:
         """`first` is the first of PEER_CELLS cells for each rank."""
         self._native = native
         self._cells = control_block.cells
@@ -92,10 +92,10 @@ class Peers:
         column: list[int] = self._cells[self._first + cell : last : PEER_CELLS].tolist()
         return column
 
-    def reduction(self, addresses: Sequence[int], kernel: int, divisor: int) -> Reduction:
-        return Reduction(tuple(self._column(PEER_PID)), tuple(addresses), kernel, divisor)
+    def reduction(self, addresses: Sequence[int], kernel: int, divisor: int) -> PeerReduction:
+        return PeerReduction(tuple(self._column(PEER_PID)), tuple(addresses), kernel, divisor)
 
-    def reduce(self, reduction: Reduction, own: Array, chunk: slice) -> None:
+    def reduce(self, reduction: PeerReduction, own: Array, chunk: slice) -> None:
         """Reduce these bytes of all arrays, in the order of ranks, into those of `own`, the array of this rank.
 
         Raises OSError if another rank has ended, or has returned its array. It is ProcessLookupError in the first case.
@@ -111,7 +111,7 @@ class Peers:
         )
         self._spare.append(scratch)
 
-    def read(self, reduction: Reduction, rank: int, own: Array, chunk: slice) -> None:
+    def read(self, reduction: PeerReduction, rank: int, own: Array, chunk: slice) -> None:
         """Copy these bytes of the array of `rank` into those of `own`. Raises OSError as `reduce` does."""
         self._native.read_memory(
             reduction.pids[rank], reduction.addresses[rank] + chunk.start, own[chunk.start : chunk.stop]

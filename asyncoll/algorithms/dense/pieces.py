@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 from asyncoll.algorithms.dense.arriving import arrived
 from asyncoll.algorithms.dense.meeting_cells import STEPS, half_at, needed, share_at, steps_of
-from asyncoll.algorithms.dense.staging import Rendezvous, StagingArea
+from asyncoll.algorithms.dense.rendezvous import Rendezvous, RendezvousArea
 from asyncoll.tensors.reductions import Array, Reduce
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport.control_block import checkpoint
@@ -28,7 +28,7 @@ from asyncoll.transport.control_block import checkpoint
 _POLLS = 200  # looks at the cells of the other ranks, each with an offer of the core to them, before a rank sleeps
 
 
-class Operand(NamedTuple):
+class Summand(NamedTuple):
     """An array to reduce at one rank."""
 
     raw: Array  # its bytes
@@ -54,20 +54,20 @@ def slot_bytes(total: int, piece: int) -> int:
     return min(total, 2 * piece)
 
 
-def put_first(operand: Operand, slot: Array, rank: int, size: int, piece: int) -> None:
+def put_first(operand: Summand, slot: Array, rank: int, size: int, piece: int) -> None:
     """Copy the first piece of the array into the slot, before this rank arrives."""
     _put(operand.raw[:piece], slot[:piece], rank, size)
 
 
-async def reduce_in_pieces(staging: StagingArea, rendezvous: Rendezvous, operand: Operand) -> None:
+async def reduce_in_pieces(area: RendezvousArea, rendezvous: Rendezvous, operand: Summand) -> None:
     """Reduce. All ranks have arrived, with slots that contain the first pieces; the caller leaves the rendezvous."""
-    end = steps_of(operand.raw.size, staging.sizes.piece)
-    slots = [staging.arena.view(address, nbytes) for address, nbytes, _ in rendezvous.shown()]
-    perform = _performer(staging, rendezvous, operand, slots, end)
+    end = steps_of(operand.raw.size, area.sizes.piece)
+    slots = [area.arena.view(address, nbytes) for address, nbytes, _ in rendezvous.shown()]
+    perform = _performer(area, rendezvous, operand, slots, end)
     if operand.staged is None:
         await _perform(rendezvous, perform, 0, end)
     else:
-        await _perform_as_it_arrives(staging, rendezvous, operand, operand.staged, perform, end)
+        await _perform_as_it_arrives(area, rendezvous, operand, operand.staged, perform, end)
 
 
 async def _perform(rendezvous: Rendezvous, perform: Perform, step: int, stop: int) -> None:
@@ -78,21 +78,21 @@ async def _perform(rendezvous: Rendezvous, perform: Perform, step: int, stop: in
 
 
 async def _perform_as_it_arrives(
-    staging: StagingArea, rendezvous: Rendezvous, operand: Operand, staged: Staged, perform: Perform, end: int
+    area: RendezvousArea, rendezvous: Rendezvous, operand: Summand, staged: Staged, perform: Perform, end: int
 ) -> None:
     """All steps, for an array of a device: the next piece is copied in once it has arrived. No other rank notices."""
-    total, piece, returned = operand.raw.size, staging.sizes.piece, 0
+    total, piece, returned = operand.raw.size, area.sizes.piece, 0
     for step in range(0, end, STEPS):
         reduced = min((step // STEPS + 1) * piece, total)
         await arrived(staged, min(reduced + piece, total))
         await _perform(rendezvous, perform, step, step + STEPS)
-        if operand.is_wanted and reduced - returned >= staging.sizes.staged:
+        if operand.is_wanted and reduced - returned >= area.sizes.staged:
             staged.put(reduced)
             returned = reduced
 
 
-def _performer(staging: StagingArea, rendezvous: Rendezvous, operand: Operand, slots: list[Array], end: int) -> Perform:
-    native, rank, piece = staging.arena.native, staging.rank, staging.sizes.piece
+def _performer(area: RendezvousArea, rendezvous: Rendezvous, operand: Summand, slots: list[Array], end: int) -> Perform:
+    native, rank, piece = area.arena.native, area.rank, area.sizes.piece
     if native is None or not operand.kernel:
         return _python_performer(rendezvous, operand, slots, rank, piece, end)
     pieces = native.Pieces(
@@ -112,7 +112,7 @@ def _performer(staging: StagingArea, rendezvous: Rendezvous, operand: Operand, s
 
 
 def _python_performer(
-    rendezvous: Rendezvous, operand: Operand, slots: list[Array], rank: int, piece: int, end: int
+    rendezvous: Rendezvous, operand: Summand, slots: list[Array], rank: int, piece: int, end: int
 ) -> Perform:
     """One step at a time. Its counterpart in C is in asyncoll/_core/pieces.c."""
     size = len(slots)
@@ -121,6 +121,7 @@ def _python_performer(
         return slot[half_at(index, piece) :][:piece]
 
     def copy_in(index: int) -> None:
+        # The next piece goes into the half that the piece before has left. Others still read the current one.
         if (index + 1) * STEPS < end:
             _put(operand.raw[(index + 1) * piece :][:piece], half(index + 1, slots[rank]), rank, size)
 
@@ -128,6 +129,7 @@ def _python_performer(
         own = operand.raw[index * piece :][:piece]
         first, last = share(rank, size, own.size)
         shares = [(own if other == rank else half(index, slot))[first:last] for other, slot in enumerate(slots)]
+        # Into the slot, from which the other ranks copy it out.
         result = half(index, slots[rank])[first:last]
         operand.reduce(result.view(operand.dtype), [each.view(operand.dtype) for each in shares], operand.divisor)
         if operand.is_wanted:
@@ -153,6 +155,7 @@ def _python_performer(
 
 def _put(own: Array, half: Array, rank: int, size: int) -> None:
     """Copy all shares of a piece but the rank's own into a half of its slot."""
+    # The rank reduces its own share from its own array, so nothing reads that share in the slot.
     first, last = share(rank, size, own.size)
     half[:first] = own[:first]
     half[last : own.size] = own[last:]

@@ -21,13 +21,14 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from asyncoll.algorithms.dense.staging import RANKS_IN_CELL, StagingArea
+from asyncoll.algorithms.dense.rendezvous import RANKS_IN_CELL, RendezvousArea
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.member import Member
 from asyncoll.transport.staging import HANDLE_BYTES, Exchange, RefusedError, arrived
 
 _NO_HANDLE = bytes(HANDLE_BYTES)
-_PATIENCE_S = 5.0  # for the copies that are under way when a rank leaves the world, of this rank and of others
+# When a rank leaves, it waits so long for the copies under way, of itself and of others.
+_PATIENCE_S = 5.0
 _AGAIN_S = 0.002  # between two looks whether others have closed the block
 logger = logging.getLogger("asyncoll")
 
@@ -35,14 +36,15 @@ logger = logging.getLogger("asyncoll")
 class SharedBlock:
     """On the runtime's loop, but for `takes`."""
 
-    def __init__(self, staging: StagingArea, member: Member, number: int, nbytes: int, calls: str) -> None:
+    def __init__(self, area: RendezvousArea, member: Member, number: int, nbytes: int, calls: str) -> None:
         """The blocks with this `number`, 0 or 1, have `nbytes` bytes. `calls` are those that use them, for the log."""
-        self.device: Any = None  # that of the first tensor; tensors of others use mirrors
-        self._staging = staging
-        self._first = staging.device_cells + 1 + staging.block_cells * number
+        # The device of the first tensor. A block is on one device: tensors of others use mirrors.
+        self.device: Any = None
+        self._area = area
+        self._first = area.device_cells + 1 + area.block_cells * number
         self._nbytes = nbytes
         self._member = member
-        self._name = f"rank {member.group.ranks[staging.rank]}"
+        self._name = f"rank {member.group.ranks[area.rank]}"
         self._calls = calls
         self._exchange: Exchange | None = None
         self._opened: set[int] = set()  # other ranks, whose blocks are open here
@@ -76,14 +78,15 @@ class SharedBlock:
     def offer(self) -> None:
         """Allocate the block of this rank, on the device that it `takes`, and show it. Raises RefusedError."""
         self._exchange = self.device.share(self._nbytes)
-        with self._staging.control_block:
+        with self._area.control_block:
             self._show(self._exchange.handle)
 
     def open(self, ranks: Collection[int]) -> None:
         """Open the blocks of `ranks`, which have offered them. Raises RefusedError; then none of them is open."""
-        exchange, others, handles = self.exchange, set(ranks) - {self._staging.rank}, {}
-        cells = self._staging.control_block.cells
-        with self._staging.control_block:
+        exchange, others, handles = self.exchange, set(ranks) - {self._area.rank}, {}
+        cells = self._area.control_block.cells
+        # In one critical section: an owner that withdraws its handle afterwards finds this rank among its readers.
+        with self._area.control_block:
             for rank in ranks:
                 first = self._handle_cell(rank)
                 handles[rank] = cells[first : first + HANDLE_BYTES // 8].tobytes()
@@ -93,7 +96,8 @@ class SharedBlock:
                 raise RefusedError("a rank has ended its calls")
             exchange.open(handles)
         except RefusedError:
-            with self._staging.control_block:
+            # None is open, so nothing may keep the owners from freeing their blocks.
+            with self._area.control_block:
                 self._count(others, is_reader=False)
             raise
         self._opened |= others
@@ -111,8 +115,9 @@ class SharedBlock:
         Without effect the second time, and while a copy of this rank is under way.
         """
         self._close_opened()
+        # Only then: a rank that still copies has not ended its calls, and its block is needed for them.
         if self._exchange is not None and self._is_shut:
-            with self._giving_back(), self._staging.control_block:
+            with self._giving_back(), self._area.control_block:
                 self._show(_NO_HANDLE)
 
     def close_when_failed(self) -> None:
@@ -128,8 +133,9 @@ class SharedBlock:
             return
         with self._giving_back():
             self._is_shut = self._exchange.shut()
+            # While a copy is under way nothing is closed, and the owners must not free what it reads.
             if self._is_shut:
-                with self._staging.control_block:
+                with self._area.control_block:
                     self._count(self._opened, is_reader=False)
 
     def close(self) -> None:
@@ -157,37 +163,38 @@ class SharedBlock:
         """What cannot be given back stays until the process ends."""
         try:
             yield
+        # A rank has died in a critical section: the world has failed, and the memory ends with the process.
         except AsyncollError:
-            pass  # a rank has died in a critical section: the world has failed
+            pass
         except RefusedError as refusal:
             logger.warning("%s keeps memory of its device until it ends: %s", self._name, str(refusal))
             self._exchange = None
 
     def _count(self, owners: Collection[int], *, is_reader: bool) -> None:
         """Count this rank among those that have the blocks of `owners` open, or no more. Under the lock."""
-        cells = self._staging.control_block.cells
-        cell, bit = divmod(self._staging.rank, RANKS_IN_CELL)
+        cells = self._area.control_block.cells
+        cell, bit = divmod(self._area.rank, RANKS_IN_CELL)
         for owner in owners:
             first = self._cell(owner)
             cells[first + cell] = cells[first + cell] & ~(1 << bit) | is_reader << bit
 
     def _readers(self) -> set[int]:
         """The ranks that may have the block of this one open, because their processes have not ended."""
-        cells, first = self._staging.control_block.cells, self._cell(self._staging.rank)
-        places = (divmod(rank, RANKS_IN_CELL) for rank in range(self._staging.size))
+        cells, first = self._area.control_block.cells, self._cell(self._area.rank)
+        places = (divmod(rank, RANKS_IN_CELL) for rank in range(self._area.size))
         readers = {rank for rank, (cell, bit) in enumerate(places) if cells[first + cell] >> bit & 1}
         return {rank for rank in readers if not self._member.is_gone(rank)}
 
     def _show(self, handle: bytes) -> None:
         """Show the handle of this rank's block. Under the lock."""
-        cells, first = self._staging.control_block.cells, self._handle_cell(self._staging.rank)
+        cells, first = self._area.control_block.cells, self._handle_cell(self._area.rank)
         for index, word in enumerate(memoryview(handle).cast("q"), first):
             cells[index] = word
 
     def _handle_cell(self, rank: int) -> int:
         """Where the handle of the block of `rank` is."""
-        return self._cell(rank) + self._staging.block_cells - HANDLE_BYTES // 8
+        return self._cell(rank) + self._area.block_cells - HANDLE_BYTES // 8
 
     def _cell(self, rank: int) -> int:
         """Where the bits of the ranks are that have the block of `rank` open."""
-        return self._first + self._staging.rank_cells * rank
+        return self._first + self._area.rank_cells * rank

@@ -39,10 +39,6 @@ class Sizes(NamedTuple):
     device_window: int = 1 << 23
     calls: int = 4  # calls of a communicator that may be under way at the same time; further ones wait
 
-    def is_private(self, nbytes: int) -> bool:
-        """Whether an array of so many bytes, not registered, is read in private memory, if the kernel allows it."""
-        return self.private <= nbytes <= self.private_max
-
 
 # By the least number of ranks. Measured on 2 cores; see BENCHMARKS.md. The kernel looks up each page of private memory
 # for each rank that reads it: with 8 ranks that took twice as long as to copy into slots. With 4 ranks it takes 7.8 ms

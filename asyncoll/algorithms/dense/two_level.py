@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from asyncoll.algorithms.dense.by_message import MessageCall
+from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.runtime.hosts import Hosts
@@ -35,7 +35,7 @@ EXCHANGES = 2  # windows that are between the hosts at a time: while the message
 
 
 class LocalCollectives(Protocol):
-    """Those of `Collectives` that the ranks of a host use among each other. Ranks are places of `Hosts`."""
+    """The collectives that the ranks of a host use among each other. Ranks are places of `Hosts`."""
 
     @property
     def traffic(self) -> Traffic: ...
@@ -125,6 +125,7 @@ class TwoLevelCall:
         await self.within.barrier()
         if self.between and self.hosts.place == 0:
             await self.between[0].barrier()
+        # The ranks of a host go on once their leader has met those of the other hosts.
         await self.within.barrier()
 
     # -- of one array -----------------------------------------------------------------------------
@@ -206,7 +207,9 @@ class TwoLevelCall:
         if in_place:
             mine = [shares[place] for shares in windows]
         else:
-            room = max(shares[place].size for shares in windows)  # a short window has fewer and larger shares
+            # A short window has fewer and larger shares. EXCHANGES windows are between the hosts at a time, and one
+            # more is handed out: they use so many rooms in turn.
+            room = max(shares[place].size for shares in windows)
             rooms = [np.empty(room, x.dtype) for _ in windows[: EXCHANGES + 1]]
             mine = [rooms[turn % len(rooms)][: shares[place].size] for turn, shares in enumerate(windows)]
         return [
@@ -282,7 +285,8 @@ class TwoLevelCall:
     async def _swap(self, outgoing: list[Array], incoming: list[Array]) -> None:
         """Between the ranks of this host and the leaders that carry their blocks."""
         hosts = self.hosts
-        if hosts.leaders == len(hosts.here):  # each carries its own
+        # If all ranks are leaders, each carries its own blocks.
+        if hosts.leaders == len(hosts.here):
             incoming[hosts.place][...] = outgoing[hosts.place]
         else:
             await self.within.alltoall(outgoing, incoming)
@@ -346,6 +350,8 @@ async def _pipelined(windows: Iterable[W], before: _Step[W], between: _Step[W], 
         for window in windows:
             await before(window)
             exchanged = None
+            # The oldest exchange ends before the next one begins, which uses its lane. What follows it comes later: the
+            # network has the new one to carry meanwhile.
             if len(under_way) == EXCHANGES:
                 exchanged, exchange = under_way.popleft()
                 await exchange

@@ -41,7 +41,7 @@ from asyncoll.transport.wire import Buffer
 T = TypeVar("T")
 
 
-class _Exchange(NamedTuple):
+class _GossipExchange(NamedTuple):
     """A call of `Gossip.exchange`, in errors."""
 
     gossip: Signature
@@ -183,7 +183,7 @@ class Gossip(Uncopied):
         return self._member.runner.start(self._update(operand, x))
 
     def _update_from_device(self, operand: Operand, staged: Staged, x: T) -> Coroutine[Any, Any, T]:
-        """As `update`, once the tensor has arrived; also if the caller is cancelled before."""
+        """Update the model once the tensor has arrived, also if the caller is cancelled before: it is added once."""
         arrival, runner = Arrival(self._member, [staged]), self._member.runner
 
         async def arrived() -> T:
@@ -200,7 +200,8 @@ class Gossip(Uncopied):
         self._begun_updates += 1
         try:
             return runner.resuming(runner.start(arrived()), arrival.join)
-        except BaseException as error:  # of a signal handler: `close` waits for the update
+        # A signal handler has raised, and `close` waits for this update.
+        except BaseException as error:
             self._member.abort(f"an update of {self._call} was interrupted: {describe(error)}")
             raise
 
@@ -236,7 +237,7 @@ class Gossip(Uncopied):
             return self._member.runner.start(_nothing())
         draw = digest("partner", self._seed, self._rank, self._begun)
         passive = self._partners[draw % len(self._partners)]
-        call = _Exchange(self._call, self._begun + 1, self._rank, passive, site_outside())
+        call = _GossipExchange(self._call, self._begun + 1, self._rank, passive, site_outside())
         ranks = self._member.group.ranks
         pending = self._pending.enter(call, ranks=(ranks[self._rank], ranks[passive]))
         try:
@@ -326,7 +327,7 @@ class Gossip(Uncopied):
         operand.write_back()
         return x
 
-    async def _exchange(self, call: _Exchange, pending: PendingCall) -> int:
+    async def _exchange(self, call: _GossipExchange, pending: PendingCall) -> int:
         """Wait for an average, which is a task of its own: it goes on if the caller is cancelled."""
         try:
             with self._port.watch(str(call)) as done:
@@ -336,7 +337,7 @@ class Gossip(Uncopied):
             self._pending.leave(pending)
         return call.passive
 
-    async def _begin(self, call: _Exchange, done: asyncio.Future[None]) -> None:
+    async def _begin(self, call: _GossipExchange, done: asyncio.Future[None]) -> None:
         """At the active rank: an average, from the request on."""
         async with self._turn:
             self._port.send(call.passive, call.number, 0)

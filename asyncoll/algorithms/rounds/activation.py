@@ -17,21 +17,21 @@ from typing import NamedTuple
 from asyncoll.runtime.schedule import Schedule
 
 
-class Step(NamedTuple):
+class ActivationStep(NamedTuple):
     """An operation of a round's schedule."""
 
     kind: str
     edge: int = 0
 
 
-OPEN = Step("open")  # this rank opens the round
-REDUCE = Step("reduce")  # this rank gives its contribution and joins the reduction
+OPEN = ActivationStep("open")  # this rank opens the round
+REDUCE = ActivationStep("reduce")  # this rank gives its contribution and joins the reduction
 
 
 @lru_cache(maxsize=256)
-def heard(edge: int) -> Step:
+def heard(edge: int) -> ActivationStep:
     """The signal of the round has arrived on `edge`."""
-    return Step("heard", edge)
+    return ActivationStep("heard", edge)
 
 
 def edges(size: int) -> range:
@@ -40,14 +40,14 @@ def edges(size: int) -> range:
 
 
 @lru_cache(maxsize=64)
-def activation(size: int, *, flood: bool = False) -> Schedule[Step]:
+def activation(size: int, *, flood: bool = False) -> Schedule[ActivationStep]:
     """The schedule of a round that any of its openers may start; take a `fresh` one for each round.
 
     With `flood` every rank signals on all of its edges, whichever edge it was signalled on. Rounds in groups need that:
     a member of a group may end the round before it is signalled on every edge. It drops later signals of that round and
     does not forward them. Without `flood` a rank was left behind in about one of a hundred random runs.
     """
-    schedule: Schedule[Step] = Schedule()
+    schedule: Schedule[ActivationStep] = Schedule()
     schedule.add(OPEN)
     for edge in edges(size):
         schedule.add(heard(edge))
@@ -55,13 +55,13 @@ def activation(size: int, *, flood: bool = False) -> Schedule[Step]:
         # The edges below j are enough without `flood`: a rank signalled on edge i is the root of a subtree that spans
         # the edges above i, so the ranks on the lower edges are reached by other ranks.
         earlier = edges(size) if flood else range(edge)
-        schedule.add(Step("forward", edge), after_any=[OPEN, *map(heard, earlier)])
+        schedule.add(ActivationStep("forward", edge), after_any=[OPEN, *map(heard, earlier)])
     schedule.add(REDUCE, after_any=[OPEN, *(heard(edge) for edge in edges(size))])
     return schedule
 
 
 @lru_cache(maxsize=64)
-def synchronous(size: int) -> Schedule[Step]:
+def synchronous(size: int) -> Schedule[ActivationStep]:
     """The schedule of a round that waits for every rank; take a `fresh` one for each round.
 
     The same edges carry a dissemination barrier. A rank signals on edge j once it is open itself and was signalled on
@@ -69,11 +69,11 @@ def synchronous(size: int) -> Schedule[Step]:
     before that. Without the barrier a rank would begin the reduction in its caller's memory, and would need that memory
     until the last rank has come; a cancelled caller would have to wait as long.
     """
-    schedule: Schedule[Step] = Schedule()
+    schedule: Schedule[ActivationStep] = Schedule()
     schedule.add(OPEN)
     for edge in edges(size):
         schedule.add(heard(edge))
     for edge in edges(size):
-        schedule.add(Step("forward", edge), after=[OPEN, *map(heard, range(edge))])
+        schedule.add(ActivationStep("forward", edge), after=[OPEN, *map(heard, range(edge))])
     schedule.add(REDUCE, after=[OPEN, *map(heard, edges(size))])
     return schedule

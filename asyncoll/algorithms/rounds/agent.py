@@ -55,7 +55,7 @@ from asyncoll.algorithms.rounds.agent_signals import (
     step_of,
 )
 from asyncoll.algorithms.rounds.alarm import Alarm
-from asyncoll.algorithms.rounds.attempt import Attempt, Exchange, Part
+from asyncoll.algorithms.rounds.attempt import Attempt, HostExchange, HostPart
 from asyncoll.algorithms.rounds.engine import ARRIVED, CoordinatedRound
 from asyncoll.algorithms.rounds.host_record import HostRecord
 from asyncoll.algorithms.rounds.operation import Operation
@@ -64,6 +64,7 @@ from asyncoll.algorithms.rounds.watch import Situation, Watch
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
+from asyncoll.runtime.trace import What
 from asyncoll.transport.wire import Buffer
 
 Key = tuple[int, int]  # a round, and an attempt at it
@@ -85,7 +86,7 @@ class Agent:
         operation: Operation,
         hosts: Hosts,
         record: HostRecord,
-        part: Part,
+        part: HostPart,
         describe: Callable[[], str],
     ) -> None:
         """`describe` gives the operation and its first call, for errors and for the report of a deadlock."""
@@ -95,7 +96,7 @@ class Agent:
         self._record = record
         self._part = part
         self._size = port.group.size
-        self._exchange = Exchange(port, operation, hosts, part, describe)
+        self._exchange = HostExchange(port, operation, hosts, part, describe)
         self._rules = SignalRules(hosts, self._exchange.short_bytes())
         self._watch = Watch(
             self._situation, self._ask, self._try_again, port.now_s, self._alarm(WATCH), operation.nbytes
@@ -111,7 +112,8 @@ class Agent:
         self._next = CoordinatedRound(self._operation, number, self._size, self._port.group.rank)
         self._told_ends: tuple[int, ...] = ()  # those of this host that the agents of the round's host were told
         for old in [each for each in self._early if each < number]:
-            del self._early[old]  # these signals came too late, and have no effect any more
+            # These signals came too late, and have no effect any more.
+            del self._early[old]
         # All hosts are done with the round before the last one.
         for key in [key for key in self._opened if key[0] < number - 1]:
             self._give_up(key)
@@ -200,7 +202,8 @@ class Agent:
     def _note_ends(self) -> None:
         """Note which ranks make no more calls: those that the last round has told of, and those of this host."""
         record, number = self._record, self._next.number
-        if record.ends() == self._told_ends:  # without the lock: after a change END comes, and this rank looks again
+        # Without the lock, because END comes after a change, and this rank looks again then.
+        if record.ends() == self._told_ends:
             return
         with record.control_block:
             ends, known = record.ends(), record.known_ends()
@@ -221,6 +224,8 @@ class Agent:
         with self._record.control_block:
             is_opener = self._record.open_for_all(number)
         if is_opener:
+            if self._port.trace.sink is not None:
+                self._port.trace.tell(What.OPEN, self._operation, number=number)
             self._begin(number, 1)
         self._watch.begin(number)
 

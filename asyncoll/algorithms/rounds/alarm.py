@@ -8,7 +8,8 @@ from collections.abc import Callable
 # Long for a process that runs, even if it waits for a processor, and short beside the time after which a stopped one
 # counts as lost.
 PATIENCE_S = 0.05
-TIMES_MAX = 16  # in one round: a world in which nothing happens any more comes to rest
+# With a limit for each round, a world in which nothing happens any more comes to rest.
+TIMES_MAX = 16
 
 
 class Alarm:
@@ -32,7 +33,8 @@ class Alarm:
     def off(self) -> None:
         """Ring no more."""
         self.number = 0
-        self._serial += 1  # it may ring already
+        # The alarm may be ringing already: then it finds another serial number, and has no effect.
+        self._serial += 1
         if self._handle is not None:
             self._handle.cancel()
 

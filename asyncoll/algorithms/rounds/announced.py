@@ -10,13 +10,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
-from asyncoll.algorithms.rounds import by_coordinator
 from asyncoll.algorithms.rounds.activation import edges
+from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES, CoordinatedRounds
 from asyncoll.algorithms.rounds.by_tree import ActivatedRounds
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Layout, Opening, Operation, check_operation
+from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.errors import MismatchError, ProtocolError, UsageError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.port import Port
@@ -54,7 +56,8 @@ class AnnouncedOperations:
         for rank in self._told(operation):
             self._member.tell(rank, message)
         self.ports.append(port)
-        rounds.serve()  # after the announcement: a rank that has left already signals at once
+        # After the announcement: a rank that has left already signals at once.
+        rounds.serve()
         self._directory.add(rounds)
         return rounds
 
@@ -65,8 +68,7 @@ class AnnouncedOperations:
         return [(group.rank + (1 << edge)) % group.size for edge in edges(group.size)]
 
     def _make(self, port: Port, operation: Operation, describe: Callable[[], str]) -> ServedRounds:
-        suits = by_coordinator.suits(operation, self._member.group.size)
-        return (by_coordinator.CoordinatedRounds if suits else ActivatedRounds)(port, operation, describe)
+        return begin(rounds_ways(self._member.group.size), Shape(operation.nbytes), port, operation, describe)
 
     def _announced(self, source: int, message: Announce) -> None:
         """An announcement of world rank `source` arrives. Its fields are untrusted; raises ProtocolError."""
@@ -87,6 +89,28 @@ class AnnouncedOperations:
         except UsageError as error:
             host = self._member.host
             self._member.abort(f"host {host} has no room for {operation}, called by rank {caller} at {site}: {error}")
+
+
+@cache
+def rounds_ways(ranks: int) -> tuple[Way[ServedRounds], ...]:
+    """The ways of wait-avoiding rounds by message."""
+    coordinated_max = COORDINATED_MAX_BYTES // ranks
+    return (
+        Way(
+            "rounds",
+            "coordinator",
+            _coordinated,
+            "two messages one after another",
+            up_to=coordinated_max,
+            needs="no groups",
+        ),
+        Way("rounds", "activation tree", ActivatedRounds, "all ranks reduce"),
+    )
+
+
+def _coordinated(port: Port, operation: Operation, describe: Callable[[], str]) -> CoordinatedRounds | None:
+    """Declines rounds in groups: each group would need a coordinator of its own."""
+    return None if operation.group_size else CoordinatedRounds(port, operation, describe)
 
 
 def _announcement(communicator: int, operation: Operation, site: str) -> Announce:

@@ -9,13 +9,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.dense import by_size
 from asyncoll.algorithms.rounds import tally
 from asyncoll.algorithms.rounds.agent_signals import CLAIM, ranks_of, step_of
 from asyncoll.algorithms.rounds.attempts import ATTEMPTS_MAX
-from asyncoll.algorithms.rounds.host_record import Outcome, Share, Taken
+from asyncoll.algorithms.rounds.host_record import RoundOutcome, Share, Taken
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.packing import packed, unpack
+from asyncoll.algorithms.rounds.signal_packing import packed, unpack
 from asyncoll.algorithms.rounds.wait_avoiding import Parts
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
@@ -30,7 +30,7 @@ SHORT_BYTES = 1 << 14
 ALL_SHORT_BYTES = 1 << 18
 
 
-class Part(Protocol):
+class HostPart(Protocol):
     """The part of a host in a round. On the runtime's loop.
 
     All but `arrays` and `recheck` take the lock of the host's memory. They raise the failure of the world if a rank of
@@ -71,17 +71,19 @@ class Part(Protocol):
         A process may have stopped after it has changed the memory, and before it has woken those that wait for that.
         """
 
-    def conclude(self, number: int, outcome: Outcome) -> None:
+    def conclude(self, number: int, outcome: RoundOutcome) -> None:
         """Round `number` is over: publish its result on this host, and wake the callers that wait. Never waits.
 
         It is dropped if another attempt was over before. The caller keeps its blocks no longer.
         """
 
 
-class Exchange:
+class HostExchange:
     """What all attempts of one operation at one rank have in common. On the runtime's loop."""
 
-    def __init__(self, port: Port, operation: Operation, hosts: Hosts, part: Part, describe: Callable[[], str]) -> None:
+    def __init__(
+        self, port: Port, operation: Operation, hosts: Hosts, part: HostPart, describe: Callable[[], str]
+    ) -> None:
         """`describe` gives the operation and its first call, for errors and for the report of a deadlock."""
         self.port = port
         self.hosts = hosts
@@ -138,12 +140,12 @@ class Exchange:
         participation[tally.TIMES_S, here] = taken.times_s
         return participation.reshape(-1)
 
-    def outcome(self, shares: Sequence[Share], participation: Array) -> Outcome:
+    def outcome(self, shares: Sequence[Share], participation: Array) -> RoundOutcome:
         """The outcome of a round whose groups have these results, and this list."""
         rows = participation.reshape(-1, self._size)
         ends = tuple(rows[tally.GONE].astype(int).tolist())
         told = [self._told(share, rows) for share in shares]
-        return Outcome(tuple(told), ends, rows[tally.TIMES_S])
+        return RoundOutcome(tuple(told), ends, rows[tally.TIMES_S])
 
     def _told(self, share: Share, rows: Array) -> Share:
         """`share` with the contributors of all hosts."""
@@ -155,7 +157,7 @@ class Exchange:
 class Attempt:
     """One attempt at one round, in which this rank takes part for its host."""
 
-    def __init__(self, exchange: Exchange, number: int, attempt: int, opener: int) -> None:
+    def __init__(self, exchange: HostExchange, number: int, attempt: int, opener: int) -> None:
         self.awaited: Sequence[int] = [opener]  # the ranks that it waits for
         self.traffic = Traffic()  # with them, in the exchange under way
         self._exchange = exchange
@@ -229,7 +231,7 @@ class Attempt:
         with exchange.port.lane(group, lane_number, partial(exchange.text, number), participation) as lane:
             self.traffic = lane.traffic
             for array, combine in zip(exchange.part.arrays(block), exchange.combines, strict=True):
-                await on_lane.allreduce(lane, array, combine)
+                await by_size.allreduce(lane, array, combine)
         return share._replace(block=block)
 
 

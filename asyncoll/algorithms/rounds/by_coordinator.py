@@ -19,7 +19,7 @@ import numpy as np
 from asyncoll.algorithms.dense.on_lane import children
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, LATE, CoordinatedRound, NextRound
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.packing import packed, unpack
+from asyncoll.algorithms.rounds.signal_packing import packed, unpack
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.port import Port
@@ -37,19 +37,11 @@ _ENDS = (GONE, JOINED)
 RADIX = 32  # of the tree that distributes results: among up to 32 ranks the coordinator sends to every rank itself
 
 
-class _Sent(NamedTuple):
+class _SentContribution(NamedTuple):
     """A contribution that no result is known to include."""
 
     ticket: int
     payload: bytes
-
-
-def suits(operation: Operation, size: int) -> bool:
-    """Whether a coordinator is faster for rounds of `operation` among `size` ranks than the activation tree.
-
-    Never for rounds in groups: each group would need a coordinator of its own.
-    """
-    return not operation.group_size and size * operation.nbytes <= COORDINATED_MAX_BYTES
 
 
 class CoordinatedRounds(WaitAvoiding):
@@ -57,7 +49,7 @@ class CoordinatedRounds(WaitAvoiding):
 
     def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
         self._all_ranks = tuple(range(port.group.size))
-        self._sent: list[_Sent] = []  # to the coordinator of the round that is armed, in order
+        self._sent: list[_SentContribution] = []  # to the coordinator of the round that is armed, in order
         # Last: the constructor arms the first round.
         super().__init__(port, operation, describe)
 
@@ -78,7 +70,7 @@ class CoordinatedRounds(WaitAvoiding):
         ticket = super()._stage(contribution)
         assert self._staged is not None
         participation = self._tally.sign(1, 0, contributes=True, gone=False, weight=self._staged_weight)
-        self._sent.append(_Sent(ticket, packed([participation, *self._staged])))
+        self._sent.append(_SentContribution(ticket, packed([participation, *self._staged])))
         self._spare, self._staged = self._staged, None
         return ticket
 
@@ -140,7 +132,8 @@ class CoordinatedRounds(WaitAvoiding):
     def _finish(self, participation: Array, parts: Parts) -> None:
         """The round that is armed is over, with this participation list and this result. Raises ProtocolError."""
         included = participation[self._group.rank]  # so many of the contributions that this rank has sent
-        if not 0 <= included <= len(self._sent):  # also true for NaN
+        # The condition also fails for NaN, which a peer may send.
+        if not 0 <= included <= len(self._sent):
             raise ProtocolError(f"a result of {self.operation} has {included} of the {len(self._sent)} sent to it")
         taken = self._sent[int(included) - 1].ticket if included >= 1 else self._latest.taken
         del self._sent[: int(included)]

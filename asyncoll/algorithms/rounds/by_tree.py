@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from asyncoll.algorithms.dense import on_lane
+from asyncoll.algorithms.dense import by_size
 from asyncoll.algorithms.rounds import wait_avoiding
 from asyncoll.algorithms.rounds.activation import edges
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, ActivatedRound, Instruction, NextRound
@@ -60,7 +60,8 @@ class ActivatedRounds(WaitAvoiding):
         next_takes_it = self._staged is None and not self._round.has_begun
         lent = contribution.lend() if may_lend and next_takes_it and not outlives else None
         if lent is None:
-            # Staging adds to the staged arrays. If they are lent, their caller waits and must not see them change.
+            # A later contribution is added to the staged arrays. If they are lent, their caller waits and must not see
+            # them change.
             self._keep_staged()
             return super()._stage(contribution)
         contribution.scale_lent()
@@ -133,7 +134,8 @@ class ActivatedRounds(WaitAvoiding):
         if self._reached and self._number % max(1, wait_avoiding.EARLY_MAX // 4) == 0:
             for rank in _neighbours(self._group, -1):
                 self._port.send(rank, self._number, REACHED)
-        self._handle_signals()  # those for the next round, which arrived while this one was running
+        # Signals for the next round, which arrived while this one was running.
+        self._handle_signals()
 
     # -- executing it -----------------------------------------------------------------------------
 
@@ -152,7 +154,7 @@ class ActivatedRounds(WaitAvoiding):
         # The participation lists, of which each rank has filled in its own column, are summed on the way.
         with port.lane(group, number, lambda: f"round {number} of {self.describe()}", participation) as lane:
             for part, combine in zip(parts, self._combines, strict=True):
-                await on_lane.allreduce(lane, part, combine)
+                await by_size.allreduce(lane, part, combine)
         ranks, absent, total = self._tally.count_round(members, participation)
         synchronous = self.operation.is_synchronous(number)
         deserted = synchronous and absent == group.size

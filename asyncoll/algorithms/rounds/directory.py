@@ -36,7 +36,7 @@ class Rounds(Protocol):
         """The operation and the place of its first call, for error messages."""
 
     def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
-        """As `call`, begun now in the caller's thread.
+        """Begin a call now, in the caller's thread.
 
         Returns the answer if the call needs no other rank for it, otherwise a coroutine that waits for it.
         """
@@ -45,9 +45,10 @@ class Rounds(Protocol):
     def at_once(self) -> AtOnce | None:
         """`at_once(array)` is a whole call of a contribution that is a flat array; None if there are no such calls.
 
-        Returns an awaitable `Reduction`, with the result in the array. Returns None, and has done nothing, if the call
-        would have to wait, or is not one of the frequent cases. If the awaitable is not awaited, its round is told to
-        the next call. Returns the exception if the rounds have failed.
+        Returns an awaitable `Reduction`, with the result in the array; until it is awaited, that is its attribute
+        `result`. Returns None, and has done nothing, if the call would have to wait, or is not one of the frequent
+        cases. If the awaitable is not awaited, its round is told to the next call. Returns the exception if the rounds
+        have failed.
         """
 
     async def call(self, contribution: Contribution) -> Delivery:

@@ -26,7 +26,7 @@ from operator import itemgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from asyncoll.algorithms.rounds import rules
-from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, Step, activation, edges, heard, synchronous
+from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, ActivationStep, activation, edges, heard, synchronous
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.round_cells import AIM, ENGINE_CELLS, LAGS, STALE, first_missed
 from asyncoll.algorithms.rounds.tally import OperationStatistics
@@ -115,7 +115,7 @@ class Engine(Generic[R]):
         return told
 
     def deliver_own(self, number: int) -> None:
-        """As `deliver`, of round `number`, at which the call aimed, which has its contribution, and nothing is owed."""
+        """Count a frequent call: it is given round `number`, its aim, with its contribution, and nothing is owed."""
         self.cells[AIM] = number + 1
         self.cells[LAGS] += 1
 
@@ -125,7 +125,7 @@ class Engine(Generic[R]):
         return latest >= self.aim
 
     def conclude(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
-        """All ranks have joined, `result` is the newest round, and it is news. As `deliver`, but it ends no call."""
+        """All ranks have joined, `result` is the newest round, and it is news. No call ends, so none is counted."""
         return self._tell(ticket, result, missed)
 
     def _tell(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
@@ -197,6 +197,7 @@ class NextRound(ABC):
     """The next round of an operation by message, as one rank knows it. It is a `rules.RoundView`."""
 
     has_begun = False  # whether the round runs, as far as this rank knows
+    is_opener = False  # whether this rank has opened it
 
     def __init__(self, operation: Operation, number: int, size: int, rank: int) -> None:
         self.number = number
@@ -264,7 +265,7 @@ class CoordinatedRound(NextRound):
             self._note(rank, ARRIVED)
         if not self.may_open():
             return []
-        self.has_begun = True
+        self.has_begun = self.is_opener = True
         return [Begin()]
 
 
@@ -303,9 +304,10 @@ class ActivatedRound(NextRound):
         self._note(rank, step)
         return self._fire(OPEN) if self.may_open() else []
 
-    def _fire(self, step: Step) -> list[Instruction]:
+    def _fire(self, step: ActivationStep) -> list[Instruction]:
         """`step` has happened: signals along the tree, and this rank's part, as the schedule says."""
         instructions: list[Instruction] = []
+        self.is_opener |= step == OPEN
         for fired in self._schedule.fire(step):
             if fired.kind == "forward":
                 instructions.append(Tell((self._rank + (1 << fired.edge)) % self.size, fired.edge))

@@ -18,6 +18,7 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.round_cells import COLUMN, NONE
 from asyncoll.algorithms.rounds.round_record import Groups, Memory, RoundRecord
 from asyncoll.runtime.hosts import Hosts
+from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import Array
 
 GONE, JOINED = 1, 2  # in the cell of a rank that makes no more calls; JOINED: it waits until no rank does
@@ -48,7 +49,7 @@ class Taken(NamedTuple):
     times_s: Array  # [2, place]: how long callers have waited for rounds to begin, and how late they have been
 
 
-class Outcome(NamedTuple):
+class RoundOutcome(NamedTuple):
     """The results of a round of all hosts, as one of them sees them."""
 
     shares: tuple[Share, ...]  # as of `Taken`, with the contributors and the results of the groups
@@ -66,7 +67,7 @@ class _More(NamedTuple):
 
     reduced: int  # the newest round whose contributions are reduced here
     over: int  # 1 if the last round is over
-    ends: int  # the first of [rank]: those of the last `Outcome`
+    ends: int  # the first of [rank]: those of the last `RoundOutcome`
 
 
 _MORE = _More(*range(len(_More._fields)))
@@ -81,13 +82,14 @@ class HostRecord(RoundRecord):
         operation: Operation,
         layout: BlockLayout,
         reduce: Callable[[int, Sequence[int]], None],
+        trace: Trace,
         hosts: Hosts,
     ) -> None:
-        """As of `RoundRecord`: `memory` is that of this rank's host."""
+        """`memory` is that in which the ranks of this host meet. Raises DisagreementError if they disagree."""
         ranks, here = sum(map(len, hosts.ranks)), len(hosts.here)
         attempts = _MORE.ends + 3 * ranks
         more = attempts + Attempts.cells(here)
-        super().__init__(memory, operation, layout, reduce, contributors=ranks, more=more)
+        super().__init__(memory, operation, layout, reduce, trace, contributors=ranks, more=more)
         self.reduces_at_once = False
         self._here = hosts.here
         self._ranks = ranks
@@ -118,7 +120,8 @@ class HostRecord(RoundRecord):
         return self.cells[self._at.over] > 0
 
     def join(self) -> None:
-        self.cells[self._rank] = GONE if self._keeps else JOINED  # in groups it waits for nothing
+        # In groups it waits for nothing, because they have no result of all ranks.
+        self.cells[self._rank] = GONE if self._keeps else JOINED
 
     def totals(self) -> tuple[dict[int, int], list[float], list[float]]:
         active, _, _ = super().totals()
@@ -161,7 +164,7 @@ class HostRecord(RoundRecord):
 
     def _open_here(self, number: int, now_ns: int) -> None:
         """Open round `number` on this host, and take all that is staged."""
-        self._open(now_ns)
+        self._start(now_ns)  # its opener tells of that
         times_s = self._table[:, COLUMN.waited_ns : COLUMN.late_ns + 1].T / 1e9
         blocks = [NONE] * self.size
         for _, places, _ in self.sections(number):
@@ -222,7 +225,7 @@ class HostRecord(RoundRecord):
         self.cells[self._at.reduced] = self.running
         self.control_block.wake()
 
-    def conclude(self, number: int, outcome: Outcome) -> None:
+    def conclude(self, number: int, outcome: RoundOutcome) -> None:
         """An attempt at round `number` is over: keep its result, and wake the callers that wait for it.
 
         It is no result if another attempt was over before, and the last round is none if no rank has contributed to it.
@@ -233,7 +236,8 @@ class HostRecord(RoundRecord):
             return
         for block in self.attempts.forget(number - 1):
             self.blocks.drop(block)
-        if not self._keeps:  # in groups, hosts are not told of all ranks
+        # In groups, hosts are not told of all ranks.
+        if not self._keeps:
             self._ends[:] = outcome.ends
         np.maximum(self._times, outcome.times_s, out=self._times)
         is_last = outcome.is_last

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from asyncoll.algorithms.rounds.grouping import partition
 from asyncoll.algorithms.rounds.round_cells import is_synchronous
@@ -53,6 +53,12 @@ class Operation:
     fixed: bool = False  # the same groups in every round
     weighted: bool = False  # each contribution has a weight, by which AVG multiplies, and by whose sum it divides
     buckets: str = ""  # the boundaries between tensors, if a contribution consists of several
+    epoch: int = 0  # that of `Group`
+    site: ClassVar[None] = None  # a round has no place in the program
+
+    @property
+    def verb(self) -> str:
+        return f"{'group' if self.group_size else self.opening.value} allreduce"
 
     @cached_property
     def nbytes(self) -> int:
@@ -111,10 +117,9 @@ class Operation:
         return partition(size, self.group_size, 1 if self.fixed else number)
 
     def __str__(self) -> str:
-        kind = "group" if self.group_size else self.opening.value
         arrays = " + ".join(f"{count} {dtype}" for dtype, count in self.layout)
         more = "".join(f", {name}={value}" for name, value in self.options().items())
-        return f"{kind} allreduce {self.name!r} of {arrays}, {self.op.name}{more}"
+        return f"{self.verb} {self.name!r} of {arrays}, {self.op.name}{more}"
 
 
 class RoundCall(NamedTuple):
@@ -122,6 +127,18 @@ class RoundCall(NamedTuple):
 
     operation: Operation
     site: Site
+
+    @property
+    def verb(self) -> str:
+        return self.operation.verb
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    @property
+    def epoch(self) -> int:
+        return self.operation.epoch
 
     @property
     def key(self) -> str:
@@ -139,8 +156,20 @@ class JoinCall(NamedTuple):
     site: Site
 
     @property
+    def verb(self) -> str:
+        return "join"
+
+    @property
+    def name(self) -> str:
+        return self.operation.name
+
+    @property
+    def epoch(self) -> int:
+        return self.operation.epoch
+
+    @property
     def key(self) -> str:
-        """As of `RoundCall`."""
+        """What the report of an overdue call identifies it by: it differs from a call of the operation."""
         return f"join {self.operation.name!r}"
 
     def __str__(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncoll.algorithms.dense.staging import DisagreementError
+from asyncoll.algorithms.dense.rendezvous import DisagreementError
 from asyncoll.arguments import digest
 from asyncoll.errors import UsageError
 from asyncoll.transport import Arena, ControlBlock
@@ -50,7 +50,8 @@ class OperationRegistry:
             entry = self._entries().stop
             for cell, value in enumerate((context - _HALF, fingerprint - _HALF, self._rank, cells), entry):
                 registry[cell] = value
-            registry[self._count] += 1  # last: the entry is complete
+            # Last: now the entry is complete, and others may read it.
+            registry[self._count] += 1
             return control_block
 
     async def failure(self) -> None:

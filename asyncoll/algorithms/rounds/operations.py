@@ -28,8 +28,9 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCall, PendingCalls
+from asyncoll.runtime.shared_work import SharedWork
 from asyncoll.runtime.signature import Site
-from asyncoll.runtime.work import Work
+from asyncoll.runtime.trace import What
 from asyncoll.tensors.operands import Bundle, Single, bundle
 from asyncoll.tensors.reductions import ReduceOp, storage
 
@@ -44,9 +45,10 @@ class Receipt:
     same time, and in any order.
     """
 
-    __slots__ = ("_given", "_is_unwanted")
+    __slots__ = ("_given", "_is_unwanted", "key")
 
     def __init__(self) -> None:
+        self.key = 0  # of the call in a trace
         self._given: list[tuple[Rounds, Delivery]] = []
         self._is_unwanted = False
 
@@ -61,7 +63,8 @@ class Receipt:
     def take_back(self) -> None:
         """No caller gets the delivery of this call, whether it exists yet or not."""
         self._is_unwanted = True
-        with contextlib.suppress(IndexError):  # there is no delivery yet, or the other thread has taken it back
+        # There is no delivery yet, or the other thread has taken it back.
+        with contextlib.suppress(IndexError):
             operation, delivery = self._given.pop()
             operation.take_back(delivery)
 
@@ -71,6 +74,7 @@ class Operations:
 
     def __init__(self, member: Member, backend: RoundsBackend, pending: PendingCalls) -> None:
         self.member = member
+        self.trace = member.trace
         self._backend = backend
         self.pending = pending
         self._known = backend.operations.known
@@ -103,24 +107,25 @@ class Operations:
         receipt = Receipt()
         pending = self.pending.enter(call)
         try:
-            work = self._contribute(call, given, receipt, pending)
+            work = self._traced(call, receipt, self._contribute(call, given, receipt, pending))
             return self._backend.start(work, call.__str__, spec.nbytes, receipt.take_back)
         except BaseException:
             self.pending.leave(pending)
             raise
 
     def _start_in_turn(self, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
-        """As `start`, once the tensors have arrived from their devices, and the call before is over.
+        """Start a call once its tensors have arrived from their devices, and the call before is over.
 
         Until then the call counts as not made: a round goes on without this rank, or waits for it.
         """
         arrival, receipt, runner = Arrival(self.member, given.staged), Receipt(), self.member.runner
         turn, pending = self._turns.setdefault(call.operation.name, asyncio.Lock()), self.pending.enter(call)
         self.pending.arrives(pending, given.staged)
-        self.repeats.pop(call.operation.name, None)  # they would not wait for their turn
+        # Repeated calls would not wait for their turn.
+        self.repeats.pop(call.operation.name, None)
         work = partial(self._contribute, call, given, receipt, pending)
-        started = runner.start(self._in_turn(turn, arrival, call, work, pending), receipt.take_back)
-        return runner.resuming(started, arrival.join)
+        rest = self._traced(call, receipt, self._in_turn(turn, arrival, call, work, pending))
+        return runner.resuming(runner.start(rest, receipt.take_back), arrival.join)
 
     async def _in_turn(
         self,
@@ -150,8 +155,10 @@ class Operations:
             turn.release()
 
     def _begin(self, rounds: Rounds, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
-        """As `start`, of `rounds` whose calls begin in their callers' threads."""
+        """Begin a call of `rounds` now, in the caller's thread."""
         receipt = Receipt()
+        if self.trace.sink is not None:
+            receipt.key = self.trace.begin(call, call.operation.nbytes)
         return self.member.runner.drive(_PromptCall(self, call, rounds, given, receipt), receipt.take_back)
 
     def expect(self, spec: Operation, arguments: tuple[object, ...], x: object) -> None:
@@ -164,7 +171,8 @@ class Operations:
             return
         if spec.name in self._joined:
             return
-        if x.dtype == storage(spec.layout[0][0]):  # otherwise it is packed in another dtype, or in native byte order
+        # Otherwise it has to be packed in another dtype, or in native byte order.
+        if x.dtype == storage(spec.layout[0][0]):
             at_once, pending, begin = rounds.at_once, self.pending, partial(self._begin, rounds)
             self.repeats[spec.name] = Repeat(
                 spec, arguments, x.dtype, at_once, self.member, pending, begin, self.failed
@@ -180,6 +188,8 @@ class Operations:
         """
         try:
             self.member.check()
+            if self.trace.sink is not None:
+                self.trace.tell(What.ARRIVE, call, receipt.key)
             rounds = await self._find_or_open(call)
             return await self._receive(call, rounds, rounds.call(given), given, receipt, pending)
         except Exception as error:
@@ -220,6 +230,31 @@ class Operations:
             receipt.sign(rounds, delivery)
             rounds.release(delivery)
 
+    # -- events -----------------------------------------------------------------------------------
+
+    def _traced(
+        self, call: RoundCall | JoinCall, receipt: Receipt, work: Coroutine[Any, Any, T]
+    ) -> Coroutine[Any, Any, T]:
+        """`work`, which carries out `call`. In a trace the call begins here, and the other events of it follow."""
+        if self.trace.sink is None:
+            return work
+        receipt.key = self.trace.begin(call, call.operation.nbytes)
+        return self.followed(call, receipt, work)
+
+    def followed(
+        self, call: RoundCall | JoinCall, receipt: Receipt, work: Coroutine[Any, Any, T]
+    ) -> Coroutine[Any, Any, T]:
+        """`work`, which carries out `call` or the rest of it. If there is a trace, its end is told."""
+        trace = self.trace
+        return work if trace.sink is None else trace.follow(call, receipt.key, work, partial(self.tell_end, call))
+
+    def tell_end(self, call: RoundCall | JoinCall, key: int, reduction: object) -> None:
+        """The call is over, and its caller gets `reduction`; None if there was nothing to tell."""
+        if isinstance(reduction, Reduction):
+            self.trace.tell(What.END, call, key, reduction.round, included=reduction.included)
+        else:
+            self.trace.tell(What.END, call, key)
+
     def failed(self, call: RoundCall | JoinCall, error: BaseException) -> None:
         """Abort the communicator, unless this host has no room for the contribution: the others' rounds can go on."""
         if not isinstance(error, UsageError):
@@ -251,7 +286,7 @@ class Operations:
         try:
             if given.staged or name in self._turns:
                 return self._join_in_turn(call, given, pending)
-            work = self._conclude(call, given, pending)
+            work = self._traced(call, Receipt(), self._conclude(call, given, pending))
             return self._backend.start(work, call.__str__, spec.nbytes, _nothing)
         except BaseException:
             self.pending.leave(pending)
@@ -265,7 +300,8 @@ class Operations:
         turn = self._turns.setdefault(call.operation.name, asyncio.Lock())
         self.pending.arrives(pending, given.staged)
         work = partial(self._conclude, call, given, pending)
-        return runner.resuming(runner.start(self._in_turn(turn, arrival, call, work, pending), _nothing), arrival.join)
+        rest = self._traced(call, Receipt(), self._in_turn(turn, arrival, call, work, pending))
+        return runner.resuming(runner.start(rest, _nothing), arrival.join)
 
     async def _conclude(self, call: JoinCall, given: Bundle | Single, pending: PendingCall) -> Reduction | None:
         """The whole call, on whichever loop drives it. A cancellation aborts the communicator, as of a collective."""
@@ -288,6 +324,9 @@ class Operations:
     def hand_over(self, spec: Operation, delivery: Delivery, given: Bundle | Single, waited_s: float) -> Reduction:
         """Write the result into `given`, and copy the missed results: `release` ends their memory's use."""
         results, included, skipped, lag = delivery
+        if self.trace.sink is not None:
+            for result in results:
+                self.trace.tell(What.REDUCE, spec, number=result.number, ranks=result.ranks)
         result = results[-1]
         ranks = result.ranks
         if ranks:  # a round without contributors has no result, and leaves `given` as it is
@@ -341,7 +380,7 @@ def _nothing() -> None:
     pass
 
 
-class _PromptCall(Work[Reduction]):
+class _PromptCall(SharedWork[Reduction]):
     """A call that begins with a plain function. A coroutine does the rest, if the call has to wait."""
 
     # Not `is_atomic`: a signal handler may raise between the end of the round and the accounting of this call.
@@ -350,7 +389,7 @@ class _PromptCall(Work[Reduction]):
     def __init__(
         self, operations: Operations, call: RoundCall, rounds: Rounds, given: Bundle | Single, receipt: Receipt
     ) -> None:
-        self._wait = self._error = None  # of `Work`, whose `__init__` runs when there is a coroutine
+        self._wait = self._error = None  # of `SharedWork`, whose `__init__` runs when there is a coroutine
         self.is_over = False
         self._operations = operations
         self._call = call
@@ -361,9 +400,11 @@ class _PromptCall(Work[Reduction]):
     def begin(self) -> None:
         """Complete the call, or make the coroutine and run that until it waits. An exception is kept for `result`."""
         operations, call, rounds, given = self._operations, self._call, self._rounds, self._given
-        came_s = operations.now_s()
+        came_s, trace = operations.now_s(), operations.trace
         try:
             operations.member.check()
+            if trace.sink is not None:
+                trace.tell(What.ARRIVE, call, self._receipt.key)
             answer = rounds.begin(given)
             if isinstance(answer, Delivery):
                 operations.pending.note(call)
@@ -373,14 +414,18 @@ class _PromptCall(Work[Reduction]):
                     self._receipt.sign(rounds, answer)
                     rounds.release(answer)
                 self.is_over = True
+                if trace.sink is not None:
+                    operations.tell_end(call, self._receipt.key, self._result)
                 return
         except BaseException as error:
             if isinstance(error, Exception):
                 operations.failed(call, error)
+            if trace.sink is not None:
+                trace.give_up(call, self._receipt.key, error)
             self._error = error
             self.is_over = True
             return
         assert rounds.arena is not None
-        body = operations.wait(call, rounds, answer, given, self._receipt)
+        body = operations.followed(call, self._receipt, operations.wait(call, rounds, answer, given, self._receipt))
         super().__init__(rounds.arena, body, operations.member.check, call.__str__)
         super().begin()

@@ -10,16 +10,18 @@ import sys
 from collections.abc import Callable, Coroutine
 from operator import is_
 from types import CodeType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.reduction import Reduction
+from asyncoll.runtime import deadlines
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
 from asyncoll.runtime.signature import Site, place_outside
+from asyncoll.runtime.trace import What
 from asyncoll.tensors.operands import Bundle, Single, bundle
 
 
@@ -38,6 +40,7 @@ class Repeat:
         "_member",
         "_operation",
         "_pending",
+        "_trace",
     )
 
     def __init__(
@@ -51,7 +54,7 @@ class Repeat:
         begin: Callable[[RoundCall, Bundle | Single], Coroutine[Any, Any, Reduction]],
         failed: Callable[[RoundCall, BaseException], None],
     ) -> None:
-        """`at_once` is that of `Rounds`. `arguments` and `dtype` stand for `operation`.
+        """`at_once` makes a whole call of an array. `arguments` and `dtype` stand for `operation`.
 
         `begin` starts a call of a contribution that is not over at once.
         """
@@ -60,6 +63,7 @@ class Repeat:
         self._dtype = dtype
         self._at_once = at_once
         self._member = member
+        self._trace = member.trace
         self._pending = pending
         self._begin = begin
         self._failed = failed
@@ -85,14 +89,26 @@ class Repeat:
             self._code, self._instruction = code, instruction
             call = self._call = RoundCall(self._operation, Site(code, instruction))
         self._member.check_caller()
+        is_traced = self._trace.sink is not None
+        came_s = deadlines.now_s() if is_traced else 0.0
         answer = self._at_once(x)  # may raise the exception of a signal handler, which breaks nothing here
         if isinstance(answer, Exception):
             return self._fail(call, answer)
         if answer is not None:
             self._pending.note(call)
+            if is_traced:
+                self._tell(call, came_s, cast(Any, answer).result)
             return answer
         given = bundle(x, self._operation.op)
         return self._begin(call, given) if given.layout == self._operation.layout else None
+
+    def _tell(self, call: RoundCall, came_s: float, reduction: Reduction) -> None:
+        """The events of a call that is over: no bytecode may run within it."""
+        trace = self._trace
+        key = trace.begin(call, self._operation.nbytes, at_s=came_s)
+        trace.tell(What.ARRIVE, call, key, at_s=came_s)
+        trace.tell(What.REDUCE, self._operation, number=reduction.round, ranks=reduction.ranks)
+        trace.tell(What.END, call, key, reduction.round, included=reduction.included)
 
     async def _fail(self, call: RoundCall, error: Exception) -> Reduction:
         self._failed(call, error)

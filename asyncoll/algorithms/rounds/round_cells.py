@@ -19,7 +19,7 @@ class Head(NamedTuple):
     chunks: int  # all of them
 
 
-class Row(NamedTuple):
+class RankCells(NamedTuple):
     """The cells of one rank.
 
     Its own process writes `staged`, `staged_at`, `ticket`, `weight`, `here`, `waits_for` and the times, and clears
@@ -63,8 +63,8 @@ class Kept(NamedTuple):
     taken: int  # the ticket of the rank's newest contribution when the round took the staged one
 
 
-HEAD_CELLS, ROW_CELLS, KEPT_CELLS = (len(kind._fields) for kind in (Head, Row, Kept))
-COLUMN = Row(*range(ROW_CELLS))  # of the table of all rows
+HEAD_CELLS, ROW_CELLS, KEPT_CELLS = (len(kind._fields) for kind in (Head, RankCells, Kept))
+COLUMN = RankCells(*range(ROW_CELLS))  # of the table of all rows
 KEPT = Kept(*range(KEPT_CELLS))  # of the tables of kept results
 
 # Instead of a block.

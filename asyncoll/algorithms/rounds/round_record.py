@@ -28,7 +28,7 @@ from asyncoll.algorithms.rounds.round_cells import (
     ROW_CELLS,
     Head,
     Kept,
-    Row,
+    RankCells,
     beginnings_at,
     counts_at,
     kept_rounds,
@@ -40,15 +40,17 @@ from asyncoll.algorithms.rounds.round_cells import (
 from asyncoll.algorithms.rounds.unpublished import unpublished
 from asyncoll.arguments import digest
 from asyncoll.runtime.group import Group
+from asyncoll.runtime.trace import Trace, What
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena
 
-SHORT_BYTES = 1 << 14  # so much is copied under the lock, in about a microsecond: to acquire it again takes longer
+# So much is copied under the lock, in about a microsecond. To acquire the lock again takes longer.
+SHORT_BYTES = 1 << 14
 
 Groups = Sequence[tuple[tuple[int, ...], "slice | Array"]]
 
 
-class Staged(NamedTuple):
+class StagedCells(NamedTuple):
     """The staged contribution of a rank."""
 
     block: int  # NONE, or LENT
@@ -83,6 +85,7 @@ class RoundRecord:
         operation: Operation,
         layout: BlockLayout,
         reduce: Callable[[int, Sequence[int]], None],
+        trace: Trace,
         *,
         contributors: int = 0,
         more: int = 0,
@@ -94,6 +97,7 @@ class RoundRecord:
         """
         arena, registry, group = memory
         self._operation = operation
+        self._trace = trace
         self._rank = group.rank
         self.size = size = group.size
         self._contributors = contributors or size
@@ -105,7 +109,7 @@ class RoundRecord:
         self._rows, self._results_at = rows_at(size), results_at(size)
         self._head = Head(*range(size, self._rows))
         ends = range(self._rows, self._results_at + ROW_CELLS, ROW_CELLS)
-        self._row = [Row(*range(first, end)) for first, end in pairwise(ends)]  # of each rank
+        self._row = [RankCells(*range(first, end)) for first, end in pairwise(ends)]  # of each rank
         self._mine = self._row[group.rank]
         self._history = history = operation.history
         self._kept_rounds = kept_rounds(history)
@@ -152,10 +156,10 @@ class RoundRecord:
 
     # -- contributions ----------------------------------------------------------------------------
 
-    def staged(self) -> Staged:
+    def staged(self) -> StagedCells:
         """The staged contribution of this rank."""
         cells, mine = self.cells, self._mine
-        return Staged(cells[mine.staged], cells[mine.staged_at], cells[mine.ticket], self._reals[mine.weight])
+        return StagedCells(cells[mine.staged], cells[mine.staged_at], cells[mine.ticket], self._reals[mine.weight])
 
     def put(self, block: int, address: int, weight: float) -> int:
         """Stage this contribution instead of the staged one. Returns its number, the ticket."""
@@ -176,7 +180,7 @@ class RoundRecord:
         Also without the lock, if that is lost: no rank changes the cells then.
         """
         head, row = ([self.cells[cell] for cell in cells] for cells in (self._head, self._mine))
-        return unpublished(Head(*head), Row(*row), self.published)
+        return unpublished(Head(*head), RankCells(*row), self.published)
 
     @property
     def published(self) -> int:
@@ -255,8 +259,17 @@ class RoundRecord:
 
         Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
         """
-        if self.reduces_at_once:
-            return self._open_and_publish(now_ns)
+        number, start = self.number, self._start_and_publish if self.reduces_at_once else self._start
+        missing = start(now_ns)
+        if not missing and self._trace.sink is not None:
+            self._trace.tell(What.OPEN, self._operation, number=number)
+        return missing
+
+    def _start(self, now_ns: int) -> int:
+        """Open the next round, of contributions that ranks reduce together.
+
+        Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
+        """
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
@@ -291,7 +304,8 @@ class RoundRecord:
             self.blocks.sign(dest, contributors, weight)
             table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken), absent
         cells[head.chunks] = chunks
-        if not chunks:  # there will be no last chunk whose end publishes the round
+        # There will be no last chunk, whose end publishes a round.
+        if not chunks:
             self._publish()
         elif chunks > HELPED:
             self.control_block.wake(min(chunks, self._cores) - 1)
@@ -301,8 +315,11 @@ class RoundRecord:
         """Whether a contribution that is alone is the result of its round."""
         return block != LENT
 
-    def _open_and_publish(self, now_ns: int) -> int:
-        """As `_open`, of a round of short contributions: reduces it and publishes it, too."""
+    def _start_and_publish(self, now_ns: int) -> int:
+        """Open the next round, of short contributions, reduce it and publish it, all in this critical section.
+
+        Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
+        """
         cells, table, blocks, latest = self.cells, self._table, self.blocks, self._head.latest
         number = cells[latest] + 1
         groups = self._groups_of(number)
@@ -335,7 +352,8 @@ class RoundRecord:
             for row, block in zip(self._row, staged, strict=True):
                 if block != NONE:
                     cells[row.staged] = cells[row.staged_at] = NONE
-                    if block != dest:  # otherwise its keeper is that of the result now
+                    # Otherwise its keeper is the one of the result now.
+                    if block != dest:
                         blocks.drop(block)
         self._forget(number)
         self.control_block.wake()
@@ -352,7 +370,8 @@ class RoundRecord:
         blocks = self.blocks
         if len(taken) < 2:  # the contribution is the result: nothing to reduce
             dest = taken[0] if taken else NONE
-            if self._keeps:  # it stays staged, so the block has another keeper
+            # The contribution stays staged, so the block has another keeper.
+            if self._keeps:
                 blocks.keep(dest)
             return dest
         dest = blocks.take()
@@ -455,7 +474,7 @@ class RoundRecord:
         return found
 
     def kept(self, first: int, last: int) -> list[Kept]:
-        """As `keep`, and their blocks are not kept for the caller."""
+        """The results of rounds `first` to `last` that history still has. Their blocks are not kept for the caller."""
         numbers = range(max(first, self.latest - self._history, 1), last + 1)
         return [Kept(*self._results[number % self._kept_rounds, self._rank].tolist()) for number in numbers]
 

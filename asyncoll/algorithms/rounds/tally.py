@@ -137,7 +137,8 @@ class Tally:
         else:
             ranks = tuple([members[place] for place in ranks])
             self.times_s[:, members] += rows[TIMES_S]
-        if ranks or gone < len(members):  # otherwise there is no result, and no caller for it
+        # Otherwise there is no result, and no caller for it.
+        if ranks or gone < len(members):
             self.rounds += 1
             self.active[len(ranks)] += 1
         return Participation(ranks, gone, float(rows[WEIGHT].sum()) if self._rows > WEIGHT else 0.0)

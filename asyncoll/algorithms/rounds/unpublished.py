@@ -6,16 +6,16 @@ rank. Two stores commit:
 
 - `Head.latest`: the round is published, with the contributions of each rank up to the ticket in its `Kept.taken`. Its
   results are written before, and what it has used is cleared and dropped after.
-- `Row.taken`, while a round runs: the contribution has passed from `staged` to `source`. A round of short contributions
-  never runs as other ranks see it: until it is published, its contributions are staged.
+- `RankCells.taken`, while a round runs: the contribution has passed from `staged` to `source`. A round of short
+  contributions never runs as other ranks see it: until it is published, its contributions are staged.
 """
 
 from __future__ import annotations
 
-from asyncoll.algorithms.rounds.round_cells import Head, Row
+from asyncoll.algorithms.rounds.round_cells import Head, RankCells
 
 
-def unpublished(head: Head, row: Row, published: int) -> list[int]:
+def unpublished(head: Head, row: RankCells, published: int) -> list[int]:
     """The addresses of the contributions of a rank that are in no published round, each in one of them.
 
     `head` and `row` are what the cells hold, `published` is the `Kept.taken` of the rank in round `head.latest`, or 0
@@ -23,5 +23,6 @@ def unpublished(head: Head, row: Row, published: int) -> list[int]:
     """
     runs = head.running > head.latest
     taken = row.taken if runs else published
-    addresses = [row.source_at] if taken > published else []  # otherwise the source is that of an earlier round
+    # Otherwise the source is that of an earlier round.
+    addresses = [row.source_at] if taken > published else []
     return [*addresses, row.staged_at] if row.ticket > taken else addresses

@@ -30,11 +30,23 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, LATE, Engine, Instruction, NextRound, Tell, Told
+from asyncoll.algorithms.rounds.engine import (
+    ARRIVED,
+    GONE,
+    JOINED,
+    LATE,
+    Begin,
+    Engine,
+    Instruction,
+    NextRound,
+    Tell,
+    Told,
+)
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.port import Port
+from asyncoll.runtime.trace import What
 from asyncoll.tensors.reductions import Array, combiner, fill_neutral, storage
 from asyncoll.transport.wire import Buffer
 
@@ -292,7 +304,8 @@ class WaitAvoiding(ABC):
         self._latest = result
         # At once, whether or not a caller waits: this rank takes part in the next round in any case.
         self._round = self._arm()
-        self._early.pop(result.number, None)  # these signals came too late, and have no effect any more
+        # These signals came too late, and have no effect any more.
+        self._early.pop(result.number, None)
         waiter = self._waiting.get(result.number)
         if waiter is not None and not waiter.done():
             self._handed = result
@@ -326,6 +339,8 @@ class WaitAvoiding(ABC):
 
     def _follow(self, instructions: Sequence[Instruction]) -> None:
         """Carry out the instructions of the armed round."""
+        if (trace := self._port.trace).sink is not None and self._round.is_opener and Begin() in instructions:
+            trace.tell(What.OPEN, self.operation, number=self._number)  # before any other rank is told
         for instruction in instructions:
             if isinstance(instruction, Tell):
                 self._port.send(instruction.rank, self._number, instruction.step, self._payload(instruction.step))

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from asyncoll.algorithms.seam.collectives import Body, Collectives
-from asyncoll.runtime.copies_back import CopiesBack
+from asyncoll.runtime.copies_back import CommunicatorCopiesBack
 from asyncoll.runtime.member import Member
 from asyncoll.tensors.staged import Arriving, begin_all
 
@@ -22,7 +22,7 @@ class Arrival:
         self._member = member
         self._tensors = tensors
         self._error: BaseException | None = None
-        begin_all(tensors, CopiesBack(member))
+        begin_all(tensors, CommunicatorCopiesBack(member))
 
     async def then(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of `work`, which begins once the tensors have arrived, or have failed, or this is cancelled."""
@@ -62,7 +62,7 @@ class Arrival:
 async def unless_failed(member: Member, work: Callable[[], Coroutine[Any, Any, None]], what: str) -> None:
     """Await `work()`, which is cancelled if the communicator fails. Raises the error of the communicator then.
 
-    `what` is that of `Failures.watch`.
+    `what` describes the wait, for the report of a deadlock.
     """
     with member.watch(what) as ended:
         task = asyncio.ensure_future(work())
@@ -82,6 +82,7 @@ async def to_its_end(work: Awaitable[T]) -> T:
         except asyncio.CancelledError:
             is_cancelled = True
     if is_cancelled and (waiting := asyncio.current_task()) is not None:
-        waiting.uncancel()  # otherwise they count as two, and `asyncio.timeout` raises TimeoutError for one only
+        # Otherwise they count as two, and `asyncio.timeout` raises TimeoutError for one only.
+        waiting.uncancel()
         waiting.cancel()
     return task.result()

@@ -16,7 +16,7 @@ from asyncoll.algorithms.seam.short_calls import Host, ShortCalls
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.device_route import DeviceRoute
-from asyncoll.runtime.lifetime import Part
+from asyncoll.runtime.lifetime import CommunicatorPart
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.registered import SharedMemory
 from asyncoll.tensors.staged import Staged
@@ -24,7 +24,7 @@ from asyncoll.tensors.staged import Staged
 T = TypeVar("T")
 
 
-class Backend(Part, Protocol):
+class Backend(CommunicatorPart, Protocol):
     """How the ranks of one communicator carry out their calls, at one of them."""
 
     @property
@@ -39,7 +39,7 @@ class Backend(Part, Protocol):
         """Make what starts usual calls for `host`. None: all calls go the general way."""
 
     def collectives(self, call: Call[Any]) -> Collectives:
-        """Those of `call`. Called once for each call, in the order of their numbers. The ranks may differ in them.
+        """The collectives of `call`. Called once for each call, in the order of numbers. The ranks may differ in them.
 
         If `call.overlapping` is used while it arrives, it is deferred, copied back meanwhile, and `Staged.put` follows.
         """

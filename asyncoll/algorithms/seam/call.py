@@ -12,6 +12,9 @@ from asyncoll.tensors.staged import Arriving, Staged
 
 T = TypeVar("T")
 
+# Calls that are over at a rank only after all ranks have contributed to its result.
+REDUCING = frozenset(("allreduce", "allreduce_coalesced", "reduce_scatter", "sparse_allreduce", "barrier"))
+
 
 class Call(NamedTuple, Generic[T]):
     """One rank's part of a call of all ranks: what it is, and what it does."""

@@ -25,6 +25,7 @@ class Plan(NamedTuple):
     done: int  # the bytes of the result; 1 for a barrier
     reducing: Traffic  # of the rank that reduces
     receiving: Traffic  # of each other rank
+    epoch: int  # of `Signature`
 
 
 # A call of `ShortCalls`: its plan and number; the code and the instruction of its `Site`.
@@ -35,7 +36,7 @@ def signature_of(entry: Entry) -> Signature:
     """The call that is described there."""
     plan, number, code, instruction = entry
     operation, dtype, elements, detail = plan.kind
-    return Signature(operation, number, dtype, elements, detail, Site(code, instruction))
+    return Signature(operation, number, dtype, elements, detail, Site(code, instruction), plan.epoch)
 
 
 class Host(Protocol):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from asyncoll.algorithms.sparse import selection
-from asyncoll.algorithms.sparse.parts import Chosen, Method, Outcome, Wanted
+from asyncoll.algorithms.sparse.parts import Chosen, SparseMethod, SparseOutcome, Wanted
 from asyncoll.algorithms.sparse.selection import Part
 from asyncoll.tensors import device_operations, reductions
 from asyncoll.tensors.operands import Operand, Resident, as_operand, staged_parts
@@ -21,8 +21,8 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Arriving, CopiesBack, Work
 
 
-class Told(NamedTuple):
-    """What the caller gets of an `Outcome`, as tensors of its kind."""
+class ToldTensors(NamedTuple):
+    """What the caller gets of an `SparseOutcome`, as tensors of its kind."""
 
     indices: Any
     values: Any
@@ -32,7 +32,7 @@ class Told(NamedTuple):
     dense: Any = None
 
     @classmethod
-    def of(cls, outcome: Outcome, tensor: Callable[[Array], Any]) -> Told:
+    def of(cls, outcome: SparseOutcome, tensor: Callable[[Array], Any]) -> ToldTensors:
         """`tensor` makes a flat array such a tensor."""
         return cls(*map(tensor, (*outcome.total, outcome.included, *outcome.lost)))
 
@@ -49,16 +49,16 @@ class Accumulator(Protocol):
     def chosen(self) -> Chosen:
         """The elements that it gives."""
 
-    def become_residual(self, outcome: Outcome, *, dense: bool) -> Told:
+    def become_residual(self, outcome: SparseOutcome, *, dense: bool) -> ToldTensors:
         """Put 0 where elements are in the sum. With `dense`, the sum is told as a whole tensor, too."""
 
 
-def accumulator(method: Method, x: Operand | Resident) -> Accumulator:
+def accumulator(method: SparseMethod, x: Operand | Resident) -> Accumulator:
     """The accumulator `x` for the next round of `method`. Begins to select, in the caller's thread."""
     if isinstance(x, Operand):
-        return OnHost(method, x)
+        return HostTensor(method, x)
     wanted = method.wanted()
-    return OnDevice(wanted, x) if wanted and _pays(wanted, x) else OnHost(method, x.mirrored())
+    return OnDevice(wanted, x) if wanted and _pays(wanted, x) else HostTensor(method, x.mirrored())
 
 
 def _pays(wanted: Wanted, x: Resident) -> bool:
@@ -72,10 +72,10 @@ def _wide(x: Resident) -> str:
     return "float64" if x.dtype == "float64" else "float32"
 
 
-class OnHost:
+class HostTensor:
     """A tensor in memory of the host, or the mirror of one that is on a device."""
 
-    def __init__(self, method: Method, operand: Operand) -> None:
+    def __init__(self, method: SparseMethod, operand: Operand) -> None:
         self._method = method
         self._operand = operand
         self._chosen = self._choose() if operand.staged is None else None
@@ -91,11 +91,11 @@ class OnHost:
     def chosen(self) -> Chosen:
         return self._chosen or self._choose()
 
-    def become_residual(self, outcome: Outcome, *, dense: bool) -> Told:
+    def become_residual(self, outcome: SparseOutcome, *, dense: bool) -> ToldTensors:
         total, operand = outcome.total, self._operand
         operand.flat[outcome.included] = 0
         operand.write_back()
-        told = Told.of(outcome, lambda flat: operand.like(flat, flat.shape, flat.dtype.name))
+        told = ToldTensors.of(outcome, lambda flat: operand.like(flat, flat.shape, flat.dtype.name))
         if dense:
             whole = np.zeros(operand.flat.size, total.values.dtype)
             whole[total.indices] = total.values
@@ -120,7 +120,8 @@ class OnDevice:
         else:
             self._made = [*self._rooms(wanted.k), self._room(self._value.name, 1)]
             self._queue(device_operations.top_k)
-        self._first = staged_parts(self._made)[0]  # it knows the stream on which the program has made the call
+        # This mirror knows the stream on which the program has made the call.
+        self._first = staged_parts(self._made)[0]
 
     @property
     def staged(self) -> Sequence[Arriving]:
@@ -158,13 +159,13 @@ class OnDevice:
         part = Part(indices, values).slice(0, int(np.count_nonzero(indices >= 0)))
         return Chosen(part, float(threshold[0][0]) if threshold else self._wanted.threshold)
 
-    def become_residual(self, outcome: Outcome, *, dense: bool) -> Told:
+    def become_residual(self, outcome: SparseOutcome, *, dense: bool) -> ToldTensors:
         x = self._x
 
         def tensor(flat: Array) -> Any:
             return self._first.like(flat, flat.dtype.name, flat.shape)
 
-        told = Told.of(outcome, tensor)
+        told = ToldTensors.of(outcome, tensor)
         self._first.queue(device_operations.clear, x.source, reads=[told.included])
         if dense:
             reads = [told.indices, told.values]

@@ -14,7 +14,19 @@ import numpy as np
 from asyncoll.algorithms.dense.on_lane import bounds
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse import selection
-from asyncoll.algorithms.sparse.exchange import (
+from asyncoll.algorithms.sparse.parts import (
+    Chosen,
+    SparseOutcome,
+    SparsePacking,
+    Stateless,
+    Wanted,
+    common,
+    join,
+    nothing,
+    sum_parts,
+)
+from asyncoll.algorithms.sparse.selection import Part
+from asyncoll.algorithms.sparse.steps import (
     branches,
     check_refusals,
     deal_parts,
@@ -24,18 +36,6 @@ from asyncoll.algorithms.sparse.exchange import (
     sum_on_host,
     tell_sizes,
 )
-from asyncoll.algorithms.sparse.parts import (
-    Chosen,
-    Outcome,
-    Packing,
-    Stateless,
-    Wanted,
-    common,
-    join,
-    nothing,
-    sum_parts,
-)
-from asyncoll.algorithms.sparse.selection import Part
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 
@@ -56,7 +56,7 @@ class _ByTopk(Stateless):
 class TopkA(_ByTopk):
     """An allgather of the selected elements, which every rank adds up: 2k(P-1) words."""
 
-    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> SparseOutcome:
         return await _gather_and_add(collectives, chosen, self._count)
 
 
@@ -78,15 +78,15 @@ class Gaussiank(Stateless):
         threshold = selection.gaussian_threshold(x, self._density, self._feedback)
         return Chosen(selection.select(x, threshold), threshold)
 
-    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> SparseOutcome:
         return await _gather_and_add(collectives, chosen, self._count)
 
 
-async def _gather_and_add(collectives: Collectives, chosen: Chosen, count: int) -> Outcome:
+async def _gather_and_add(collectives: Collectives, chosen: Chosen, count: int) -> SparseOutcome:
     mine = await sum_on_host(collectives, chosen.finite, count)
     sizes = await tell_sizes(collectives, mine.size if chosen.is_finite else refusal(collectives.rank))
     total = sum_parts(await gather_parts(collectives, mine, sizes), 0, count)
-    return Outcome(total, common(chosen.part.indices, total.indices), 0.0, nothing(mine))
+    return SparseOutcome(total, common(chosen.part.indices, total.indices), 0.0, nothing(mine))
 
 
 class TopkDSA(_ByTopk):
@@ -96,16 +96,16 @@ class TopkDSA(_ByTopk):
     words.
     """
 
-    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> SparseOutcome:
         regions = bounds(self._count, len(owners(collectives)))
         edges = np.array([start for start, _ in regions] + [self._count], np.int64)
         sums = await deal_parts(collectives, chosen.finite, edges)
         sizes = await tell_sizes(collectives, sums.size if chosen.is_finite else refusal(collectives.rank))
-        if sizes.sum() * Packing(sums).element_bytes < self._count * sums.values.itemsize:
+        if sizes.sum() * SparsePacking(sums).element_bytes < self._count * sums.values.itemsize:
             total = join(await gather_parts(collectives, sums, sizes))
         else:
             total = await self._gather_densely(collectives, sums, edges)
-        return Outcome(total, common(chosen.part.indices, total.indices), 0.0, nothing(total))
+        return SparseOutcome(total, common(chosen.part.indices, total.indices), 0.0, nothing(total))
 
     async def _gather_densely(self, collectives: Collectives, sums: Part, edges: Array) -> Part:
         whole = np.zeros(self._count, sums.values.dtype)
@@ -122,11 +122,11 @@ class GTopk(_ByTopk):
     """A reduction along a binary tree that keeps the k largest elements of each sum of two: 4k log2 P words.
 
     An element that is dropped in one subtree may survive in another. Its contributors in the first subtree see it in
-    the result, and clear it: their part is lost. The rank that has dropped it reports the amount in `Outcome.lost`.
+    the result, and clear it: their part is lost. The rank that has dropped it tells the amount in `SparseOutcome.lost`.
     """
 
-    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
-        packing, mine = Packing(chosen.part), chosen.part
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> SparseOutcome:
+        packing, mine = SparsePacking(chosen.part), chosen.part
         size = mine.size if chosen.is_finite else refusal(collectives.rank)
         dropped = [nothing(mine)]
         for ranks, distance in branches(collectives):
@@ -141,7 +141,7 @@ class GTopk(_ByTopk):
         gone = self._sum(dropped)
         missing = common(gone.indices, total.indices)
         lost = Part(missing, gone.values[np.searchsorted(gone.indices, missing)])
-        return Outcome(total, common(chosen.part.indices, total.indices), 0.0, lost)
+        return SparseOutcome(total, common(chosen.part.indices, total.indices), 0.0, lost)
 
     def _sum(self, parts: list[Part]) -> Part:
         return sum_parts(parts, 0, self._count)
@@ -158,7 +158,7 @@ class GTopk(_ByTopk):
 
 
 async def _climb(
-    collectives: Collectives, packing: Packing, mine: Part, size: int, ranks: Sequence[int], distance: int
+    collectives: Collectives, packing: SparsePacking, mine: Part, size: int, ranks: Sequence[int], distance: int
 ) -> Part | int | None:
     """One level of the tree of `ranks`. Returns what this rank gets there: a part or a refusal; or None."""
     gives = takes = False
@@ -179,7 +179,7 @@ async def _climb(
     return int(coming[0]) if raw is None else packing.unpack(raw)
 
 
-async def _descend(collectives: Collectives, packing: Packing, mine: Part, size: int) -> Part:
+async def _descend(collectives: Collectives, packing: SparsePacking, mine: Part, size: int) -> Part:
     """Rank 0's final part, at every rank."""
     head = np.array([size], np.int64)
     await collectives.broadcast(head, 0)
@@ -201,8 +201,8 @@ class Dense(Stateless):
             return Chosen(bad, np.inf)
         return Chosen(Part(np.arange(x.size, dtype=selection.index_dtype(x.size)), x.copy()), 0.0)
 
-    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> SparseOutcome:
         await tell_sizes(collectives, chosen.part.size if chosen.is_finite else refusal(collectives.rank))
         whole = chosen.part.values
         await collectives.allreduce(whole, ReduceOp.SUM, whole.dtype.name)
-        return Outcome(chosen.part, chosen.part.indices.copy(), 0.0, nothing(chosen.part))
+        return SparseOutcome(chosen.part, chosen.part.indices.copy(), 0.0, nothing(chosen.part))

@@ -14,9 +14,9 @@ import numpy as np
 
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse import selection
-from asyncoll.algorithms.sparse.exchange import deal_parts, gather_parts, owners, refusal, tell_sizes
-from asyncoll.algorithms.sparse.parts import Chosen, Outcome, Packing, Wanted, common, join, nothing
+from asyncoll.algorithms.sparse.parts import Chosen, SparseOutcome, SparsePacking, Wanted, common, join, nothing
 from asyncoll.algorithms.sparse.selection import Part
+from asyncoll.algorithms.sparse.steps import deal_parts, gather_parts, owners, refusal, tell_sizes
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 # Words of the histogram search for float32 sums: 4 rounds of 256 counts, each sent twice by an allreduce. For float64
@@ -62,7 +62,7 @@ class OkTopk:
     def choose(self, x: Array) -> Chosen:
         return self.wanted().choose(x)
 
-    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> SparseOutcome:
         """Algorithm 1, lines 5 to 14."""
         given, edges = chosen.finite, self._edges
         # A restored state may be that of ranks on other hosts.
@@ -78,7 +78,7 @@ class OkTopk:
         self._edges = edges
         self._local = self._next_threshold(chosen.threshold, chosen.part.size)
         self._global = self._next_threshold(threshold, total.size)
-        return Outcome(total, common(chosen.part.indices, total.indices), threshold, nothing(total))
+        return SparseOutcome(total, common(chosen.part.indices, total.indices), threshold, nothing(total))
 
     def state(self) -> dict[str, Any]:
         return {"round": self._round, "local": self._local, "global": self._global, "edges": self._edges.tolist()}
@@ -135,7 +135,7 @@ async def _balance_and_allgather(collectives: Collectives, chosen: Chosen, mine:
 
 async def _balance(collectives: Collectives, mine: Part, sizes: Array) -> Part:
     """This rank's share of the owners' sums, of these `sizes`, when each owner has equally many, in the same order."""
-    packing, have = Packing(mine), owners(collectives)
+    packing, have = SparsePacking(mine), owners(collectives)
     outgoing, incoming = [packing.room(0)] * collectives.size, [packing.room(0)] * collectives.size
     if collectives.rank in have:
         place = have.index(collectives.rank)

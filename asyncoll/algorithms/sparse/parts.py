@@ -38,7 +38,7 @@ class Chosen(NamedTuple):
         return self.part if self.is_finite else nothing(self.part)
 
 
-class Outcome(NamedTuple):
+class SparseOutcome(NamedTuple):
     """The result of a round at one rank."""
 
     total: Part  # the sum, the same bits at every rank
@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
         return Chosen(select(x, self.threshold, 2 * self.k), self.threshold)
 
 
-class Method(Protocol):
+class SparseMethod(Protocol):
     """A sparse allreduce of vectors of one length, with its state from round to round."""
 
     def wanted(self) -> Wanted | None:
@@ -69,7 +69,7 @@ class Method(Protocol):
     def choose(self, x: Array) -> Chosen:
         """Select the elements of `x`, float32 or float64, for the next round. Sends nothing."""
 
-    async def reduce(self, collectives: Collectives, chosen: Chosen) -> Outcome:
+    async def reduce(self, collectives: Collectives, chosen: Chosen) -> SparseOutcome:
         """Carry out the round, at every rank.
 
         Raises NonFiniteError at every rank, and keeps nothing of the round, if any rank's choice is not finite.
@@ -95,7 +95,7 @@ class Stateless:
 # -- packing ------------------------------------------------------------------------------------
 
 
-class Packing:
+class SparsePacking:
     """Indices and values in one array of bytes; the wider of them first, so that both are aligned."""
 
     def __init__(self, part: Part) -> None:

@@ -29,7 +29,8 @@ from asyncoll.tensors.reductions import Array
 _BLOCK = 1 << 16  # elements: a block and its scratch arrays stay in a core's own cache between passes
 _SAMPLE = 1 << 16  # elements: at a density of 1 %, four standard deviations of the sample's count are 16 % of it
 _DIGIT = 8  # bits that a round of `KthSearch` settles
-_LONG_DIGIT = 11  # from `_MANY` elements on: a round less, and six times the words, 12,288, which are few then
+# From `_MANY` elements on: one round less, and six times the words, 12,288, which are few then.
+_LONG_DIGIT = 11
 _MANY = 1 << 17
 _ADJUSTMENTS = 20  # the most adjustments of a fitted threshold, as in the authors' code
 _IMBALANCE = 4  # times the mean, from which sizes are balanced (section 5.3)
@@ -288,7 +289,8 @@ class KthSearch:
     def narrow(self, totals: Array) -> None:
         """Settle the next digit. `totals` is the sum of all ranks' counts."""
         not_below = np.cumsum(totals[::-1])[::-1]
-        if not_below[0] < self._k:  # only in the first round: later rounds have enough values
+        # Only in the first round this can be: later ones have enough values.
+        if not_below[0] < self._k:
             self._open = 0
             return
         digit = int(np.flatnonzero(not_below >= self._k)[-1])
@@ -334,7 +336,7 @@ def consensus(total: Array, size: int, count: int) -> Array:
 # -- balance -------------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
+class MovedElements(NamedTuple):
     """Elements [start, stop) of this rank's, which go to `rank` or come from it."""
 
     rank: int
@@ -356,7 +358,7 @@ def balanced_sizes(sizes: Array) -> Array:
     return small + (np.arange(sizes.size, dtype=np.int64) < larger)
 
 
-def outgoing_pieces(sizes: Array, rank: int) -> list[Piece]:
+def outgoing_pieces(sizes: Array, rank: int) -> list[MovedElements]:
     """The pieces that `rank` sends, its own included, so that all ranks have `balanced_sizes`; in order, none empty.
 
     The concatenation of all ranks' elements in the order of ranks stays the same; only the cuts move.
@@ -364,13 +366,13 @@ def outgoing_pieces(sizes: Array, rank: int) -> list[Piece]:
     return _overlaps(sizes, balanced_sizes(sizes), rank)
 
 
-def incoming_pieces(sizes: Array, rank: int) -> list[Piece]:
+def incoming_pieces(sizes: Array, rank: int) -> list[MovedElements]:
     """The pieces that `rank` receives, to have `balanced_sizes(sizes)[rank]` elements; in order, none empty."""
     return _overlaps(balanced_sizes(sizes), sizes, rank)
 
 
-def _overlaps(mine: Array, others: Array, rank: int) -> list[Piece]:
+def _overlaps(mine: Array, others: Array, rank: int) -> list[MovedElements]:
     """The pieces into which the cuts of `others` divide part `rank` of `mine`, counted from its start."""
     start = int(mine[:rank].sum())
     edges = np.clip(np.concatenate([[0], np.cumsum(others)]) - start, 0, mine[rank])
-    return [Piece(other, *ends) for other, ends in enumerate(pairwise(edges.tolist())) if ends[0] < ends[1]]
+    return [MovedElements(other, *ends) for other, ends in enumerate(pairwise(edges.tolist())) if ends[0] < ends[1]]

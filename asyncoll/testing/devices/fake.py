@@ -16,9 +16,9 @@ import numpy as np
 
 from asyncoll.forks import address_of
 from asyncoll.tensors.reductions import Array, build, dtype_name, storage, torch_view
-from asyncoll.testing.devices.exchange import POISON, FakeExchange
+from asyncoll.testing.devices.fake_exchange import POISON, FakeExchange
 from asyncoll.testing.devices.order import Accesses, Order, Ticket
-from asyncoll.testing.devices.streams import Operation, Streams, TurnedBy
+from asyncoll.testing.devices.streams import Streams, StreamWork, TurnedBy
 from asyncoll.transport.staging import RefusedError
 from asyncoll.transport.staging.mirrors import staging
 
@@ -31,7 +31,7 @@ class Hazard(AssertionError):  # noqa: N818
 
 
 @dataclass
-class _Memory:
+class _DeviceMemory:
     """A piece of the memory of the device, and how it is used."""
 
     content: Array  # its bytes
@@ -88,7 +88,9 @@ class FakeTransfer:
 class FakeMark:
     """A `Mark` of a fake device: where the elements are, packed, and the operation that comes before all copies."""
 
-    def __init__(self, device: FakeDevice, x: Any, memory: _Memory, start: int, stream: str, event: Operation) -> None:
+    def __init__(
+        self, device: FakeDevice, x: Any, memory: _DeviceMemory, start: int, stream: str, event: StreamWork
+    ) -> None:
         self._device = device
         self.x = x
         self.memory = memory
@@ -96,9 +98,9 @@ class FakeMark:
         self.nbytes: int = x.nbytes
         self.stream = stream
         self.event = event
-        self.copies: list[Operation] = []
+        self.copies: list[StreamWork] = []
         self.is_changed = False  # by a copy
-        self.unpacked: list[Operation] = []  # the one that has given the tensor its values
+        self.unpacked: list[StreamWork] = []  # the one that has given the tensor its values
 
     @property
     def elements(self) -> Array:
@@ -160,7 +162,7 @@ class FakeDevice:
         self._random = np.random.default_rng([seed, 1])
         self._streams = Streams(seed, turned_by)
         self._order = Order((_DEFAULT, _OUT, _IN))
-        self._memories: dict[int, _Memory] = {}  # by the address of the decoy
+        self._memories: dict[int, _DeviceMemory] = {}  # by the address of the decoy
         self._many = 64  # of them: look for those whose tensors are gone
         self._current = threading.local()
         self._pinned: dict[int, int] = {}  # bytes, by address
@@ -179,7 +181,7 @@ class FakeDevice:
         decoy = _bytes_of(owner)
         with self._streams.lock:
             self._forget_unused()
-            self._memories[owner.data_ptr()] = _Memory(decoy.copy(), decoy=decoy, owner=owner)
+            self._memories[owner.data_ptr()] = _DeviceMemory(decoy.copy(), decoy=decoy, owner=owner)
         decoy[:] = POISON
         return x
 
@@ -235,7 +237,8 @@ class FakeDevice:
     def holds(self, x: Any) -> bool:
         try:
             return x.untyped_storage().data_ptr() in self._memories
-        except (RuntimeError, NotImplementedError):  # it has no memory: sparse, fake, nested
+        # Such a tensor has no memory of its own: it is sparse, fake or nested.
+        except (RuntimeError, NotImplementedError):
             return False
 
     def check(self) -> None:
@@ -283,7 +286,7 @@ class FakeDevice:
                 elements, packed = self._elements(x), np.full(x.nbytes, POISON, np.uint8)
                 self._use(ticket, memory, start, stop, writes=False)
                 steps = _once(lambda: _copy(packed.view(elements.dtype), elements.reshape(-1)))
-                memory, start = _Memory(packed), 0
+                memory, start = _DeviceMemory(packed), 0
                 self._use(ticket, memory, 0, packed.nbytes, writes=True)
             return FakeMark(self, x, memory, start, self._stream, self._add(ticket, steps))
 
@@ -375,7 +378,7 @@ class FakeDevice:
     def _stream(self) -> str:
         return getattr(self._current, "stream", _DEFAULT)
 
-    def _compute(self, function: Callable[..., object], writes: Sequence[Any], reads: Sequence[Any]) -> Operation:
+    def _compute(self, function: Callable[..., object], writes: Sequence[Any], reads: Sequence[Any]) -> StreamWork:
         with self._streams.lock:
             tensors = (*writes, *reads)
             arrays = [self._elements(x) for x in tensors]
@@ -391,17 +394,18 @@ class FakeDevice:
         def carry_out(*arrays: Array) -> None:
             try:
                 work(*map(torch_view, arrays, dtypes))
-            except Exception as error:  # of content that makes no sense; a real device does no more work after it
+            # Content that makes no sense raises here. A real device does no more work after it.
+            except Exception as error:
                 self._broken = error
 
         return carry_out
 
-    def _add(self, ticket: Ticket, steps: Iterator[None], after: Sequence[Operation] = ()) -> Operation:
-        operation = Operation(ticket, steps, after)
+    def _add(self, ticket: Ticket, steps: Iterator[None], after: Sequence[StreamWork] = ()) -> StreamWork:
+        operation = StreamWork(ticket, steps, after)
         self._streams.add(operation)
         return operation
 
-    def _wait(self, stream: str, operations: Sequence[Operation]) -> None:
+    def _wait(self, stream: str, operations: Sequence[StreamWork]) -> None:
         ticket = self._order.queue(stream, *(operation.ticket for operation in operations))
         self._add(ticket, iter(()), operations)
 
@@ -472,11 +476,11 @@ class FakeDevice:
                 del self._memories[address]
         self._many = 2 * len(self._memories) + 64
 
-    def _check(self, memory: _Memory) -> None:
+    def _check(self, memory: _DeviceMemory) -> None:
         if memory.decoy is not None and (memory.decoy != POISON).any():
             self.note("the host has written to the memory of a tensor of the device")
 
-    def _memory(self, x: Any) -> _Memory:
+    def _memory(self, x: Any) -> _DeviceMemory:
         return self._memories[x.untyped_storage().data_ptr()]
 
     def _elements(self, x: Any) -> Array:
@@ -486,7 +490,7 @@ class FakeDevice:
         content = self._memory(x).content
         return np.ndarray(tuple(x.shape), dtype, content.data, x.storage_offset() * dtype.itemsize, strides)
 
-    def _use(self, ticket: Ticket, memory: _Memory, start: int, stop: int, *, writes: bool) -> None:
+    def _use(self, ticket: Ticket, memory: _DeviceMemory, start: int, stop: int, *, writes: bool) -> None:
         if other := memory.accesses.add(ticket, start, stop, writes=writes):
             verb = "writes" if writes else "reads"
             self.note(f"an operation of stream {ticket.stream!r} {verb} memory, and nothing orders it with {other}")

@@ -91,7 +91,8 @@ class Accesses:
             if (writes or known.writes) and max(start, known.start) < until and not _is_before(known, until, ticket):
                 verb = "writes" if known.writes else "reads"
                 collision = f"an operation of stream {known.ticket.stream!r} that {verb} bytes {known.start} to {until}"
-        if writes:  # later uses collide with this one, or with none that it covers
+        # Later uses collide with this one, or with none that it covers.
+        if writes:
             self._known = [each for each in self._known if not (start <= each.start and each.stop <= stop)]
         self._known.append(_Access(ticket, start, stop, start, writes))
         return collision

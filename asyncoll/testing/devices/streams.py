@@ -16,10 +16,10 @@ TurnedBy = Literal["thread", "loop", "program"]
 _PAUSE_S = 0.0005  # at most, between two turns
 
 
-class Operation:
+class StreamWork:
     """Work on a stream. `steps` does a part of it at each step; `after` are the operations that it waits for."""
 
-    def __init__(self, ticket: Ticket, steps: Iterator[None], after: Sequence[Operation] = ()) -> None:
+    def __init__(self, ticket: Ticket, steps: Iterator[None], after: Sequence[StreamWork] = ()) -> None:
         self.ticket = ticket
         self.is_over = False
         self._steps = steps
@@ -40,20 +40,24 @@ class Streams:
 
     def __init__(self, seed: int, turned_by: TurnedBy) -> None:
         self._random = np.random.default_rng(seed)
-        self._queues: dict[str, deque[Operation]] = {}
+        self._queues: dict[str, deque[StreamWork]] = {}
         self.lock = threading.RLock()
-        turners: dict[str, Callable[[Streams], _Turner]] = {"thread": _Thread, "loop": _Loop, "program": _Program}
+        turners: dict[str, Callable[[Streams], _Turner]] = {
+            "thread": _TurningThread,
+            "loop": _Loop,
+            "program": _ProgramTurns,
+        }
         self._turner = turners[turned_by](self)
 
-    def add(self, operation: Operation) -> None:
+    def add(self, operation: StreamWork) -> None:
         with self.lock:
             self._queues.setdefault(operation.ticket.stream, deque()).append(operation)
         self._turner.wake()
 
     def hold(self, ticket: Ticket) -> Callable[[], None]:
         """Add an operation that is over once the function that is returned has been called."""
-        gate = Operation(ticket, iter(()))
-        self.add(Operation(ticket, iter(()), [gate]))
+        gate = StreamWork(ticket, iter(()))
+        self.add(StreamWork(ticket, iter(()), [gate]))
 
         def release() -> None:
             with self.lock:
@@ -98,7 +102,7 @@ class _Turner(Protocol):
     def close(self) -> None: ...
 
 
-class _Program:
+class _ProgramTurns:
     """The program turns the streams itself: nothing moves until it does."""
 
     def __init__(self, streams: Streams) -> None: ...
@@ -108,7 +112,7 @@ class _Program:
     def close(self) -> None: ...
 
 
-class _Thread:
+class _TurningThread:
     """A thread turns the streams, with pauses of random length."""
 
     def __init__(self, streams: Streams) -> None:

@@ -13,8 +13,8 @@ import numpy as np
 
 from asyncoll.errors import UsageError
 from asyncoll.launch.placement import HERE, Placement
-from asyncoll.testing.faults.calls import OPERATIONS
-from asyncoll.testing.faults.core import core_points, operations_passing
+from asyncoll.testing.faults.checked_calls import OPERATIONS
+from asyncoll.testing.faults.core_points import core_points, operations_passing
 from asyncoll.testing.faults.host_faults import CutHost, DownHost, KillHost, StopHost
 from asyncoll.testing.faults.injectors import (
     MOMENTS,
@@ -34,7 +34,8 @@ from asyncoll.testing.faults.staged_calls import STAGED
 from asyncoll.testing.faults.staging_points import STAGING_POINTS
 
 DEATH_S = 0.1  # after a death, every survivor must have raised within this time
-FREEZE_S = 1.0  # after a freeze likewise
+# After a freeze they have this time.
+FREEZE_S = 1.0
 MIXED = "shm-mixed"  # shared memory, and every second rank does without the compiled core
 _AT_CORE_POINTS = ("kill", "stop")  # the faults that strike at the injection points of the compiled core
 _LETTERS = "abcdefgh"  # names of hosts
@@ -51,7 +52,7 @@ class TroubleError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FaultKind:
     """A fault, and the errors and times that the matrix expects of the survivors."""
 
     make: Callable[[], Fault]
@@ -67,27 +68,27 @@ class Kind:
     of_program: bool = False  # an end of PROGRAMS only: those of `run` leave their world by it
 
 
-KINDS: dict[str, Kind] = {
-    "kill": Kind(Kill, ("PeerLostError",), DEATH_S),
-    "orphan": Kind(Orphan, ("PeerLostError",), DEATH_S, leaves_a_child=True),
-    "exit": Kind(lambda: Exit(3), ("PeerLostError",), DEATH_S),
-    "raise": Kind(lambda: Raise(TroubleError("a fault")), ("AbortedError",), DEATH_S),
+KINDS: dict[str, FaultKind] = {
+    "kill": FaultKind(Kill, ("PeerLostError",), DEATH_S),
+    "orphan": FaultKind(Orphan, ("PeerLostError",), DEATH_S, leaves_a_child=True),
+    "exit": FaultKind(lambda: Exit(3), ("PeerLostError",), DEATH_S),
+    "raise": FaultKind(lambda: Raise(TroubleError("a fault")), ("AbortedError",), DEATH_S),
     # PeerLostError if the handler has raised in the middle of an RPC message.
-    "signal": Kind(Signal, ("AbortedError", "PeerLostError"), DEATH_S),
+    "signal": FaultKind(Signal, ("AbortedError", "PeerLostError"), DEATH_S),
     # Ctrl-C, which cancels `main`.
-    "interrupt": Kind(lambda: Signal(signal.SIGINT), ("AbortedError", "PeerLostError"), DEATH_S),
-    "terminate": Kind(lambda: Signal(signal.SIGTERM), ("PeerLostError",), DEATH_S),
-    "crash": Kind(lambda: Signal(signal.SIGSEGV), ("PeerLostError",), DEATH_S),
-    "fatal": Kind(lambda: Signal(signal.SIGABRT), ("PeerLostError",), DEATH_S),  # a fatal error of the interpreter
-    "return": Kind(lambda: Raise(EarlyReturn()), ("AbortedError", "PeerLostError"), DEATH_S, of_program=True),
-    "disconnect": Kind(Disconnect, ("PeerLostError",), DEATH_S),
-    "stop": Kind(Stop, ("PeerLostError",), FREEZE_S, stops=True),
-    "kill-host": Kind(KillHost, ("PeerLostError",), DEATH_S, of_host=True, signal=signal.SIGKILL),
-    "stop-host": Kind(StopHost, ("PeerLostError",), FREEZE_S, of_host=True, signal=signal.SIGSTOP, stops=True),
-    "down-host": Kind(DownHost, ("PeerLostError",), FREEZE_S, of_host=True, leaves_running=True),
-    "cut-host": Kind(CutHost, ("PeerLostError",), FREEZE_S, of_host=True, leaves_running=True),
-    "gil": Kind(lambda: HoldGil(5.0), lasts_s=5.0),
-    "slow": Kind(lambda: Slow(10.0, 1.0), lasts_s=1.0),
+    "interrupt": FaultKind(lambda: Signal(signal.SIGINT), ("AbortedError", "PeerLostError"), DEATH_S),
+    "terminate": FaultKind(lambda: Signal(signal.SIGTERM), ("PeerLostError",), DEATH_S),
+    "crash": FaultKind(lambda: Signal(signal.SIGSEGV), ("PeerLostError",), DEATH_S),
+    "fatal": FaultKind(lambda: Signal(signal.SIGABRT), ("PeerLostError",), DEATH_S),  # a fatal error of the interpreter
+    "return": FaultKind(lambda: Raise(EarlyReturn()), ("AbortedError", "PeerLostError"), DEATH_S, of_program=True),
+    "disconnect": FaultKind(Disconnect, ("PeerLostError",), DEATH_S),
+    "stop": FaultKind(Stop, ("PeerLostError",), FREEZE_S, stops=True),
+    "kill-host": FaultKind(KillHost, ("PeerLostError",), DEATH_S, of_host=True, signal=signal.SIGKILL),
+    "stop-host": FaultKind(StopHost, ("PeerLostError",), FREEZE_S, of_host=True, signal=signal.SIGSTOP, stops=True),
+    "down-host": FaultKind(DownHost, ("PeerLostError",), FREEZE_S, of_host=True, leaves_running=True),
+    "cut-host": FaultKind(CutHost, ("PeerLostError",), FREEZE_S, of_host=True, leaves_running=True),
+    "gil": FaultKind(lambda: HoldGil(5.0), lasts_s=5.0),
+    "slow": FaultKind(lambda: Slow(10.0, 1.0), lasts_s=1.0),
 }
 
 
@@ -113,7 +114,7 @@ class Cell:
     @property
     def lost(self) -> tuple[int, ...]:
         """The ranks that are lost."""
-        victim, place = Plan.draw(self).victim, self.placement
+        victim, place = CellPlan.draw(self).victim, self.placement
         return tuple(place.ranks_of(place.host_of(victim))) if KINDS[self.kind].of_host else (victim,)
 
     @property
@@ -134,7 +135,7 @@ class Cell:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CellPlan:
     """The choices that the seed of a cell makes."""
 
     victim: int
@@ -152,7 +153,7 @@ class Plan:
         return self.depth * _JOINING_S
 
     @classmethod
-    def draw(cls, cell: Cell) -> Plan:
+    def draw(cls, cell: Cell) -> CellPlan:
         random = np.random.default_rng([cell.seed, zlib.crc32(cell.name.encode())])
         lengths = _ELEMENTS if cell.hosts == 1 else _ELEMENTS_BETWEEN_HOSTS
         elements = int(random.choice(lengths)) // cell.size * cell.size

@@ -11,7 +11,7 @@ from typing import ClassVar
 from asyncoll.errors import UsageError
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.testing.faults.host_networks import cut_cable, set_interface_down
-from asyncoll.testing.faults.injectors import Kill, Place
+from asyncoll.testing.faults.injectors import FaultPlace, Kill
 from asyncoll.transport.messages.simulated import SimulatedTransport
 
 
@@ -19,7 +19,7 @@ from asyncoll.transport.messages.simulated import SimulatedTransport
 class KillHost(Kill):
     """Kill all processes of the rank's host (SIGKILL). In a simulated world all of its ranks crash."""
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         endpoint = place.comm._core.member.endpoint
         if isinstance(endpoint.transport, SimulatedTransport):
             for rank in (*_others(endpoint), endpoint.rank):
@@ -36,7 +36,7 @@ class StopHost:
 
     of_process: ClassVar[bool] = True
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         for pid in _pids(place.comm._core.member.endpoint):
             os.kill(pid, signal.SIGSTOP)
         signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
@@ -48,7 +48,7 @@ class DownHost:
 
     of_process: ClassVar[bool] = True
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         set_interface_down()
 
 
@@ -58,7 +58,7 @@ class CutHost:
 
     of_process: ClassVar[bool] = True
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         cut_cable()
 
 

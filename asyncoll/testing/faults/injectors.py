@@ -23,7 +23,7 @@ from asyncoll import forks
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.runtime.progress import SharedLoop
-from asyncoll.testing.faults.core import CorePoint, core_points
+from asyncoll.testing.faults.core_points import CorePoint, core_points
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.staging_points import STAGING_POINTS, StagingPoint
 from asyncoll.transport.messages.simulated import SimulatedTransport
@@ -44,7 +44,7 @@ _CONTINUE = """
 _RUNNING_S = 0.005  # time between two stops of a slow rank: with factor 10 a stop is far shorter than a freeze
 
 
-class Place:
+class FaultPlace:
     """The rank that a fault strikes, and the task that entered `fault` there; there is none without an event loop."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -88,7 +88,7 @@ class Fault(Protocol):
     def of_process(self) -> bool:
         """Whether the fault strikes a whole process, and so all the ranks in it."""
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         """Inject the fault now. Called in the thread that passes the injection point."""
 
 
@@ -98,7 +98,7 @@ class Kill:
 
     of_process: ClassVar[bool] = True
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         transport = place.comm._core.member.endpoint.transport
         if isinstance(transport, SimulatedTransport):
             transport.crash()
@@ -116,7 +116,7 @@ class Orphan:
     lives_s: int = 60
     of_process: ClassVar[bool] = True
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         if os.fork():
             os.kill(os.getpid(), signal.SIGKILL)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -132,7 +132,7 @@ class Exit:
     code: int = 1
     of_process: ClassVar[bool] = True
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         os._exit(self.code)
 
 
@@ -143,7 +143,7 @@ class Signal:
     number: int = signal.SIGTERM
     of_process: ClassVar[bool] = True
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         os.kill(os.getpid(), self.number)
 
 
@@ -154,7 +154,7 @@ class Stop:
     duration_s: float = math.inf
     of_process: ClassVar[bool] = True
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         if self.duration_s < math.inf:
             _start(_CONTINUE, self.duration_s)
         # To this thread: a signal to the process may reach another one, and this thread would go on for a moment.
@@ -169,7 +169,7 @@ class Slow:
     duration_s: float = 1.0
     of_process: ClassVar[bool] = True
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         stopped_s = _RUNNING_S * (self.factor - 1)
         _start(_STOP_AND_GO, math.ceil(self.duration_s / (stopped_s + _RUNNING_S)), stopped_s, _RUNNING_S)
 
@@ -181,7 +181,7 @@ class HoldGil:
     duration_s: float
     of_process: ClassVar[bool] = False
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         ctypes.PyDLL(None).usleep(round(self.duration_s * 1e6))  # PyDLL, unlike CDLL, does not release the GIL
 
 
@@ -195,7 +195,7 @@ class Raise:
     error: Exception
     of_process: ClassVar[bool] = False
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         place.interrupt(self.error)
 
 
@@ -205,7 +205,7 @@ class Disconnect:
 
     of_process: ClassVar[bool] = True
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         transport: Any = place.comm._core.member.endpoint.transport
         peers = getattr(transport, "_inner", transport).peers  # a SlottedTransport wraps the one with peers
         addresses = set(map(forks.canonical, peers))
@@ -254,7 +254,7 @@ def fault(
     if comm.rank != rank:
         yield
         return
-    place = Place(comm)
+    place = FaultPlace(comm)
     if at == "before":
         what.strike(place)
         place.settle()
@@ -269,7 +269,7 @@ def fault(
     if at in MOMENTS:
         points = InjectionPoints(comm, passed)
     else:
-        points = StagingPoint(at, passed) if at in STAGING_POINTS else CorePoint(at, passed)
+        points = StagingPoint(comm, at, passed) if at in STAGING_POINTS else CorePoint(at, passed)
     try:
         with points if at != "after" else contextlib.nullcontext():
             yield

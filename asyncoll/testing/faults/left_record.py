@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.between_hosts import HostRounds
-from asyncoll.algorithms.rounds.in_memory import OneSidedRounds
+from asyncoll.algorithms.rounds.host_rounds import HostRounds
+from asyncoll.algorithms.rounds.one_sided import OneSidedRounds
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError
 from asyncoll.tensors.reductions import Array

@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from asyncoll.testing.faults.calls import OPERATIONS
+from asyncoll.testing.faults.cell_processes import happen
 from asyncoll.testing.faults.cells import JOINING, KINDS, Cell
-from asyncoll.testing.faults.checks import Verdict, judge
-from asyncoll.testing.faults.processes import happen
+from asyncoll.testing.faults.checked_calls import OPERATIONS
+from asyncoll.testing.faults.judging import Verdict, judge
 from asyncoll.testing.faults.programs import PROGRAMS
 from asyncoll.testing.faults.staged_calls import STAGED
 

@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 
 from asyncoll.blocking import BlockingCommunicator, init
-from asyncoll.testing.faults.calls import all_are
+from asyncoll.testing.faults.checked_calls import all_are
 
 Joined = tuple[
     BlockingCommunicator, Callable[[], None]
 ]  # the communicator, and a step: a call, and checks of its result
 Joining = Callable[[int], AbstractContextManager[Joined]]  # its argument is the number of elements
 
-_STEPS_TOGETHER = 3  # of DDP: until it has made its final buckets, a solo hook waits for all ranks
+# Steps of DDP that all ranks make: until it has made its final buckets, a solo hook waits for all ranks.
+_STEPS_TOGETHER = 3
 
 
 class EarlyReturn(Exception):  # noqa: N818

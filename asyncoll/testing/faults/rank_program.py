@@ -23,10 +23,10 @@ import uvloop
 
 from asyncoll.communicator import Communicator
 from asyncoll.launch import control
-from asyncoll.testing.faults.calls import OPERATIONS, echo
-from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, Plan
+from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, CellPlan
+from asyncoll.testing.faults.checked_calls import OPERATIONS, echo
 from asyncoll.testing.faults.injection_points import InjectionPoints
-from asyncoll.testing.faults.injectors import Fault, Place, fault
+from asyncoll.testing.faults.injectors import Fault, FaultPlace, fault
 from asyncoll.testing.faults.left_record import left_records
 from asyncoll.testing.faults.programs import PROGRAMS, EarlyReturn
 from asyncoll.testing.faults.staged_calls import STAGED
@@ -50,9 +50,11 @@ def be_rank(cell: Cell, rank: int, channel: socket.socket, began_s: float) -> No
         if cell.kind == "signal":
             # SystemExit in the main thread, wherever that is: many programs end like this on SIGTERM.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
-        part = _Part(cell, rank, channel)
+        part = _CellPart(cell, rank, channel)
         if cell.operation == JOINING and rank in cell.lost:
-            threading.Thread(target=part.strike_at, args=(began_s + Plan.draw(cell).joining_s,), daemon=True).start()
+            threading.Thread(
+                target=part.strike_at, args=(began_s + CellPlan.draw(cell).joining_s,), daemon=True
+            ).start()
         if cell.operation in PROGRAMS:
             _run_as_program(part.play_program)
         else:
@@ -65,7 +67,8 @@ def be_rank(cell: Cell, rank: int, channel: socket.socket, began_s: float) -> No
 
 def _run_as_program(main: Callable[[], None]) -> None:
     """Call `main` as the interpreter runs a program: the functions at its end find the exception that has ended it."""
-    atexit._clear()  # those of the driver
+    # The functions registered so far are those of the driver.
+    atexit._clear()
     try:
         main()
     except (SystemExit, EarlyReturn):
@@ -88,21 +91,21 @@ class _Reported:
     """A fault that reports to the driver just before it strikes."""
 
     what: Fault
-    part: _Part
+    part: _CellPart
     of_process: ClassVar[bool] = True  # for all faults: each rank is a process
 
-    def strike(self, place: Place) -> None:
+    def strike(self, place: FaultPlace) -> None:
         self.part.tell("struck")
         self.what.strike(place)
 
 
-class _Part:
+class _CellPart:
     """The part of this rank in the cell: a call, a counted call, the call that the fault strikes, and later calls."""
 
     def __init__(self, cell: Cell, rank: int, channel: socket.socket) -> None:
         self._cell = cell
         self._kind = KINDS[cell.kind]
-        self._plan = Plan.draw(cell)
+        self._plan = CellPlan.draw(cell)
         self._rank = rank
         self._channel = channel
         self._has_failed = False
@@ -118,7 +121,7 @@ class _Part:
         self.tell("left")
 
     def play_program(self) -> None:
-        """As `play`, without an event loop."""
+        """Make the calls of the cell in a program that has no event loop."""
         with self._telling(), PROGRAMS[self._cell.operation](self._plan.elements) as (comm, step):
 
             async def call() -> None:
@@ -139,7 +142,8 @@ class _Part:
             self._kind.make().strike(None)  # type: ignore[arg-type]
 
     async def _calls_of_loop(self, comm: Communicator) -> None:
-        if self._cell.operation == JOINING:  # it is over: the fault comes after it
+        # Joining is over: the fault comes after it.
+        if self._cell.operation == JOINING:
             while True:
                 await comm.barrier()
         comm.rpc.register(echo)

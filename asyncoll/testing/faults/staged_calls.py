@@ -11,7 +11,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import build
 from asyncoll.testing.devices import FakeDevice
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.faults.calls import Operation
+from asyncoll.testing.faults.checked_calls import Operation
 
 
 async def staged_allreduce(comm: Communicator, elements: int) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from asyncoll.testing.laws import dense, ending, gossip, sparse, training
-from asyncoll.testing.laws.rules import Breach, laws_of
-from asyncoll.testing.laws.runs import SIMULATED, tell
+from asyncoll.testing.laws.case_runs import SIMULATED, tell
+from asyncoll.testing.laws.rounds import Breach, laws_of
 from asyncoll.testing.laws.story import DENSE, ENDING, GOSSIP, SPARSE, TRAINING, draw
 
 _OTHERS: dict[str, Iterable[Callable[[Any], Iterator[Breach]]]] = {

@@ -1,9 +1,9 @@
 """A world of dense calls, beside rounds; the record of what its calls gave; and the laws of that.
 
-All ranks carry out the same `Program`. They begin its calls one after another or several at once, at random moments,
-with tensors of any layout. In a crowded program single ranks await an early call before they make the others. Ranks
-drop communicators after their last call on them, some while it is under way. At the end one rank may cancel a call of a
-communicator that has nothing else to do.
+All ranks carry out the same `DenseProgram`. They begin its calls one after another or several at once, at random
+moments, with tensors of any layout. In a crowded program single ranks await an early call before they make the others.
+Ranks drop communicators after their last call on them, some while it is under way. At the end one rank may cancel a
+call of a communicator that has nothing else to do.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AbortedError
 from asyncoll.tensors.reductions import Array
-from asyncoll.testing.laws.dense_program import AT_ALL, DenseCall, Program, decoded, members
+from asyncoll.testing.laws.dense_program import AT_ALL, DenseCall, DenseProgram, decoded, members
 from asyncoll.testing.laws.layouts import laid_out, stored
-from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import STEP_S, Case
 
 _ROUNDS = 3  # beside the calls
@@ -34,7 +34,7 @@ _OF_MANY = ("scatter", "alltoallv")  # calls of a tensor for each rank
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Got:
+class CallGot:
     """What a call gave to a rank."""
 
     index: int
@@ -54,10 +54,10 @@ class LastCall:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Part:
+class DensePart:
     """What one rank did."""
 
-    gots: list[Got]  # in the order of the calls
+    gots: list[CallGot]  # in the order of the calls
     counts: Array  # of the rounds beside: contributions by rank, in all results
     contributed: int  # the calls of these
     last: LastCall
@@ -69,8 +69,8 @@ class Part:
 class DenseStory:
     """A world that has ended."""
 
-    program: Program
-    parts: list[Part]  # by rank
+    program: DenseProgram
+    parts: list[DensePart]  # by rank
     messages: int = 0
 
     @property
@@ -78,24 +78,24 @@ class DenseStory:
         return sum(len(part.gots) for part in self.parts)
 
 
-class Caller:
+class DenseCaller:
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case) -> None:
         self._comm = comm
         self._case = case
-        self._program = Program(case)
+        self._program = DenseProgram(case)
         self._generator = np.random.default_rng([case.seed, case.size, comm.rank])
         self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         self._counts = np.zeros(comm.size, np.int64)
         self._contributed = 0
 
-    async def run(self) -> Part:
+    async def run(self) -> DensePart:
         beside = asyncio.ensure_future(self._take_rounds())
         comms = [self._comm, *[await self._comm.split(*split[self._comm.rank]) for split in self._program.splits]]
         last_calls = {call.split: call.index for call in self._program.calls}
-        gots: list[Got] = []
-        under_way: list[asyncio.Future[Got]] = []
+        gots: list[CallGot] = []
+        under_way: list[asyncio.Future[CallGot]] = []
         for call in self._program.calls:
             if not call.is_beside:
                 gots += await asyncio.gather(*under_way)
@@ -109,12 +109,13 @@ class Caller:
         gots += await asyncio.gather(*under_way)
         comm = None
         comms.clear()
-        left = await self._left()  # before a communicator fails: the trace of its error refers to it for some time
+        # Before a communicator fails: the trace of its error refers to it for some time.
+        left = await self._left()
         last = await self._give_up()
         await beside
-        return Part(gots, self._counts, self._contributed, last, left, await self._take_leave())
+        return DensePart(gots, self._counts, self._contributed, last, left, await self._take_leave())
 
-    async def _pause(self, under_way: list[asyncio.Future[Got]]) -> None:
+    async def _pause(self, under_way: list[asyncio.Future[CallGot]]) -> None:
         """Before a call: compute, or in a crowded program perhaps await one of the calls under way."""
         if not self._program.is_crowded:
             await self._compute()
@@ -126,7 +127,7 @@ class Caller:
 
     # -- calls ------------------------------------------------------------------------------------
 
-    def _begin(self, comm: Communicator, call: DenseCall) -> Coroutine[Any, Any, Got]:
+    def _begin(self, comm: Communicator, call: DenseCall) -> Coroutine[Any, Any, CallGot]:
         """Make a call now."""
         size, root = comm.size, call.root(comm.size)
         parts = range(size) if call.operation in _OF_MANY else range(1)
@@ -149,14 +150,14 @@ class Caller:
         }
         work = calls[call.operation]()
 
-        async def end() -> Got:
+        async def end() -> CallGot:
             result = await work
             ended_s = asyncio.get_running_loop().time()
             listed = result if isinstance(result, list) else [] if result is None else [result]
             in_place = call.operation in _IN_PLACE
             kept = in_place or all(map(_is_same, tensors, values))
             spoiled = not kept or (in_place and result is not x)
-            return Got(call.index, list(map(stored, listed)), came_s, ended_s, spoiled)
+            return CallGot(call.index, list(map(stored, listed)), came_s, ended_s, spoiled)
 
         return end()
 

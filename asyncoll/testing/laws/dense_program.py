@@ -60,14 +60,14 @@ class DenseCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedTensors:
     """The tensors that a rank gets. An element may differ by `at_most`; None: each bit is known."""
 
     tensors: list[Array]
     at_most: Array | None = None
 
 
-class Program:
+class DenseProgram:
     """The calls of all ranks, in the order in which they begin.
 
     In a crowded one all of them are on one communicator, and all may be under way.
@@ -135,30 +135,30 @@ class Program:
         least, end = (1, 3) if call.op is ReduceOp.PROD else (0, 2 if call.dtype == "bool" else 4)
         return encoded(draw.integers(least, end, shape), call.dtype)
 
-    def expected(self, call: DenseCall, rank: int) -> Expected:
+    def expected(self, call: DenseCall, rank: int) -> ExpectedTensors:
         """What `rank` gets, by the definition of the operation."""
         group = self.members(call.split, rank)
         place, root = group.index(rank), group[call.root(len(group))]
         if call.operation == "barrier" or (call.operation == "gather" and rank != root):
-            return Expected([])
+            return ExpectedTensors([])
         if call.operation == "scatter":
-            return Expected([self.given(call, root, place)])
+            return ExpectedTensors([self.given(call, root, place)])
         if call.operation == "alltoallv":
-            return Expected([self.given(call, source, place) for source in group])
+            return ExpectedTensors([self.given(call, source, place) for source in group])
         if call.operation == "broadcast":
-            return Expected([self.given(call, root)])
+            return ExpectedTensors([self.given(call, root)])
         if call.operation == "reduce" and rank != root:
-            return Expected([self.given(call, rank)])
+            return ExpectedTensors([self.given(call, rank)])
         if call.operation == "neighbor_average":
             ring = sorted({(place + step) % len(group) for step in (-1, 0, 1)})
             return mean(call.dtype, [self.given(call, group[each]) for each in ring])
         parts = [self.given(call, member) for member in group]
         if call.operation == "allgatherv":
-            return Expected(parts)
+            return ExpectedTensors(parts)
         if call.operation in ("allgather", "gather"):
-            return Expected([np.stack(parts)])
+            return ExpectedTensors([np.stack(parts)])
         if call.operation == "alltoall":
-            return Expected([np.concatenate([np.split(part, len(group))[place] for part in parts])])
+            return ExpectedTensors([np.concatenate([np.split(part, len(group))[place] for part in parts])])
         if call.operation == "reduce_scatter":
             start, end = bounds(len(parts[0]), len(group))[place]
             parts = [part[start:end] for part in parts]
@@ -174,25 +174,25 @@ def members(colors: Sequence[tuple[int | None, int]], rank: int) -> tuple[int, .
     return tuple(sorted(ranks, key=lambda each: (colors[each][1], each)))
 
 
-def reduced(call: DenseCall, parts: Sequence[Array]) -> Expected:
+def reduced(call: DenseCall, parts: Sequence[Array]) -> ExpectedTensors:
     """The reduction of `parts`, computed in the widest dtype of their kind."""
     values = np.stack([decoded(part, call.dtype) for part in parts])
     total = _FORMULAS[call.op](values)
     is_divided = call.op is ReduceOp.AVG and values.dtype == np.complex128  # numpy rounds twice there
     if not is_divided and not (call.is_normal and call.op in _INEXACT):
-        return Expected([encoded(total, call.dtype)])
+        return ExpectedTensors([encoded(total, call.dtype)])
     return _rounded(total, values, call.dtype)
 
 
-def mean(dtype: str, parts: Sequence[Array]) -> Expected:
+def mean(dtype: str, parts: Sequence[Array]) -> ExpectedTensors:
     """The mean of `parts`, computed in the widest dtype of their kind."""
     values = np.stack([decoded(part, dtype) for part in parts])
     return _rounded(values.sum(0) / len(values), values, dtype)
 
 
-def _rounded(total: Array, values: Array, dtype: str) -> Expected:
+def _rounded(total: Array, values: Array, dtype: str) -> ExpectedTensors:
     """`total`, the sum or the mean of `values`. Each of the additions rounds, and so does the division."""
-    return Expected([total], 2 * len(values) * _EPSILON[dtype] * np.abs(values).sum(0))
+    return ExpectedTensors([total], 2 * len(values) * _EPSILON[dtype] * np.abs(values).sum(0))
 
 
 _FORMULAS: dict[ReduceOp, Callable[[Array], Array]] = {

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, ClosedError, describe
-from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import STEP_S, Case
 
 _CALLS = 8  # a barrier follows them
@@ -64,7 +64,7 @@ class EndingProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class EndingPart:
     """How the program of one rank has ended."""
 
     calls: int  # that have returned
@@ -78,7 +78,7 @@ class EndingStory:
     """A world that has ended."""
 
     program: EndingProgram
-    parts: list[Part]  # by rank
+    parts: list[EndingPart]  # by rank
     messages: int = 0
 
     @property
@@ -86,7 +86,7 @@ class EndingStory:
         return sum(part.calls for part in self.parts)
 
 
-async def live(comm: Communicator, case: Case, parts: dict[int, Part]) -> None:
+async def live(comm: Communicator, case: Case, parts: dict[int, EndingPart]) -> None:
     """Make the calls of this rank, and leave its part in `parts`. Raises ProgramError if the rank raises, or a call.
 
     The test world cancels all ranks once one has raised. Processes would live on, so this rank does.
@@ -117,17 +117,17 @@ class _Mortal:
         self._over = 0
         self.failure: ProgramError | None = None  # that ends the program
 
-    async def run(self) -> Part:
+    async def run(self) -> EndingPart:
         try:
             await self._make_calls()
         except ProgramError as error:
             self.failure = error
-            return Part(self._over, raised=True)
+            return EndingPart(self._over, raised=True)
         except AsyncollError as error:
             self.failure = ProgramError("a call has failed")
             self.failure.__cause__ = error
-            return Part(self._over, False, describe(error), getattr(error, "rank", None))
-        return Part(self._over, False)
+            return EndingPart(self._over, False, describe(error), getattr(error, "rank", None))
+        return EndingPart(self._over, False)
 
     async def _make_calls(self) -> None:
         part = await self._comm.split(self._program.colors[self._comm.rank])

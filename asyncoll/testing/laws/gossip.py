@@ -17,7 +17,7 @@ from asyncoll.algorithms.gossip.graphs import GRAPHS, is_active, partners
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices import FakeDevice
-from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import NAP_S, STEP_S, Case
 from asyncoll.testing.laws.tensors import Tensors
 
@@ -36,7 +36,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Part:
+class GossipPart:
     """What one rank did."""
 
     updates: list[Update]  # in order
@@ -53,7 +53,7 @@ class GossipStory:
     """A world that has ended."""
 
     case: Case
-    parts: list[Part]  # by rank
+    parts: list[GossipPart]  # by rank
     messages: int = 0
 
     @property
@@ -80,7 +80,7 @@ class Gossiper:
         self._longest_s = 0.0
         self._exchanges = 0
 
-    async def run(self) -> Part:
+    async def run(self) -> GossipPart:
         case, comm = self._case, self._comm
         first = self._tensors.contribution(0)
         self._gossip = gossip = await comm.gossip(first, graph=graph_of(case), seed=case.seed)
@@ -92,7 +92,9 @@ class Gossiper:
             await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
         model = self._tensors.counts(await gossip.close())[0]
         updates = sorted(self._updates, key=lambda update: update.index)
-        return Part(updates, self._submitted, self._partners, self._longest_s, self._exchanges, gossip.averages, model)
+        return GossipPart(
+            updates, self._submitted, self._partners, self._longest_s, self._exchanges, gossip.averages, model
+        )
 
     async def _call_together(self, count: int) -> None:
         """Make `count` calls that are in flight at the same time. The impatient rank may cancel one of them."""

@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from asyncoll.algorithms.sparse.operations import ALGORITHMS
 from asyncoll.algorithms.sparse.selection import Feedback, select
+from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
 from asyncoll.communicator import Communicator
 from asyncoll.errors import NonFiniteError
 from asyncoll.tensors.reductions import BFLOAT16, Array
 from asyncoll.testing.laws.dense_program import decoded, encoded
 from asyncoll.testing.laws.layouts import laid_out, stored
-from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import STEP_S, Case
 
 _ROUNDS = 5
@@ -110,7 +110,7 @@ _KINDS: tuple[_Kind, ...] = (
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Got:
+class RoundGot:
     """What a round gave to a rank."""
 
     operation: int
@@ -129,10 +129,10 @@ class Got:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SparsePart:
     """What one rank did."""
 
-    gots: list[Got]
+    gots: list[RoundGot]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,20 +140,20 @@ class SparseStory:
     """A world that has ended."""
 
     program: SparseProgram
-    parts: list[Part]  # by rank
+    parts: list[SparsePart]  # by rank
     messages: int = 0
 
     @property
     def steps(self) -> int:
         return sum(len(part.gots) for part in self.parts)
 
-    def rounds(self) -> Iterator[tuple[Drawn, list[Got]]]:
+    def rounds(self) -> Iterator[tuple[Drawn, list[RoundGot]]]:
         """The rounds of all operations, each as it was at all ranks."""
         for gots in zip(*(part.gots for part in self.parts), strict=True):
             yield self.program.operations[gots[0].operation], list(gots)
 
 
-class Caller:
+class SparseCaller:
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case) -> None:
@@ -163,14 +163,14 @@ class Caller:
         self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         self._left = [np.zeros(operation.shape) for operation in self._program.operations]
 
-    async def run(self) -> Part:
-        gots: list[Got] = []
+    async def run(self) -> SparsePart:
+        gots: list[RoundGot] = []
         for number in range(_ROUNDS):
             await asyncio.sleep(self._generator.exponential(self._step_s))
             gots += await asyncio.gather(*(self._begin(operation, number) for operation in self._program.operations))
-        return Part(gots)
+        return SparsePart(gots)
 
-    def _begin(self, operation: Drawn, number: int) -> Coroutine[Any, Any, Got]:
+    def _begin(self, operation: Drawn, number: int) -> Coroutine[Any, Any, RoundGot]:
         """Make a call now."""
         rank = self._comm.rank
         before = encoded(self._left[operation.index] + self._program.added(operation, number, rank), operation.dtype)
@@ -181,19 +181,21 @@ class Caller:
         x = laid_out(self._comm, self._generator, before, operation.dtype)
         work = self._comm.sparse_allreduce(x, **operation.options)
 
-        async def end() -> Got:
+        async def end() -> RoundGot:
             index = operation.index
             try:
                 found = await work
             except NonFiniteError as error:
                 after = stored(x)
                 self._left[index] = np.nan_to_num(decoded(after, operation.dtype), posinf=0, neginf=0)
-                return Got(index, number, before, after, list(error.ranks))
+                return RoundGot(index, number, before, after, list(error.ranks))
             after = stored(x)
             self._left[index] = decoded(after, operation.dtype)
             thresholds = (found.threshold_local, found.threshold_global)
             arrays = (found.indices, found.values, found.included, found.lost_indices, found.lost_values)
-            return Got(index, number, before, after, [], found.round, found.selected, thresholds, *map(stored, arrays))
+            return RoundGot(
+                index, number, before, after, [], found.round, found.selected, thresholds, *map(stored, arrays)
+            )
 
         return end()
 
@@ -219,7 +221,7 @@ def agreement(story: SparseStory) -> Iterator[Breach]:
                 yield Breach(got.round, rank, f"{operation} gave another sum than at rank 0")
 
 
-def _sum(got: Got) -> tuple[int, float, bytes, bytes]:
+def _sum(got: RoundGot) -> tuple[int, float, bytes, bytes]:
     return got.round, got.thresholds[1], _bytes(got.indices), _bytes(got.values)
 
 
@@ -282,7 +284,7 @@ def conservation(story: SparseStory) -> Iterator[Breach]:
             yield Breach(gots[0].round, 0, f"{operation} did not keep the sum of all accumulators")
 
 
-def _accumulators(gots: list[Got]) -> tuple[list[Array], list[Array]]:
+def _accumulators(gots: list[RoundGot]) -> tuple[list[Array], list[Array]]:
     return [got.before for got in gots], [got.after for got in gots]
 
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from asyncoll.algorithms.dense.on_lane import DOUBLING_MAX_BYTES
+from asyncoll.algorithms.dense.by_size import DOUBLING_MAX_BYTES
 from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices import FakeDevice
-from asyncoll.testing.laws.tensors import Layout, Tensors
+from asyncoll.testing.laws.tensors import ContributionLayout, Tensors
 from asyncoll.transport.messages.simulated import Network, Pause
 
 KINDS = ("solo", "majority", "quorum", "full", "candidates", "group")  # of rounds
@@ -74,7 +74,7 @@ class Case:
     alarmed: int | None  # the rank whose signal handler raises in some of its calls; only where ranks are processes
     forking: int | None  # the rank that forks a child; only where ranks are processes
     forks_at: int  # the call in which it forks
-    staging: tuple[int, ...]  # the ranks that have devices; only where that is asked for
+    on_devices: tuple[int, ...]  # the ranks that have devices; only where that is asked for
     hosts: tuple[int, ...]  # the host of each rank; only where ranks are on several
     bare: int | None  # the host whose ranks share no memory; only there
     rounds: int = _ROUNDS
@@ -94,10 +94,10 @@ class Case:
         return self.rounds + _CANCELS + max(_OVERLAPS) - 1
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> ContributionLayout:
         if self.kind == GOSSIP:
-            return Layout(1, self.padding, self.calls, self.size, ("float64",))
-        return Layout(self.buckets, self.padding, self.calls, self.size)
+            return ContributionLayout(1, self.padding, self.calls, self.size, ("float64",))
+        return ContributionLayout(self.buckets, self.padding, self.calls, self.size)
 
     @property
     def sync_offset(self) -> int:
@@ -165,7 +165,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
         forking=one_of(None, rank()) if size > 1 else None,
         forks_at=one_of(*_FORK_AT),
         alarmed=one_of(None, rank()) if kind != "group" and size > 1 else None,
-        staging=tuple(rank for rank in range(size) if one_of(True, False)),
+        on_devices=tuple(rank for rank in range(size) if one_of(True, False)),
         **_draw_hosts(size, seed),
         **_draw_ends(kind, size, seed),
     )
@@ -182,7 +182,8 @@ def _draw_network(kind: str, size: int, seed: int, network: Network) -> Network:
 
 def _draw_hosts(size: int, seed: int) -> dict[str, Any]:
     """At most five hosts, of uneven sizes. Their ranks follow each other or are mixed. One may have no arena."""
-    generator = np.random.default_rng([seed, size])  # of its own: the rest of a case is the same on any hosts
+    # With a generator of its own, the rest of a case is the same on any hosts.
+    generator = np.random.default_rng([seed, size])
     hosts = generator.integers(1 + generator.integers(min(size, 5)), size=size)
     hosts = np.sort(hosts) if generator.integers(2) else hosts
     bare = int(hosts[0]) if generator.integers(4) == 0 else None
@@ -199,7 +200,7 @@ def _draw_ends(kind: str, size: int, seed: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, repr=False)  # debug mode of asyncio formats task results: a quarter of the time
-class Call:
+class MadeCall:
     """One call and its answer. `sum` and `missed` count contributions by [bucket, number of the call, rank]."""
 
     rank: int
@@ -240,7 +241,7 @@ class Joined:
     told: int  # the rounds that its join has told of, those that it skips among them
 
 
-Part = tuple[list[Call], list[Cancelled], list[Joined]]  # the calls of one rank, in order, and its end
+Part = tuple[list[MadeCall], list[Cancelled], list[Joined]]  # the calls of one rank, in order, and its end
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,11 +249,11 @@ class Story:
     """All answers and cancelled calls of a world that has ended."""
 
     case: Case
-    calls: list[list[Call]]  # by rank, in order
+    calls: list[list[MadeCall]]  # by rank, in order
     cancelled: list[Cancelled]
     messages: int = 0
     joined: list[Joined] = field(default_factory=list)
-    rounds: dict[tuple[int, tuple[int, ...]], list[Call]] = field(default_factory=dict)  # calls by (round, group)
+    rounds: dict[tuple[int, tuple[int, ...]], list[MadeCall]] = field(default_factory=dict)  # calls by (round, group)
 
     def __post_init__(self) -> None:
         for call in sorted((call for mine in self.calls for call in mine), key=lambda call: call.round):
@@ -281,7 +282,7 @@ def _ignore_alarms(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
         loop.default_exception_handler(context)
 
 
-class Trainer:
+class StoryTrainer:
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case, device: FakeDevice | None = None) -> None:
@@ -293,7 +294,7 @@ class Trainer:
         self._gathers = case.gathers and case.quitter is None and case.overlap == 1
         self._begun = 0  # number of calls for which a task was made
         self._lost = -1  # index of the newest call that has no receiver, and may be under way until a later one is over
-        self._answers: dict[int, Call] = {}  # by index of the call; `aim` as in `_aims`
+        self._answers: dict[int, MadeCall] = {}  # by index of the call; `aim` as in `_aims`
         self._child = 0  # process id of the forked child; 0 if there is none
         self._aims: dict[int, int] = {}  # by index of the call: the earliest round that it aims at
 
@@ -312,7 +313,8 @@ class Trainer:
                 await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
         self._look_after_child()
         if self._gathers:
-            await self._comm.barrier()  # so no round comes after the last one
+            # No round comes after the last one.
+            await self._comm.barrier()
         joined = [await self._join()] if case.joins and self._aims else []
         return *self._part(), joined
 
@@ -430,7 +432,9 @@ class Trainer:
         missed = tuple(map(tensors.counts, reduction.missed))
         tensors.scribble(contribution)
         reduction = replace(reduction, missed=(), result=None)
-        self._answers[index] = Call(self._comm.rank, index, self._aims[index], value, missed, reduction, wait_s, alone)
+        self._answers[index] = MadeCall(
+            self._comm.rank, index, self._aims[index], value, missed, reduction, wait_s, alone
+        )
 
     def _begin(self, index: int) -> tuple[Any, Array, Coroutine[Any, Any, Reduction]]:
         """Make call `index`. Returns its tensors, what they contribute, and the coroutine."""
@@ -471,9 +475,9 @@ class Trainer:
             return Joined(self._comm.rank, self._seen(), 0)
         return Joined(self._comm.rank, last.round, len(last.results()) + last.skipped)
 
-    def _part(self) -> tuple[list[Call], list[Cancelled]]:
+    def _part(self) -> tuple[list[MadeCall], list[Cancelled]]:
         """The calls in order, each with its aim: the round after the newest one that earlier calls returned."""
-        calls: list[Call] = []
+        calls: list[MadeCall] = []
         cancelled: list[Cancelled] = []
         aim = 1
         for index in sorted(self._aims):  # a task that was cancelled before its first step has no aim, and is left out

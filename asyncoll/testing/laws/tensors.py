@@ -14,7 +14,7 @@ from asyncoll.tensors.reductions import Array, build
 from asyncoll.testing.devices import FakeDevice
 
 
-class Layout(NamedTuple):
+class ContributionLayout(NamedTuple):
     """Of a contribution: some tensors, each with the counts of all calls of all ranks behind a padding."""
 
     buckets: int  # tensors
@@ -27,7 +27,7 @@ class Layout(NamedTuple):
 class Tensors:
     """Makes the contributions of a rank, and reads its results."""
 
-    def __init__(self, layout: Layout, comm: Communicator, device: FakeDevice | None) -> None:
+    def __init__(self, layout: ContributionLayout, comm: Communicator, device: FakeDevice | None) -> None:
         """`device` has the tensors of two calls of three; None: of no call."""
         self._layout = layout
         self._comm = comm

@@ -16,7 +16,7 @@ import numpy as np
 
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
-from asyncoll.testing.laws.rules import Breach
+from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import NAP_S, STEP_S, Case
 
 _STEPS = 40  # the most steps of a rank
@@ -40,7 +40,7 @@ class TrainingProgram:
         self.validates = bool(draw.integers(2))  # between steps other weights are in the models for some time
 
     def metrics(self, rank: int, step: int) -> dict[str, float]:
-        """Those of a step: keys differ by rank and step."""
+        """The metrics of a step: keys differ by rank and step."""
         draw = np.random.default_rng([self.case.seed, rank, step])
         return {key: float(draw.normal()) for key in (*_KEYS, f"of rank {rank}") if draw.random() < 0.7}
 
@@ -61,7 +61,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Part:
+class TrainingPart:
     """What one rank did."""
 
     made: list[int]  # the steps that it began, those that were cancelled among them
@@ -73,7 +73,7 @@ class TrainingStory:
     """A world that has ended. The last `Done` of a part is the end of its training."""
 
     program: TrainingProgram
-    parts: list[Part]  # by rank
+    parts: list[TrainingPart]  # by rank
     messages: int = 0
 
     @property
@@ -108,10 +108,10 @@ class Learner:
             history=program.history,
         )
 
-    async def run(self) -> Part:
+    async def run(self) -> TrainingPart:
         case, program, rank = self._program.case, self._program, self._comm.rank
         step_s = STEP_S * (5 if rank == case.slow else 1)
-        part = Part([])
+        part = TrainingPart([])
         await self._sgd.start()
         while self._sgd.round < program.rounds[rank] and len(part.made) < _STEPS:
             await asyncio.sleep(self._draw.exponential(step_s))

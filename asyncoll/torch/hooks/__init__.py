@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from asyncoll.torch.hooks.delayed import DCS3GDState, dc_s3gd
 from asyncoll.torch.hooks.eager import EagerSGDState, eager_sgd
-from asyncoll.torch.hooks.registered import AllreduceState, allreduce
-from asyncoll.torch.hooks.sparse import OkTopkState, oktopk
+from asyncoll.torch.hooks.oktopk_hook import OkTopkState, oktopk
+from asyncoll.torch.hooks.registered_buckets import AllreduceState, allreduce
 
 __all__ = [
     "AllreduceState",

@@ -91,7 +91,8 @@ class Buckets:
         """Copy the gradients of a bucket to `flat`. The future waits for `scatter`."""
         buffer = bucket.buffer()
         if bucket.index() == 0:
-            self._pending.clear()  # of a step that has failed
+            # What is left here is of a step that has failed.
+            self._pending.clear()
         pairs = [self._pair(*each, buffer) for each in zip(bucket.parameters(), bucket.gradients(), strict=True)]
         for here, there in pairs:
             here.copy_(there)

@@ -24,7 +24,7 @@ def complete(comm: BlockingCommunicator, work: Coroutine[Any, Any, T]) -> T:
 
 
 def complete_on(device: torch.device, comm: BlockingCommunicator, work: Coroutine[Any, Any, T]) -> T:
-    """As `complete`, for work on tensors of `device`.
+    """The result of a coroutine that awaits calls of `comm`, on tensors of `device`.
 
     The runtime's thread has a current stream of its own. So the work that the program has queued is over before, and
     that of `work` afterwards: the host waits.

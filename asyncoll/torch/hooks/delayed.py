@@ -107,7 +107,8 @@ class DCS3GDState(HookState):
         self._changes.check()
         with self._calls():
             self._averaged.wait()
-        self._averaged = None  # not before: a wait that Ctrl-C has ended can be made again
+        # Not before: a wait that Ctrl-C has ended can be made again.
+        self._averaged = None
         self._distance.copy_(self._mean)
         parameters = self._layout.parameters
         torch._foreach_sub_(self._layout.parts(self._distance), list(parameters))  # D_i = mean - w_i (equation 9)

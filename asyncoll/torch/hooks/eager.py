@@ -5,9 +5,6 @@ collective operations", PPoPP 2020, section 5.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,14 +23,14 @@ from asyncoll.torch.hooks.buckets import Buckets, Layout, trained
 from asyncoll.torch.hooks.changes import ParameterChanges, check_gradients
 from asyncoll.torch.hooks.completion import complete, complete_on
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
-from asyncoll.torch.hooks.schedule import Schedule
+from asyncoll.torch.hooks.option_schedule import OptionSchedule
 from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas, saved
 from asyncoll.training.due import Due
 from asyncoll.training.eager_sgd import Partial
-from asyncoll.training.metrics import beside, means, without
 from asyncoll.training.recovery import Recovery, State
 from asyncoll.training.step import Step, step_of
+from asyncoll.training.step_metrics import beside, means, without
 from asyncoll.training.trainer import is_finite
 
 
@@ -109,7 +106,7 @@ class EagerSGDState(HookState):
             self._draw = {"seed": seed, **chosen}
         self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
         self._clip_norm = None if clip_norm is None else float(clip_norm)
-        self._schedule = Schedule(optimizer, scheduler)
+        self._schedule = OptionSchedule(optimizer, scheduler)
         self._optimizer = optimizer
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
         self._check_operation()
@@ -118,10 +115,8 @@ class EagerSGDState(HookState):
         self._is_eager = False
         self._reduction: Step | None = None  # of the last backward pass
         self._due = Due()
-        self._last_scheduled = math.inf  # the newest round for which the scheduler is stepped
         self._claim(name)
-        # With synchronous rounds the next one makes all replicas equal.
-        self._recovery = Recovery(self._comm, name, self._copy) if not sync_every and self._comm.size > 1 else None
+        self._recovery = Recovery(self._comm, name, self._copy, history=history, sync_every=sync_every)
         self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
 
     def _check_operation(self) -> None:
@@ -173,19 +168,19 @@ class EagerSGDState(HookState):
             self._is_eager = True
             self._base = self._rules["sync_offset"] = self.round
         metrics = self._metrics.taken()
-        with self._open():
+        with self._recovery.opened(self.round):
             reduction = without(self._call(beside(self._buckets.flat, metrics)).wait(), metrics)
         self.metrics = means(metrics)
         return step_of(reduction, round=self._base + reduction.round, metrics=self.metrics)
 
     def _begin(self, bucket: GradBucket) -> None:
-        if self._recovery is not None:
+        if self._recovery.is_used:
             with self._calls():
-                complete(self._comm, self._serve(self._recovery))
+                complete(self._comm, self._serve())
         super()._begin(bucket)
 
-    async def _serve(self, recovery: Recovery) -> None:
-        recovery.serve(self._comm._core.rpc)  # on the runtime's loop
+    async def _serve(self) -> None:
+        self._recovery.serve(self._comm._core.rpc)  # on the runtime's loop
 
     def _options(self) -> dict[str, Any]:
         return self._rules | {
@@ -262,11 +257,12 @@ class EagerSGDState(HookState):
 
     def _recover(self, reduction: Reduction) -> None:
         """If results are lost, take the state of another rank that has applied them."""
-        if self._recovery is None or self.round >= self._due.needed:
+        if not self._recovery.is_due(self.round, self._due.needed):
             return
         with self._fails_if_interrupted(), self._calls():
             state = complete(self._comm, self._recovery.take(self._due.needed))
-            self._skip_to(state["round"])  # with the scheduler
+            # With the scheduler, which is a function of the round.
+            self._skip_to(state["round"])
             replicas.put_back(state, self._model().module, self._parameters(), self._optimizer)
         self._reduction = step_of(reduction, round=max(self.round, reduction.round), recovered=True)
 
@@ -277,18 +273,6 @@ class EagerSGDState(HookState):
             "round": self.round,
             **replicas.copied(self._model().module, self._parameters(), self._optimizer, buffers=True),
         }
-
-    @contextmanager
-    def _open(self) -> Iterator[None]:
-        """For a wait, in which this rank's state stays that of the end of a round: it is given to late ranks."""
-        if self._recovery is None:
-            yield
-            return
-        self._recovery.open(self.round)
-        try:
-            yield
-        finally:
-            self._recovery.close()
 
     def _parameters(self) -> list[Tensor]:
         return [parameter.detach() for parameter in self._model().module.parameters()]
@@ -313,8 +297,7 @@ class EagerSGDState(HookState):
         """Count rounds up to `round_`, with the scheduler."""
         while self.round < round_:
             self.round += 1
-            if self.round <= self._last_scheduled:
-                self._schedule.step()
+            self._schedule.step(self.round)
 
     def _own_state(self) -> dict[str, Any]:
         self._steps.check_done()
@@ -349,12 +332,10 @@ class EagerSGDState(HookState):
             self._parameter_changes.check()
         # No round waits for this rank any more.
         metrics = self._metrics.taken()
-        with self._open():
+        with self._recovery.opened(self.round):
             reduction = self._comm.join(self._rules["name"], beside(self._buckets.flat, metrics)).wait()
-        if self._recovery is not None:
-            self._recovery.end()
-        # The last round takes what is staged, after the end of the schedule.
-        self._last_scheduled = int(self._comm.allreduce(torch.tensor(self.round), ReduceOp.MAX).wait())
+        self._recovery.end()
+        complete(self._comm, self._schedule.end(self._comm, self.round))
         if reduction is not None:
             reduction = dataclasses.replace(without(reduction, metrics), round=self._base + reduction.round)
             self._due.hear(reduction, reduction.round)

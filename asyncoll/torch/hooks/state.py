@@ -16,13 +16,13 @@ from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.torch.errors import of_torch
-from asyncoll.torch.group import ProcessGroup
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import trained
 from asyncoll.torch.hooks.completion import complete, complete_on
-from asyncoll.torch.places import reported_at_user
+from asyncoll.torch.process_group import ProcessGroup
+from asyncoll.torch.sites import reported_at_user
 from asyncoll.training import replicas, saved
-from asyncoll.training.metrics import StepMetrics, means_of_all
+from asyncoll.training.step_metrics import StepMetrics, means_of_all
 
 S = TypeVar("S", bound="HookState")
 

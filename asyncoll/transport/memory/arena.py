@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from asyncoll import _core, forks
-from asyncoll._core import Core
+from asyncoll._core import NativeCore
 from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Loss
@@ -61,7 +61,7 @@ _NO_POLLING_S = 0.1
 
 @contextlib.contextmanager
 def local_world(
-    size: int, natives: Sequence[Core | None] = (_core.native,), ranks: Sequence[int] = ()
+    size: int, natives: Sequence[NativeCore | None] = (_core.native,), ranks: Sequence[int] = ()
 ) -> Iterator[list[HostArena]]:
     """One arena for each of `size` ranks inside this process, over real shared memory.
 
@@ -96,7 +96,7 @@ class HostArena:
         local_rank: int,
         ranks: tuple[int, ...],
         segments: Sequence[Segment],
-        native: Core | None = _core.native,
+        native: NativeCore | None = _core.native,
     ) -> None:
         """`segments` has one entry for each rank, by local rank. Their descriptors are copied. `native` is the compiled
         core, or None to do without it.
@@ -164,7 +164,8 @@ class HostArena:
         if self._parent is not None or self._is_closed:
             return
         offset = address - self.local_rank * self._capacity
-        give_back(self._memory, offset, self._heap.extent(offset))  # before another thread can allocate the block
+        # Its pages are given back before another thread can allocate the block: their content would be lost.
+        give_back(self._memory, offset, self._heap.extent(offset))
         with self._heap_lock:
             self._heap.free(offset)
 
@@ -282,7 +283,8 @@ class HostArena:
                     control_block.ring_at_next_wake(doorbell.number)
                 check()
                 await woken
-                check()  # before the lock is acquired again: its owner may be lost or stopped
+                # Before the lock is acquired again: its owner may be lost or stopped.
+                check()
         finally:
             doorbell.remove_waiter(waiter)
 

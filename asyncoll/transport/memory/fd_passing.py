@@ -39,7 +39,7 @@ _MAGIC = "asyncoll arena"
 _MESSAGE_BYTES = 4096
 _REASON_CHARACTERS = 1000
 _BATCH = 240  # descriptors in one message; the limit of the kernel is 253
-_HELLO_FIELDS = ("magic", "layout", "version", "rank", "boot", "capacity", "failure")  # of `_Member`
+_HELLO_FIELDS = ("magic", "layout", "version", "rank", "boot", "capacity", "failure")  # of `_Greeted`
 _NO_RANK = -1  # in place of a rank
 _NOT_HERE = "not here yet to share the memory of this host"
 _CLOSED = "it closed its connection before the ranks of its host shared memory"
@@ -72,7 +72,7 @@ def join(folder: Path, rank: int, ranks: tuple[int, ...], joining: Joining | Non
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
+class _Greeted:
     """The identity of a rank, from its hello.
 
     The first four fields are the same in all versions of asyncoll, so that ranks of different versions can tell.
@@ -88,7 +88,7 @@ class _Member:
     segment: Segment | None = None
 
 
-def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...]) -> _Member:
+def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...]) -> _Greeted:
     from importlib.metadata import version  # slow to import
 
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -99,7 +99,7 @@ def _introduce(stack: contextlib.ExitStack, rank: int, ranks: tuple[int, ...]) -
         stack.callback(close_segment, segment)
     except (OSError, AttributeError) as error:
         failure = f"rank {rank} cannot make memory to share: {error}"
-    return _Member(_MAGIC, LAYOUT, version("asyncoll"), rank, boot, capacity, failure, segment)
+    return _Greeted(_MAGIC, LAYOUT, version("asyncoll"), rank, boot, capacity, failure, segment)
 
 
 class _Link:
@@ -150,7 +150,7 @@ class _Link:
 
 
 def _join_as_first(
-    stack: contextlib.ExitStack, path: Path, own: _Member, ranks: tuple[int, ...], joining: Joining
+    stack: contextlib.ExitStack, path: Path, own: _Greeted, ranks: tuple[int, ...], joining: Joining
 ) -> HostArena:
     links: dict[int, _Link] = {}  # by rank
     try:
@@ -168,12 +168,12 @@ def _join_as_first(
 
 def _gather(
     stack: contextlib.ExitStack, path: Path, ranks: tuple[int, ...], links: dict[int, _Link], joining: Joining
-) -> dict[int, _Member]:
+) -> dict[int, _Greeted]:
     """Accept the other ranks and return their identities, by rank. `links` gets each link as soon as its rank is known.
 
     A connection that sends no hello, because its process is stopped, keeps no other rank waiting.
     """
-    members: dict[int, _Member] = {}
+    members: dict[int, _Greeted] = {}
 
     def missing() -> list[int]:
         return [rank for rank in ranks[1:] if rank not in members]
@@ -226,7 +226,7 @@ def _unready(path: Path) -> Path:
     return path.with_name(f"{path.name}.new")
 
 
-def _greet(link: _Link, missing: Sequence[int]) -> _Member:
+def _greet(link: _Link, missing: Sequence[int]) -> _Greeted:
     """Receive the hello of a rank, which is there.
 
     Raises OSError or ProtocolError, and closes the link, if it is none of the missing ranks.
@@ -239,12 +239,13 @@ def _greet(link: _Link, missing: Sequence[int]) -> _Member:
         link.close()
         raise
     if len(hello) != len(_HELLO_FIELDS):
-        return _Member(*hello[:4])  # of another version of asyncoll; `_examine` says so
+        # A rank of another version of asyncoll has another hello. `_examine` says so.
+        return _Greeted(*hello[:4])
     segment = Segment(*descriptors) if len(descriptors) == len(Segment._fields) else None
-    return _Member(**dict(zip(_HELLO_FIELDS, hello, strict=True)), segment=segment)
+    return _Greeted(**dict(zip(_HELLO_FIELDS, hello, strict=True)), segment=segment)
 
 
-def _examine(member: _Member, own: _Member, ranks: tuple[int, ...]) -> Segment:
+def _examine(member: _Greeted, own: _Greeted, ranks: tuple[int, ...]) -> Segment:
     """Return the segment of `member`. Raises ArenaUnavailable if the ranks of this host cannot use it."""
     if (member.layout, member.version) != (own.layout, own.version):
         raise ArenaUnavailable(
@@ -293,7 +294,7 @@ def _send_outcome(links: Iterable[_Link], error: AsyncollError | None = None) ->
 
 
 def _join_as_other(
-    stack: contextlib.ExitStack, path: Path, own: _Member, ranks: tuple[int, ...], joining: Joining
+    stack: contextlib.ExitStack, path: Path, own: _Greeted, ranks: tuple[int, ...], joining: Joining
 ) -> HostArena:
     check = partial(joining.check, lambda: ranks[:1], "which gathers the ranks of this host", is_told=True)
     try:
@@ -315,7 +316,8 @@ def _connect(path: Path, ranks: tuple[int, ...], joining: Joining) -> socket.soc
             return connection
         except OSError as error:
             connection.close()
-            if isinstance(error, ConnectionRefusedError):  # otherwise the first rank does not listen yet
+            # Any other error means that the first rank does not listen yet.
+            if isinstance(error, ConnectionRefusedError):
                 raise
             joining.check(lambda: ranks[:1], _NOT_HERE)
             if not path.parent.exists():  # the first rank has removed it because joining has failed
@@ -338,7 +340,7 @@ def _receive_outcome(link: _Link, check: Callable[[], None]) -> None:
         raise ArenaUnavailable(failure)
 
 
-def _confirm(link: _Link, own: _Member, ranks: tuple[int, ...], check: Callable[[], None]) -> HostArena:
+def _confirm(link: _Link, own: _Greeted, ranks: tuple[int, ...], check: Callable[[], None]) -> HostArena:
     with contextlib.ExitStack() as undo:
         arena, failure = None, ""
         try:
@@ -353,7 +355,7 @@ def _confirm(link: _Link, own: _Member, ranks: tuple[int, ...], check: Callable[
         return arena
 
 
-def _receive_segments(link: _Link, own: _Member, ranks: tuple[int, ...], check: Callable[[], None]) -> list[Segment]:
+def _receive_segments(link: _Link, own: _Greeted, ranks: tuple[int, ...], check: Callable[[], None]) -> list[Segment]:
     width = len(Segment._fields)
     count = len(ranks) * width
     found = [descriptor for _ in range(0, count, _BATCH) for descriptor in link.receive(check, _BATCH)[1]]
@@ -368,7 +370,7 @@ def _receive_segments(link: _Link, own: _Member, ranks: tuple[int, ...], check: 
 # -- all ranks ------------------------------------------------------------------------------------
 
 
-def _check(rank: int, segment: Segment, own: _Member, ranks: tuple[int, ...]) -> None:
+def _check(rank: int, segment: Segment, own: _Greeted, ranks: tuple[int, ...]) -> None:
     assert own.segment is not None, "a rank without a segment has already made all ranks fail"
     try:
         check_segment(segment, ranks.index(rank), own.capacity, own.segment)
@@ -376,7 +378,7 @@ def _check(rank: int, segment: Segment, own: _Member, ranks: tuple[int, ...]) ->
         raise ArenaUnavailable(f"rank {own.rank} cannot use the memory of rank {rank}: {error}") from error
 
 
-def _make_arena(own: _Member, ranks: tuple[int, ...], segments: Sequence[Segment]) -> HostArena:
+def _make_arena(own: _Greeted, ranks: tuple[int, ...], segments: Sequence[Segment]) -> HostArena:
     try:
         return HostArena(ranks.index(own.rank), ranks, segments, _core.of_rank())
     except (OSError, AttributeError) as error:

@@ -28,18 +28,19 @@ def arenas(size: int, pause_s: Callable[[], float] = lambda: 0.0, ranks: Sequenc
 
     Each wait first sleeps `pause_s()` seconds, so that other ranks run where ranks in processes could run.
     """
-    memory = _Memory(size)
+    memory = _InprocMemory(size)
     return [InprocArena(local_rank, memory, pause_s, tuple(ranks or range(size))) for local_rank in range(size)]
 
 
-class _Memory:
+class _InprocMemory:
     """The memory that the ranks share, by address, and the tasks that wait for doorbells."""
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.blocks: dict[int, Array] = {}  # by address
         self.addresses: list[int] = []  # of the blocks, in ascending order
-        self.next = 64  # an address is never used again, so that a stale one is noticed
+        # An address is never used again, and memory that is free has no view. So a stale address is noticed.
+        self.next = 64
         self.control_blocks: dict[int, Array] = {}  # by context
         self.waiters: dict[int, set[asyncio.Future[None]]] = {}  # by doorbell
 
@@ -50,7 +51,7 @@ class _Memory:
                     future.set_result(None)
 
     def wake_futex(self, cell: memoryview) -> None:
-        """No thread sleeps in a futex: all ranks share one."""
+        """No thread sleeps in a futex: all ranks share one thread."""
 
 
 class _NoLock:
@@ -64,10 +65,13 @@ class _NoLock:
 class InprocArena:
     """An `Arena` whose peers live on the same loop. Each rank uses the first of its doorbells only."""
 
-    def __init__(self, local_rank: int, memory: _Memory, pause_s: Callable[[], float], ranks: tuple[int, ...]) -> None:
+    def __init__(
+        self, local_rank: int, memory: _InprocMemory, pause_s: Callable[[], float], ranks: tuple[int, ...]
+    ) -> None:
         self.local_rank = local_rank
         self.ranks = ranks
-        self.cores = min(2, memory.size)  # not all ranks, so that algorithms also take their paths for few cores
+        # Fewer than ranks, so that algorithms also take their paths for few cores.
+        self.cores = min(2, memory.size)
         self._memory = memory
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
         self._pause_s = pause_s
@@ -79,7 +83,8 @@ class InprocArena:
         memory = self._memory
         address = memory.next
         memory.next += -(-max(nbytes, 1) // 64) * 64
-        raw = np.empty(nbytes + 64, np.uint8)  # numpy aligns to 16 bytes, or less
+        # numpy aligns to 16 bytes, or less. Blocks of real arenas begin at a cache line.
+        raw = np.empty(nbytes + 64, np.uint8)
         start = -address_of(raw) % 64
         memory.blocks[address] = raw[start : start + nbytes]
         memory.addresses.append(address)
@@ -91,9 +96,14 @@ class InprocArena:
 
     def view(self, address: int, nbytes: int) -> Array:
         memory = self._memory
-        start = memory.addresses[bisect_right(memory.addresses, address) - 1]
-        offset = address - start
-        return memory.blocks[start][offset : offset + nbytes]
+        index = bisect_right(memory.addresses, address) - 1
+        start = memory.addresses[index] if index >= 0 else address
+        offset, block = address - start, memory.blocks.get(start)
+        # In real memory such a view would show, or overwrite, what another owner has there by now.
+        text = f"{nbytes} bytes at address {address} are not allocated"
+        assert block is not None, text
+        assert offset + nbytes <= block.nbytes, text
+        return block[offset : offset + nbytes]
 
     def locate(self, flat: Array) -> int | None:
         first = address_of(flat)
@@ -142,12 +152,14 @@ class InprocArena:
     async def wait(
         self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
     ) -> None:
+        # Among processes the other ranks may run here, also if the condition holds already.
         await asyncio.sleep(self._pause_s())
         while True:
             check()
             with wait.control_block as control_block:
                 if wait.ready():
                     return
+                # Under the lock: a rank that changes the cells afterwards finds this rank among those to wake.
                 control_block.ring_at_next_wake(self.local_rank * DOORBELLS)
             future = asyncio.get_running_loop().create_future()
             sleepers = self._memory.waiters.setdefault(self.local_rank * DOORBELLS, set())

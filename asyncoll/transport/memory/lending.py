@@ -103,7 +103,8 @@ class Lender:
 
     def _collect(self) -> None:
         """Free the returned blocks. Peers write the list, so this follows it through lent blocks only."""
-        if not self._control_block.cells[self._cell]:  # without the lock: a hint
+        # Without the lock this is a hint.
+        if not self._control_block.cells[self._cell]:
             return
         with self._control_block as control_block:
             address = control_block.cells[self._cell]

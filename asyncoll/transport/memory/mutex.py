@@ -143,7 +143,8 @@ class RobustMutex:
         if failure == errno.EBUSY:
             failure = self._wait()
         if failure == errno.EOWNERDEAD:
-            if self._holder[0] >= 0:  # otherwise the dead owner was about to raise for an earlier death
+            # Otherwise the dead owner was about to raise for the death of an owner before it.
+            if self._holder[0] >= 0:
                 self._holder[0] = ~self._holder[0]
             failure = _holding_gil.pthread_mutex_consistent(self._mutex)
         if failure == errno.EDEADLK:  # an exception in this thread has come between `acquire` and `release`

@@ -36,7 +36,7 @@ class InboxClosedError(AsyncollError):
     """The owner of the inbox has closed it."""
 
 
-class Message(NamedTuple):
+class RingMessage(NamedTuple):
     """A head, and a body of `arrays` arrays, which is in `inline`, or has `nbytes` bytes at `address` in the arena."""
 
     source: int  # the sender's local rank
@@ -120,7 +120,7 @@ class Inbox:
         """Note the announcements that have come."""
         self._heard = self._cells[_ANNOUNCED]
 
-    def take(self) -> list[Message]:
+    def take(self) -> list[RingMessage]:
         """Remove and return the next messages, at most _BATCH. Raises ProtocolError for a malformed one."""
         control_block, cells, read = self.control_block, self._cells, self._read
         with control_block:
@@ -129,7 +129,8 @@ class Inbox:
                 raise ProtocolError(f"the inbox is corrupt: its head is {read} and its tail {tail}")
             start = read % RING_BYTES
             raw = self._ring[start : start + min(tail - read, RING_BYTES - start)]
-            if is_short := len(raw) <= _SHORT_BYTES:  # to copy them takes less time than to lock again
+            # To copy a few bytes takes less time than to lock once more.
+            if is_short := len(raw) <= _SHORT_BYTES:
                 copy = bytes(raw)
                 self._read = cells[_HEAD] = read + len(copy)
                 control_block.wake()
@@ -142,9 +143,9 @@ class Inbox:
             control_block.wake()
         return messages
 
-    def _messages(self, raw: Buffer) -> tuple[list[Message], int]:
+    def _messages(self, raw: Buffer) -> tuple[list[RingMessage], int]:
         """Copies of the first messages in `raw`, and the bytes that they take there."""
-        messages: list[Message] = []
+        messages: list[RingMessage] = []
         start = 0
         local_size, left = len(self._ranks), len(raw)
         while left and len(messages) < _BATCH:
@@ -165,7 +166,9 @@ class Inbox:
                 text = f"a message of {size} bytes has a head of {head} and a body of {inline}, and {left} bytes remain"
                 raise ProtocolError(text, self._ranks[source])
             body = bytearray(raw[middle : middle + inline]) if inline else b""
-            messages.append(Message(source, bytes(raw[start + _HEADER.size : middle]), arrays, body, address, nbytes))
+            messages.append(
+                RingMessage(source, bytes(raw[start + _HEADER.size : middle]), arrays, body, address, nbytes)
+            )
             start += size
             left -= size
         return messages, start
@@ -183,7 +186,7 @@ def encode_head(source: int, head: bytes) -> bytes:
     return _HEADER.pack(_HEADER.size + nbytes + _ALIGNMENT - 1 & -_ALIGNMENT, source, nbytes, 0, 0, 0) + head
 
 
-def encode(message: Message) -> bytes:
+def encode(message: RingMessage) -> bytes:
     """The bytes of a message in an inbox. Its head and inline body together have at most PAYLOAD_MAX bytes."""
     source, head, arrays, inline, address, nbytes = message
     assert len(head) + len(inline) <= PAYLOAD_MAX, "it would never fit"

@@ -107,7 +107,8 @@ def _seals(memory: int) -> int:
 def map_segment(memory: int, capacity: int, *, own: bool) -> Array:
     """Map a segment, as a flat uint8 array. The memory stays mapped as long as the array or a view of it exists."""
     mapping = mmap.mmap(memory, capacity)
-    with contextlib.suppress(OSError):  # this only affects speed, and not every kernel supports it
+    # Huge pages only affect speed, and not every kernel supports them.
+    with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     if not own:
         with contextlib.suppress(OSError):

@@ -41,7 +41,8 @@ class Authenticator:
     def guard(self, socket: zmq.Socket[bytes]) -> None:
         """Make `socket` ask this handler. Call this before the socket binds."""
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
-        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # without a handler ZeroMQ would accept every peer
+        # Without a handler for this domain ZeroMQ would accept every peer.
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def start(self) -> None:
         """Answer requests on the running loop. Until then, peers wait in their handshake."""

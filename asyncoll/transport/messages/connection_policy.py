@@ -17,9 +17,10 @@ from asyncoll.transport import START_TIMEOUT_S
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication
 from asyncoll.transport.messages.monitor import Monitor
-from asyncoll.transport.messages.peers import UnauthenticatedPeers
+from asyncoll.transport.messages.peer_reports import UnauthenticatedPeers
 
-_HANDSHAKE_MS = 5000  # from the connection of a peer of another host to the end of its handshake
+# The time from the connection of a peer of another host to the end of its handshake.
+_HANDSHAKE_MS = 5000
 # Of this host, where only processes of this user connect. Its end is no message: a rank that takes its connection for
 # made, because it has this rank's half of the handshake, would see it break. On a busy host that took more than 5 s.
 _LOCAL_HANDSHAKE_MS = round(1000 * START_TIMEOUT_S)

@@ -118,7 +118,7 @@ class PayloadWriter:
             return 0
 
 
-class _Arriving:
+class _ArrivingMessage:
     """A message while it comes."""
 
     def __init__(self, head: bytes, memory: PayloadMemory) -> None:
@@ -149,7 +149,7 @@ class PayloadReader:
         self._memory = memory
         self._proofs = _Proofs(key)
         self._head = bytearray(HEAD_BYTES)  # of the next message
-        self._arriving: _Arriving | None = None
+        self._arriving: _ArrivingMessage | None = None
         self._rest: list[memoryview] = [memoryview(self._head)]  # what is not filled: of this message, and the head
         self._awaited = 1  # bytes that arrive before the loop wakes
 
@@ -160,7 +160,7 @@ class PayloadReader:
         come is not from the writer.
         """
         if not self._rest:
-            self._arriving = _Arriving(bytes(self._head), self._memory)
+            self._arriving = _ArrivingMessage(bytes(self._head), self._memory)
             self._rest = [*self._arriving.parts, memoryview(self._head)]
         count = self.connection.recvmsg_into(self._rest)[0]
         if not count:
@@ -175,7 +175,7 @@ class PayloadReader:
         self._await(min(self._outstanding(), _WAKE_BYTES))
         return complete
 
-    def _proved(self, arrived: _Arriving) -> Long:
+    def _proved(self, arrived: _ArrivingMessage) -> Long:
         proof = self._proofs.next(arrived.fields, arrived.third or b"")
         if not hmac.compare_digest(proof, arrived.proof):
             raise ProtocolError("a message that it has not sent")

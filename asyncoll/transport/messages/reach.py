@@ -37,14 +37,15 @@ class NoAnswerError(Exception):
 
 
 async def check_answer(rank: int, address: str, connected: asyncio.Future[None], answers: Callable[[], bool]) -> None:
-    """Raise UsageError if ZeroMQ gets no answer from `address` of `rank`. It does not say so itself.
+    """Raise UsageError if ZeroMQ gets no answer from `address` of `rank` within `ANSWER_S`. It does not say so itself.
 
-    Returns once `connected` is done. `answers` tells whether ZeroMQ has had an answer.
+    Returns once `connected` is done, or after half of that time if `answers` tells that ZeroMQ has had an answer.
     """
     await asyncio.wait([connected], timeout=ANSWER_S / 2)
     if connected.done() or answers():
         return
-    with contextlib.suppress(ConnectionRefusedError):  # of which ZeroMQ tells
+    # ZeroMQ reports a refusal itself.
+    with contextlib.suppress(ConnectionRefusedError):
         try:
             (await reach(address, ANSWER_S / 2)).close()
         except NoAnswerError as error:
@@ -58,8 +59,10 @@ async def check_long_packets(rank: int, address: str, connection: int) -> None:
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    await asyncio.sleep(_AGAIN_S)  # a thread of ZeroMQ may have to send it first
-    while waits := unacknowledged(connection, resolved(address)[1][1]):
+    _, (_, port, *_) = resolved(address)
+    # A thread of ZeroMQ sends it: before that nothing is unacknowledged.
+    await asyncio.sleep(_AGAIN_S)
+    while waits := unacknowledged(connection, port):
         if loop.time() - began_s >= ANSWER_S:
             raise UsageError(
                 f"this host ({socket.gethostname()}) has connected to {address} of rank {rank}, but long packets do "
@@ -83,7 +86,8 @@ async def reach(address: str, answer_s: float) -> socket.socket:
             return await _attempt(address, ends_s)
         except ConnectionRefusedError:
             raise
-        except OSError as error:  # a network may need a while until it knows its routes
+        # A network may need a while until it knows its routes. So other errors are no answer yet.
+        except OSError as error:
             if loop.time() >= ends_s:
                 raise NoAnswerError(os.strerror(error.errno or 0)) from error
         await asyncio.sleep(_AGAIN_S)
@@ -112,7 +116,8 @@ async def _attempt(address: str, ends_s: float) -> socket.socket:
             async with asyncio.timeout_at(ends_s):
                 await asyncio.get_running_loop().sock_connect(connection, where)
         except TimeoutError as error:
-            if not _is_connected(connection):  # it may be, in a process that was stopped meanwhile
+            # This process may have been stopped while the connection was made: then the time is over, and it is there.
+            if not _is_connected(connection):
                 raise TimeoutError(errno.ETIMEDOUT, "no answer") from error
         undo.pop_all()
         return connection

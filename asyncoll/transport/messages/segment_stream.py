@@ -104,7 +104,7 @@ class SegmentStream:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._end = 0  # of the bytes in the buffer, which begin with a header that is not delivered yet
         self._has_begun = False  # the peer has sent its first header
-        self._long: _Long | None = None  # a payload that the buffer does not hold
+        self._long: _LongSegment | None = None  # a payload that the buffer does not hold
         self._unsent: deque[Buffer] = deque()  # what is to be written; a bytearray at the end may be extended
         self._unsent_bytes = 0
         self._lends = False  # payloads of callers are in there
@@ -252,7 +252,8 @@ class SegmentStream:
         """Write nothing more. If the peer is gone, the reader reports it after the last segments."""
         self._has_failed = True
         if error.errno not in _GONE:
-            self._loop.call_soon(self._stop, _cause(error))  # not now: the owner is in its own call of this
+            # Not now: the owner is in the middle of a call of this object.
+            self._loop.call_soon(self._stop, _cause(error))
 
     def _written(self, sent: int) -> None:
         self._unsent_bytes -= sent
@@ -326,7 +327,7 @@ class SegmentStream:
                     self._reject(f"a segment of {nbytes} bytes, at most {PAYLOAD_MAX}")
                 elif HEADER.size + nbytes > _BUFFER_BYTES:
                     payload = self._room(kind, number, nbytes) or memoryview(bytearray(nbytes))
-                    self._long = _Long(kind, number, payload, view[first:end])
+                    self._long = _LongSegment(kind, number, payload, view[first:end])
                     start = end
                 else:
                     break
@@ -350,7 +351,7 @@ class SegmentStream:
         self._malformed(ProtocolError(reason))
 
 
-class _Long:
+class _LongSegment:
     """A segment that is longer than the buffer, while its payload comes."""
 
     def __init__(self, kind: int, number: int, payload: memoryview, begin: memoryview) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final, Protocol
 
-from asyncoll.transport.messages import peers
+from asyncoll.transport.messages import peer_reports
 from asyncoll.transport.wire import Buffer
 
 VERSION: Final = 1
@@ -19,7 +19,7 @@ REASON_BYTES: Final = 1024
 CLIENTS_MAX = 4096
 BACKLOG: Final = 512  # connections that wait to be accepted
 HANDSHAKE_S = 5.0  # from the connection to the end of the handshake
-FREEZE_S: float = peers.FREEZE_S  # a service without a sign of life for this time is lost
+FREEZE_S: float = peer_reports.FREEZE_S  # a service without a sign of life for this time is lost
 REFUSED: Final = "it refused the connection: is the key the same at both ends?"
 SILENT: Final = "it does not answer as it should: is it stopped, or has only one end a key?"
 UNREAD: Final = "it does not read what it is sent"
@@ -27,7 +27,7 @@ CLOSED: Final = "its connection closed"
 FOREIGN_USER: Final = "it is another user's"
 
 
-class Owner(Protocol):
+class SocketOwner(Protocol):
     """The callbacks of a socket, which are called on the loop."""
 
     def received(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
@@ -71,10 +71,13 @@ class ClientEnd(Protocol):
         """Whether the service is not lost."""
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """As `ServiceEnd.send`, to the service."""
+        """Send a segment to the service, now or later. It is dropped if the service is lost.
+
+        The payload must not change before `flush` returns.
+        """
 
     async def flush(self, peer: int) -> None:
-        """As `ServiceEnd.flush`."""
+        """Wait until the payloads that were sent may be changed."""
 
     def close(self) -> None:
         """Close the socket at once; segments that are queued are dropped. Idempotent."""

@@ -28,7 +28,7 @@ from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import authentication, service_protocol
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
 from asyncoll.transport.messages.patience import Patience
-from asyncoll.transport.messages.peers import DroppedClients, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peer_reports import DroppedClients, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
     BYE,
@@ -40,7 +40,7 @@ from asyncoll.transport.messages.service_protocol import (
     SILENT,
     UNREAD,
     VERSION,
-    Owner,
+    SocketOwner,
     forked,
     too_many,
 )
@@ -101,7 +101,8 @@ class _Socket(ABC):
         forks.register(self)
         self._loop.add_reader(self._socket.fileno(), self._read)
         self._read_soon()
-        self._loop.call_soon(self._watch)  # later, when the owner is ready
+        # Not now: the owner is not ready before this has returned.
+        self._loop.call_soon(self._watch)
 
     def _watch(self) -> None:
         if not self._is_closed:
@@ -172,7 +173,7 @@ class _Socket(ABC):
 class ServerSocket(_Socket):
     """The socket of a service. Peers are the clients, numbered in the order of their arrival."""
 
-    def __init__(self, owner: Owner, url: str, key: Key | None) -> None:
+    def __init__(self, owner: SocketOwner, url: str, key: Key | None) -> None:
         """Listen at `url`. Raises UsageError if that fails, or if it would admit peers without authentication."""
         super().__init__(zmq.ROUTER, "", zmq.EVENT_DISCONNECTED, self._disconnected)
         self._owner = owner
@@ -229,7 +230,8 @@ class ServerSocket(_Socket):
         except zmq.Again:
             self._dropped_clients.log(f"dropped client {peer}: {UNREAD}")
             self.drop(peer, UNREAD)
-            self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
+            # Not now: the owner is in the middle of a call of this object.
+            self._loop.call_soon(self._owner.lost, peer, UNREAD)
         except zmq.ZMQError:  # the client is gone; the monitor reports it
             return
 
@@ -290,7 +292,7 @@ class ServerSocket(_Socket):
 class ClientSocket(_Socket):
     """The socket of a client. Its only peer is the service, with number 0. It does not connect again after a loss."""
 
-    def __init__(self, owner: Owner, url: str, key: Key | None, connected: Callable[[int], None]) -> None:
+    def __init__(self, owner: SocketOwner, url: str, key: Key | None, connected: Callable[[int], None]) -> None:
         """Connect to the service at `url`.
 
         `connected` is called with the protocol version of the service, once the service has answered and its heartbeat
@@ -336,7 +338,8 @@ class ClientSocket(_Socket):
         try:
             self._send((), kind, number, payload)
         except zmq.Again:
-            self._loop.call_soon(self._stop_sending)  # not now: the owner is in its own call of this
+            # Not now: the owner is in the middle of a call of this object.
+            self._loop.call_soon(self._stop_sending)
 
     def _read_one(self) -> bool:
         try:

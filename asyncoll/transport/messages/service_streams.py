@@ -26,7 +26,7 @@ from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport.addresses import prepare, process_of, removal, user_of
 from asyncoll.transport.messages import service_protocol
-from asyncoll.transport.messages.peers import DroppedClients, FailedAccepts, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peer_reports import DroppedClients, FailedAccepts, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, UnreadError
 from asyncoll.transport.messages.service_protocol import (
     BACKLOG,
@@ -37,7 +37,7 @@ from asyncoll.transport.messages.service_protocol import (
     SILENT,
     UNREAD,
     VERSION,
-    Owner,
+    SocketOwner,
     forked,
     too_many,
 )
@@ -48,15 +48,18 @@ _SCHEME = "ipc://"
 _ACCEPTED = 64  # connections that are accepted before other callbacks of the loop run
 _UNGREETED_MAX = 1024  # connections without a hello, or refused; the oldest is closed for one more
 _UNGREETED_SHARE = 4  # they take at most one of so many descriptors that this process may open
-_PAUSE_S = 0.1  # without accepting, if there is no room; for so long, no connection is closed to make room
-_RETRY_S = 0.01  # until the next attempt to connect to a service whose backlog is full
-_LOOKS = 4  # at the state of the service's process, in the time after which it counts as frozen
+# If there is no room, nothing is accepted for this time, and no connection is closed to make room.
+_PAUSE_S = 0.1
+# The time until the next attempt to connect to a service whose backlog is full.
+_RETRY_S = 0.01
+# So often a client looks at the state of the service's process in the time after which it counts as frozen.
+_LOOKS = 4
 
 
 class StreamServer:
     """A service at a unix socket: a `ServiceEnd`."""
 
-    def __init__(self, owner: Owner, url: str) -> None:
+    def __init__(self, owner: SocketOwner, url: str) -> None:
         """Listen at `url`, which begins with `ipc://`. Raises UsageError if that fails."""
         self.url = url
         self._owner = owner
@@ -86,13 +89,13 @@ class StreamServer:
         self._accept_on()
 
     def close(self) -> None:
-        """As `ServiceEnd.close`."""
         if self._is_closed:
             return
         self._is_closed = True
         forks.unregister(self)
         self._pause()
-        self._remove_file()  # before others may listen there
+        # Before the socket is closed: afterwards others may listen there, and the file would be theirs.
+        self._remove_file()
         self._listener.close()
         for stream, limit in (*self._strangers.items(), *self._dropped.items()):
             limit.cancel()
@@ -104,11 +107,9 @@ class StreamServer:
         self._clients.clear()
 
     def has(self, peer: int) -> bool:
-        """As `ServiceEnd.has`."""
         return peer in self._clients
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """As `ServiceEnd.send`."""
         stream = self._clients.get(peer)
         if stream is None:
             return
@@ -117,16 +118,15 @@ class StreamServer:
         except UnreadError:
             self._dropped_clients.log(f"dropped client {peer}: {UNREAD}")
             self.drop(peer, UNREAD)
-            self._loop.call_soon(self._owner.lost, peer, UNREAD)  # not now: the owner is in its own call of this
+            # Not now: the owner is in the middle of a call of this object.
+            self._loop.call_soon(self._owner.lost, peer, UNREAD)
 
     async def flush(self, peer: int) -> None:
-        """As `ServiceEnd.flush`."""
         stream = self._clients.get(peer)
         if stream is not None:
             await stream.flush()
 
     def drop(self, peer: int, reason: str) -> None:
-        """As `ServiceEnd.drop`."""
         stream = self._clients.pop(peer, None)
         if stream is not None:
             self._dismiss(stream, reason)
@@ -271,7 +271,8 @@ class StreamServer:
                 stream.send(BYE, 0, reason.encode()[:REASON_BYTES])
         stream.use(None, partial(self._end, stream), partial(self._reject, stream))
         stream.copy_unsent()  # no caller waits for it any more
-        if stream in self._strangers:  # it remains one
+        # A stranger remains one, with a new limit.
+        if stream in self._strangers:
             self._strangers[stream].cancel()
             self._strangers[stream] = self._limit(stream)
         else:
@@ -281,7 +282,7 @@ class StreamServer:
 class StreamClient:
     """A client of a service at a unix socket: a `ClientEnd`."""
 
-    def __init__(self, owner: Owner, url: str, connected: Callable[[int], None]) -> None:
+    def __init__(self, owner: SocketOwner, url: str, connected: Callable[[int], None]) -> None:
         """Connect to the service at `url`, which begins with `ipc://`.
 
         `connected` is called with the protocol version of the service, once the service has answered. Its process is
@@ -307,25 +308,23 @@ class StreamClient:
         forks.register(self)
 
     def has(self, peer: int) -> bool:
-        """As `ClientEnd.has`."""
         return not self._is_lost
 
     def send(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
-        """As `ClientEnd.send`. Nothing is sent before the service is connected."""
+        """Send a segment to the service. Nothing is sent before it is connected, or after its loss."""
         if self._stream is None or self._is_lost:
             return
         try:
             self._stream.send(kind, number, payload)
         except UnreadError:
-            self._loop.call_soon(self._report_loss, UNREAD)  # not now: the owner is in its own call of this
+            # Not now: the owner is in the middle of a call of this object.
+            self._loop.call_soon(self._report_loss, UNREAD)
 
     async def flush(self, peer: int) -> None:
-        """As `ClientEnd.flush`."""
         if self._stream is not None:
             await self._stream.flush()
 
     def close(self) -> None:
-        """As `ClientEnd.close`."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -361,7 +360,8 @@ class StreamClient:
             return
         process = process_of(self._socket)
         self._process = 0 if process == os.getpid() or is_gone(process) else process
-        self._next = self._loop.call_soon(self._watch)  # not now: the owner is not ready
+        # Not now: the owner is not ready before this has returned.
+        self._next = self._loop.call_soon(self._watch)
         self._stream = SegmentStream(self._socket, Lookout())
         self._stream.use(self._greeted, self._report_loss, lambda error: self._report_loss(SILENT))
         self.send(0, HELLO, VERSION, b"")

@@ -80,7 +80,8 @@ class SlottedTransport:
         if len(frames) > 1 and len(frames[1]) >= THRESHOLD_BYTES and dest in self._neighbours:
             check_frames(dest, self.size, frames)
             slot = self._outgoing.put(dest, frames[1])
-            if slot is not None:  # otherwise the message carries its payload
+            # Without a free slot the message carries its payload itself.
+            if slot is not None:
                 marker = _MARKER.pack(slot, len(frames))
                 frames = [frames[0], marker, *frames[2:], *[b""] * (_FRAMES - len(frames))]
         self._inner.send(dest, frames)
@@ -134,7 +135,8 @@ class _Outgoing:
         with self._control_block as control_block:
             for column, value in enumerate((dest + 1, address, nbytes)):
                 control_block.cells[column * SLOTS + slot] = value
-            self._find_free()  # here it needs no second critical section
+            # Here, where the lock is held in any case, it needs no second critical section.
+            self._find_free()
 
     def _find_free(self) -> None:
         """Look for free slots; the caller holds the lock.

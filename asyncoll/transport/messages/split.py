@@ -87,7 +87,8 @@ class SplitTransport:
     async def start(self, receiver: Receiver) -> None:
         self._reassembly.receiver = receiver
         self._payloads.connect(self._reassembly.received_long, self._reassembly.lost_payloads)
-        self._messages.connect(self._reassembly)  # before the wait: a rank that gives up tells the others by message
+        # Before the wait for payloads: a rank that gives up tells the others by message.
+        self._messages.connect(self._reassembly)
         await self._payloads.connected()
         await self._messages.connected()
 
@@ -106,7 +107,7 @@ class SplitTransport:
                 sent.encrypted += 1
 
     def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
-        """As `send`; refuses a long message, because only the loop may use the connections for payloads."""
+        """Send a short message in this thread. Refuses a long one: only the loop uses the connections for payloads."""
         if dest not in self._remote:
             return self._messages.send_directly(dest, frames)
         sent = self._sent[dest]
@@ -178,7 +179,8 @@ class _Reassembly:
             return
         if loss.rank in self._remote:
             self._collect()  # what has come completes what waits
-            self._drop(loss.rank)  # after a silence it is still open, and what waits to be sent there would wait on
+            # After a silence the connection is still open, and what waits to be sent there would wait on.
+            self._drop(loss.rank)
             self._deliver_news(loss.rank)
         self._lost.add(loss.rank)
         self.receiver.lost(loss)

@@ -27,12 +27,14 @@ from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import reach
 from asyncoll.transport.messages.payload_handshake import introduce, welcome
 from asyncoll.transport.messages.payload_stream import Long, PayloadMemory, PayloadReader, PayloadWriter
-from asyncoll.transport.messages.peers import FailedAccepts, UnauthenticatedPeers
+from asyncoll.transport.messages.peer_reports import FailedAccepts, UnauthenticatedPeers
 from asyncoll.transport.messages.reach import another_answers, reach_rank, resolved, why_unconnected
 
-_HANDSHAKE_S = 5.0  # from the connection of a peer to the end of its handshake
+# The time from the connection of a peer to the end of its handshake.
+_HANDSHAKE_S = 5.0
 _STRANGERS_MAX = 128  # connections in their handshake, besides two for each rank; a further one ends the oldest
-_AGAIN_S = 0.02  # until the next attempt to connect, or to accept without a free descriptor
+# The time until the next attempt to connect, or to accept without a free descriptor.
+_AGAIN_S = 0.02
 _AGAIN_MAX_S = 1.0  # the time to each further attempt to connect doubles, up to this
 _FLUSH_S = 0.2  # the time for payloads to leave this process at `close`
 _CLOSED = "its connection closed"
@@ -40,7 +42,7 @@ _CLOSED = "its connection closed"
 Received: TypeAlias = Callable[[int, Long], None]  # source, message
 
 
-class _Peer:
+class _PayloadPeer:
     """The two connections to one rank. This rank sends on the one that it has made, and only receives on the other."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, key: bytes) -> None:
@@ -56,7 +58,7 @@ class _Peer:
         self.cause = _CLOSED  # of its loss, if one of the connections ends
 
     def connections(self) -> list[socket.socket]:
-        """Those that are open."""
+        """The connections that are open."""
         ends = (self.writer.connection, self.reader.connection if self.reader is not None else None)
         return [connection for connection in ends if connection is not None]
 
@@ -81,7 +83,7 @@ class TcpPayloads:
         self._memory = PayloadMemory()
         self._listener: socket.socket | None = None
         self._address = ""
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, _PayloadPeer] = {}
         self._strangers: dict[socket.socket, asyncio.Task[bool]] = {}  # in their handshake, the oldest first
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
@@ -116,7 +118,7 @@ class TcpPayloads:
         self._loop = loop = asyncio.get_running_loop()
         for rank, address in enumerate(self.peers):
             if rank != self.rank and address:
-                self._peers[rank] = peer = _Peer(loop, self._key_of(self.rank, rank))
+                self._peers[rank] = peer = _PayloadPeer(loop, self._key_of(self.rank, rank))
                 peer.made = loop.create_task(self._open(rank, address, peer))
         self._listen()
 
@@ -203,7 +205,7 @@ class TcpPayloads:
 
     # -- joining ----------------------------------------------------------------------------------
 
-    async def _open(self, rank: int, address: str, peer: _Peer) -> None:
+    async def _open(self, rank: int, address: str, peer: _PayloadPeer) -> None:
         """Make the connection to `rank`.
 
         Raises PeerLostError if it refuses, and UsageError if it gives no answer, or not that of this rank.
@@ -213,7 +215,7 @@ class TcpPayloads:
         if peer.writer.waits:
             self._await_room(peer)
 
-    async def _introduced(self, rank: int, address: str, peer: _Peer) -> socket.socket:
+    async def _introduced(self, rank: int, address: str, peer: _PayloadPeer) -> socket.socket:
         """A connection to `rank` whose handshake is over."""
         loop = asyncio.get_running_loop()
         began_s, pause_s = loop.time(), _AGAIN_S
@@ -292,7 +294,8 @@ class TcpPayloads:
         """Close the connection at once: a cancelled task ends only after some turns, in which more connections come."""
         connection, task = next(iter(self._strangers.items()))
         del self._strangers[connection]
-        if task.cancel():  # otherwise the handshake is over already
+        # Otherwise the handshake is over already.
+        if task.cancel():
             self._close_connection(connection)
 
     def _key_of(self, source: int, dest: int) -> bytes:
@@ -311,12 +314,12 @@ class TcpPayloads:
 
     # -- sending ----------------------------------------------------------------------------------
 
-    def _await_room(self, peer: _Peer) -> None:
+    def _await_room(self, peer: _PayloadPeer) -> None:
         if peer.writer.connection is not None:
             assert self._loop is not None
             self._loop.add_writer(peer.writer.connection, self._flush, peer)
 
-    def _flush(self, peer: _Peer) -> None:
+    def _flush(self, peer: _PayloadPeer) -> None:
         assert self._loop is not None
         assert peer.writer.connection is not None
         try:
@@ -327,7 +330,7 @@ class TcpPayloads:
             self._loop.remove_writer(peer.writer.connection)
             peer.drained.set()
 
-    def _cannot_write(self, peer: _Peer, error: OSError) -> None:
+    def _cannot_write(self, peer: _PayloadPeer, error: OSError) -> None:
         """Drop what waits, and end the connection: the peer would take a later payload for the one that is missing.
 
         The loss is reported where this rank reads, after the last payloads of the peer.
@@ -335,11 +338,12 @@ class TcpPayloads:
         assert peer.writer.connection is not None
         if not isinstance(error, ConnectionError):  # the connection has not ended yet
             peer.cause = f"a payload could not be sent to it: {error}"
-        with contextlib.suppress(OSError):  # it has ended
+        # The connection may have ended already.
+        with contextlib.suppress(OSError):
             peer.writer.connection.shutdown(socket.SHUT_RDWR)
         self._drop_unsent(peer)
 
-    def _drop_unsent(self, peer: _Peer) -> None:
+    def _drop_unsent(self, peer: _PayloadPeer) -> None:
         peer.writer.drop()
         peer.drained.set()
 
@@ -392,7 +396,7 @@ class TcpPayloads:
         if not self._closed:
             self._lost(Loss(rank, cause))
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: _PayloadPeer) -> None:
         peer.made.cancel()
         peer.accepted.cancel()
         for connection in peer.connections():

@@ -41,7 +41,7 @@ from asyncoll.transport.meeting_folder import meeting_folder
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
 from asyncoll.transport.messages.patience import Patience
-from asyncoll.transport.messages.peers import FREEZE_S, UnauthenticatedPeers, silence_cause
+from asyncoll.transport.messages.peer_reports import FREEZE_S, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.reach import LONG, check_answer, check_long_packets, refused, why_unconnected
 
 # A message up to this many bytes is copied into one ZeroMQ frame. Each further frame costs some microseconds of Python
@@ -55,7 +55,7 @@ _FINAL = int(zmq.NOBLOCK)
 _MORE = _FINAL | int(zmq.SNDMORE)
 _EVENTS_NOW, _HAS_MORE, _READABLE = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
 _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
-_HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; further ones wait in `_Peer.queue`
+_HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; further ones wait in `_PeerConnection.queue`
 _BATCH = 64  # messages delivered before the loop may run other callbacks
 _CURVE_BYTES = 64  # the bytes that CURVE may add to a frame
 _FLUSH_MS = 200  # the time to send queued messages at `close`; messages to a peer that has ended take all of it
@@ -94,7 +94,7 @@ def local_world(size: int) -> Iterator[list[ZeroMQTransport]]:
                     transport._close(flush=False)
 
 
-class _Peer:
+class _PeerConnection:
     """The connection to one peer: the DEALER, its monitor, its heartbeat, and the messages that wait for ZeroMQ."""
 
     monitor: Monitor
@@ -103,7 +103,8 @@ class _Peer:
         self.rank = rank
         self.address = address
         self.dealer = dealer
-        self.lock = threading.Lock()  # of `dealer`, `queue` and `is_dropped`: `send_directly` runs in other threads
+        # The lock guards `dealer`, `queue` and `is_dropped`, because `send_directly` runs in other threads.
+        self.lock = threading.Lock()
         self.connection = -1  # the descriptor of the newest connection; -1 before the first
         self.closing = contextlib.ExitStack()  # of the monitor, the watch on the process and the heartbeat
         self.was_connected = False  # now or earlier
@@ -154,7 +155,7 @@ class ZeroMQTransport:
         self._router.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _CURVE_BYTES * encrypted)
         self._policy = ConnectionPolicy(rank, size, key, self._unauthenticated, encrypted=encrypted)
         self._policy.attach(self._router)
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, _PeerConnection] = {}
         self._receiver: Receiver | None = None
         self._closed = False
         self._listening: list[str] = []
@@ -221,7 +222,8 @@ class ZeroMQTransport:
                 return
         peer.drained.clear()
         self._loop.add_reader(peer.dealer.fileno(), self._flush, peer)
-        self._loop.call_soon(self._flush, peer)  # it may have become writable before the reader was added
+        # The socket may have become writable before the reader was added. ZeroMQ signals each change once.
+        self._loop.call_soon(self._flush, peer)
 
     def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
         check_frames(dest, self.size, frames)
@@ -331,12 +333,12 @@ class ZeroMQTransport:
             if end.done() and not end.cancelled():
                 end.result()
 
-    async def _check_answer(self, peer: _Peer) -> None:
+    async def _check_answer(self, peer: _PeerConnection) -> None:
         await check_answer(peer.rank, peer.address, peer.connected, lambda: peer.connection >= 0)
         await asyncio.wait([peer.connected])
         await check_long_packets(peer.rank, peer.address, peer.connection)
 
-    def _is_told(self, peer: _Peer) -> bool:
+    def _is_told(self, peer: _PeerConnection) -> bool:
         """Whether the peer is on another host, and listened before it told its address."""
         return self.are_bound and peer.address.startswith("tcp:")
 
@@ -357,7 +359,7 @@ class ZeroMQTransport:
     def _connect(self, rank: int, address: str) -> None:
         dealer = self._dealer(rank, address)
         dealer.setsockopt(zmq.ROUTING_ID, self._routing_ids[self.rank])
-        peer = _Peer(rank, address, dealer)
+        peer = _PeerConnection(rank, address, dealer)
         peer.monitor = Monitor(dealer, _EVENTS, partial(self._handle_event, peer))  # fails if too many files are open
         peer.closing.callback(peer.monitor.close)
         self._peers[rank] = peer
@@ -374,7 +376,7 @@ class ZeroMQTransport:
         self._policy.introduce(dealer, rank, address)
         return dealer
 
-    def _handle_event(self, peer: _Peer, event: int, value: int) -> None:
+    def _handle_event(self, peer: _PeerConnection, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             peer.connection = value
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -384,7 +386,7 @@ class ZeroMQTransport:
         else:
             self._refused(peer)
 
-    def _connected(self, peer: _Peer) -> None:
+    def _connected(self, peer: _PeerConnection) -> None:
         """Begin to watch a peer whose connection has been made.
 
         A monitored peer counts as connected once its heartbeat runs, too. Otherwise nothing would notice a peer that
@@ -406,7 +408,7 @@ class ZeroMQTransport:
         else:
             _set(peer.connected)
 
-    def _refused(self, peer: _Peer) -> None:
+    def _refused(self, peer: _PeerConnection) -> None:
         """Handle a connection that could not be made. ZeroMQ does not say why, and tries again."""
         if not self.are_bound or peer.was_connected or peer.connected.done():
             return
@@ -422,7 +424,7 @@ class ZeroMQTransport:
         after = here[index + 1 :] + here[:index]
         return set(after[:_MONITORED_NEIGHBOURS]) | set(range(self.size)).difference(here)
 
-    def _disconnected(self, peer: _Peer) -> None:
+    def _disconnected(self, peer: _PeerConnection) -> None:
         peer.turns_away = not peer.was_connected
         if peer.was_connected and not peer.is_dropped:
             peer.is_disconnected = True
@@ -431,15 +433,15 @@ class ZeroMQTransport:
                 peer.dealer.disconnect(to_zeromq(peer.address))
             self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its connection closed", 0.0)
 
-    def _process_ended(self, peer: _Peer, process: int) -> None:
+    def _process_ended(self, peer: _PeerConnection, process: int) -> None:
         """Handle the end of a peer's process. Its connections may still be open in children that C code has forked."""
         self._loop.remove_reader(process)
         self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its process has ended", 0.0)
 
-    def _silent(self, peer: _Peer, limit_s: float) -> None:
+    def _silent(self, peer: _PeerConnection, limit_s: float) -> None:
         self._lose(peer, silence_cause(limit_s), limit_s)
 
-    def _lose(self, peer: _Peer, cause: str, last_seen_s: float) -> None:
+    def _lose(self, peer: _PeerConnection, cause: str, last_seen_s: float) -> None:
         if self._closed or peer.is_dropped:
             return
         self.collect()  # a lost peer's messages come before its loss
@@ -447,7 +449,7 @@ class ZeroMQTransport:
         assert self._receiver is not None
         self._receiver.lost(Loss(peer.rank, cause, last_seen_s))
 
-    def _drop(self, peer: _Peer, *, linger_ms: int) -> None:
+    def _drop(self, peer: _PeerConnection, *, linger_ms: int) -> None:
         if peer.is_dropped:
             return
         with peer.lock:
@@ -462,7 +464,7 @@ class ZeroMQTransport:
 
     # -- a peer that is slower than its senders ---------------------------------------------------
 
-    def _flush(self, peer: _Peer) -> None:
+    def _flush(self, peer: _PeerConnection) -> None:
         if peer.is_dropped or not peer.queue:
             return
         with peer.lock:
@@ -479,7 +481,7 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def _try_send(peer: _Peer, frames: Sequence[Buffer]) -> bool:
+def _try_send(peer: _PeerConnection, frames: Sequence[Buffer]) -> bool:
     """Pass one message to ZeroMQ, which copies it. Returns False, and sends nothing, if its queue is full."""
     packed = _pack(frames)
     try:

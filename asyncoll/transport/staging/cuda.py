@@ -1,7 +1,7 @@
 """The devices of CUDA, by torch. This module imports torch, so it is imported when there is a tensor of CUDA.
 
-**Nothing here has run on a GPU.** `tests/emulated_cuda.py` emulates the parts of torch that are used here; what it
-cannot show is what a driver does: real copies, locks, the reuse of memory.
+**Nothing here has run on a GPU.** `tests/support/emulated_cuda.py` emulates the parts of torch that are used here;
+what it cannot show is what a driver does: real copies, locks, the reuse of memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _CHUNK = 1 << 22  # bytes of one copy: `moved` grows by it
 _REGISTRATION = 1 << 26  # bytes that are pinned at once: a driver fails for hundreds of gigabytes
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _URGENT = -1  # priority of the streams of copies
-_PATIENCE_S = 5.0  # for copies that are under way when the device closes
+# The device waits so long for copies that are under way when it closes.
+_PATIENCE_S = 5.0
 logger = logging.getLogger("asyncoll")
 
 
@@ -79,7 +80,8 @@ class CudaMark:
         return _on(self._device.stream_after([self]))
 
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, CudaMark]:
-        with _on(self.stream):  # else its memory would be reused in the order of another stream
+        # Otherwise torch would reuse its memory in the order of another stream.
+        with _on(self.stream):
             x = self._device.empty(dtype, shape)
             return x, CudaMark(self._device, x)
 

@@ -1,6 +1,6 @@
 """Memory of a GPU that the processes of a host read from each other: raw blocks of CUDA, by torch and CUDA IPC.
 
-**Nothing here has run on a GPU.** `tests/test_ipc.py` checks what needs none: errors of the
+**Nothing here has run on a GPU.** `tests/transport/staging/test_ipc.py` checks what needs none: errors of the
 driver, handles, and the bits of reductions. Handles are plain bytes. Blocks come from `cudaMalloc`, because torch's
 allocator moves and frees the memory of tensors, and torch's own sharing of tensors is private, and needs file
 descriptors with expandable segments.
@@ -131,7 +131,8 @@ class Runtime:
     def _call(self, function: str, *arguments: Any, accepts: int = 0) -> None:
         code = getattr(self._library, function)(*arguments)
         if code:
-            self._library.cudaGetLastError()  # else the next call of this thread would fail with the same error
+            # Otherwise the next call of this thread would fail with the same error.
+            self._library.cudaGetLastError()
         if code not in (0, accepts):
             raise RefusedError(f"{function}: {self._library.cudaGetErrorString(code).decode()}")
 
@@ -218,12 +219,12 @@ class Gpu:
         Raises RefusedError if torch copies it.
         """
 
-        class Memory:
+        class IpcMemory:
             def __init__(self) -> None:
                 shape, data = (nbytes,), (address, False)
                 self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": data, "version": 3}
 
-        x = torch.as_tensor(Memory(), device=self.place)
+        x = torch.as_tensor(IpcMemory(), device=self.place)
         if x.data_ptr() != address:
             raise RefusedError(
                 f"torch {torch.__version__} copies the memory of another GPU instead of using it: torch 2.9 or newer "
@@ -340,6 +341,7 @@ def reduce_on_device(into: torch.Tensor, parts: Sequence[torch.Tensor], op: Redu
     total = first.float() if dtype in _HALVES else first.clone()
     for other in others:
         function(total, other.float() if dtype in _HALVES else other, out=total)
-    if op is ReduceOp.AVG:  # by a tensor: torch multiplies by the reciprocal of a number
+    # By a tensor: torch multiplies by the reciprocal if the divisor is a number, which rounds another way.
+    if op is ReduceOp.AVG:
         total.div_(torch.full((), len(parts), dtype=total.dtype, device=total.device))
     into.view(kind).copy_(total)

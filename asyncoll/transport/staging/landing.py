@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import NamedTuple, Protocol
 
 
-class Event(Protocol):
+class CopyEvent(Protocol):
     """A point of a stream of the device."""
 
     def synchronize(self) -> None:
@@ -33,7 +33,8 @@ class Landing:
 
     def advance(self, moved: int) -> None:
         """The host has seen that the first `moved` bytes have landed."""
-        if self.error is None:  # else a part in between may be missing
+        # After an error a part in between may be missing.
+        if self.error is None:
             self.moved = moved
         self._tell()
 
@@ -51,7 +52,7 @@ class Landing:
 
 
 class _Watched(NamedTuple):
-    event: Event
+    event: CopyEvent
     landed: Callable[[], None]
     failed: Callable[[BaseException], None]
 
@@ -69,7 +70,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._watch, name=f"asyncoll-{name}", daemon=True)
         self._thread.start()
 
-    def watch(self, event: Event, landed: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
+    def watch(self, event: CopyEvent, landed: Callable[[], None], failed: Callable[[BaseException], None]) -> None:
         """In the thread: call `landed` once the event has come, or `failed` if the device, `inside` or that fails."""
         self._watched.put(_Watched(event, landed, failed))
 
@@ -95,7 +96,8 @@ class Watcher:
         """Until the end. `broken` is why the thread is not in `inside`: then all that is watched fails."""
         while (watched := self._watched.get()) is not None:
             try:
-                watched.event.synchronize()  # also then: until now the device uses the memory
+                # Also if this thread is broken: until the event has come, the device uses the memory.
+                watched.event.synchronize()
                 if broken is not None:
                     raise broken
                 watched.landed()

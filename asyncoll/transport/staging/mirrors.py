@@ -20,7 +20,8 @@ from asyncoll.transport.staging import Device, Mark, Transfer, arrived
 from asyncoll.transport.staging.pool import Pool
 
 _NOTHING = np.empty(0, np.uint8)
-_PATIENCE_S = 5.0  # for copies that are under way when their rank leaves the world
+# A rank that leaves the world waits so long for copies that are under way.
+_PATIENCE_S = 5.0
 logger = logging.getLogger("asyncoll")
 _stuck: list[DeviceStager] = []  # whose copies have never ended: their memory must stay mapped
 
@@ -47,7 +48,8 @@ class Mirror:
         self._back = back
         with self._stager.failing():
             self._marks.append(self.opened_device.mark(self._x))
-        if not self._may_share:  # here, because to pin memory takes long, and other threads must not wait for it
+        # Here, because to pin memory takes long, and other threads must not wait for it.
+        if not self._may_share:
             self._stager.pool.pin(self.mirror)
         if not self.is_deferred:
             self.fetch()

@@ -16,7 +16,8 @@ from asyncoll.transport.staging import BlockPart, Device, RefusedError, arrived
 from asyncoll.transport.staging.cuda import CudaDevice
 
 _NBYTES = 1 << 12
-_PATIENCE_S = 60.0  # for a process that imports torch and opens a GPU
+# The process imports torch and opens a GPU in this time.
+_PATIENCE_S = 60.0
 
 
 def why_not_shared(device: Device, index: int) -> str:

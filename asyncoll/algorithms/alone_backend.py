@@ -1,0 +1,137 @@
+"""The backend of a communicator of one rank: it has no rank to wait for, so every call is over when it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import numpy as np
+
+from asyncoll.algorithms.dense.alone import Alone
+from asyncoll.algorithms.dense.message_call import MessageCall
+from asyncoll.algorithms.rounds.directory import Directory, Rounds
+from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
+from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.seam.call import Call
+from asyncoll.algorithms.seam.short_calls import Entry, Host, Plan
+from asyncoll.errors import DeviceError, ProtocolError, UsageError
+from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.message_carrier import MessageCarrier
+from asyncoll.runtime.member import Member
+from asyncoll.runtime.progress import ignore
+from asyncoll.runtime.shared_work import Immediate
+from asyncoll.runtime.signature import Signature
+from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, check_reduction
+from asyncoll.tensors.staged import Staged
+
+T = TypeVar("T")
+
+
+class AloneCalls:
+    """Implements `seam.ShortCalls`: the reduction of one array is the array."""
+
+    def __init__(self, member: Member, host: Host) -> None:
+        self.last = 0
+        self.libraries: tuple[str, ...] = ()
+        self._member = member
+        self._host = host
+        self._reductions: set[tuple[object, object]] = set()  # that make sense: the dtype of numpy or its name, the op
+
+    def allreduce(self, x: Any, op: object, /) -> Coroutine[Any, Any, Any] | None:
+        if type(x) is not np.ndarray or not x.flags.writeable:
+            return None
+        return self._end("allreduce", x) if self._makes_sense(x.dtype, op) else None
+
+    def allreduce_view(self, x: Any, op: object, array: Array, key: str, /) -> Coroutine[Any, Any, Any] | None:
+        return self._end("allreduce", x) if self._makes_sense(key, op) else None
+
+    def barrier(self) -> Coroutine[Any, Any, None] | None:
+        return self._end("barrier", None)
+
+    def counts(self) -> list[tuple[Plan, int, int]]:
+        return []  # they are counted one by one
+
+    def latest(self) -> tuple[Entry, float] | None:
+        return None  # no other rank asks
+
+    def _makes_sense(self, dtype: Any, op: object) -> bool:
+        """Whether `op` is a reduction that is defined for `dtype`."""
+        if type(op) is not ReduceOp:
+            return False
+        if (dtype, op) in self._reductions:
+            return True
+        name = dtype if isinstance(dtype, str) else dtype.name
+        try:
+            check_reduction(op, name)
+        except UsageError:
+            return False
+        if name not in DTYPES:
+            return False
+        self._reductions.add((dtype, op))
+        return True
+
+    def _end(self, operation: str, result: T) -> Coroutine[Any, Any, T] | None:
+        host, member = self._host, self._member
+        if host.unstarted is not None or host.unused or member.has_failed or member.trace.sink is not None:
+            return None
+        member.check_caller()
+        self.last += 1
+        host.ledger.enter(operation, Alone.traffic)
+        return member.runner.done(result)
+
+
+class AloneBackend:
+    """The `Backend` of one rank. What it sends to itself goes by message."""
+
+    memory = None
+    device_route = None
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+        self.operations = Directory(member)
+
+    def short_calls(self, host: Host) -> AloneCalls:
+        return AloneCalls(self._member, host)
+
+    def collectives(self, call: Call[Any]) -> Alone:
+        return Alone()
+
+    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
+        return MessageCall(self._member, call, context)
+
+    def start(
+        self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
+    ) -> Coroutine[Any, Any, T]:
+        if discarded is ignore:
+            return self._member.runner.drive(Immediate(work))
+        # The next call must know that the result was lost. So nothing is over before its caller has awaited it.
+        return self._member.runner.start(work, discarded)
+
+    async def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> T:
+        try:
+            return await work
+        except DeviceError as error:  # the next call tells a program that does not await this one
+            self._member.failed(describe(), error)
+            raise
+
+    async def open(self, operation: Operation, site: str) -> Rounds:
+        text = f"{operation} at {site}"
+        rounds = LoneRounds(operation, lambda: text, self._member.runner, self._member.trace)
+        self.operations.add(rounds)
+        return rounds
+
+    def retire(self) -> None:
+        """No other rank waits for this one."""
+
+    def is_idle(self, wake: Callable[[], None]) -> bool:
+        return True
+
+    def finished(self) -> None:
+        """No other rank is there."""
+
+    def forget(self) -> None:
+        """There is no memory to give back."""
+
+    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
+        member = self._member
+        return MessageCarrier(member.endpoint.router, member.group, member.post, broken)

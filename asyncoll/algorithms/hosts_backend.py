@@ -1,0 +1,142 @@
+"""The backend of ranks on several hosts, some of which share a host: dense calls and rounds on two levels.
+
+RPC passes through memory between the ranks of a host. Point to point goes by message, among the ranks of a host, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from types import TracebackType
+from typing import Any, TypeVar
+
+from asyncoll.algorithms.dense.message_call import MessageCall
+from asyncoll.algorithms.dense.two_level import EXCHANGES, LocalCollectives, TwoLevelCall
+from asyncoll.algorithms.host_operations import HostMemory, HostOperations
+from asyncoll.algorithms.memory_backend import MemoryBackend, MemoryCall
+from asyncoll.algorithms.message_backend import MessageBackend
+from asyncoll.algorithms.rounds.announced import AnnouncedOperations
+from asyncoll.algorithms.seam.call import Call
+from asyncoll.algorithms.seam.collectives import Collectives
+from asyncoll.arguments import digest
+from asyncoll.errors import ProtocolError
+from asyncoll.rpc.carrier import Carrier
+from asyncoll.rpc.hosts_carrier import HostsCarrier
+from asyncoll.runtime.hosts import Hosts
+from asyncoll.runtime.member import Member
+from asyncoll.runtime.signature import Signature
+from asyncoll.statistics import Traffic
+from asyncoll.tensors.reductions import Array, ReduceOp
+
+T = TypeVar("T")
+
+
+class HostsBackend(MessageBackend):
+    """The `Backend` on two levels."""
+
+    def __init__(self, member: Member, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._host = member.among(hosts.here)
+        arena = member.endpoint.arena
+        # All ranks decide alike, so that they understand each other's signals.
+        all_have_arenas = arena is not None and member.endpoint.all_have_arenas
+        self._rounds = HostMemory(self._host, arena) if arena is not None and all_have_arenas else None
+        super().__init__(member)
+        self._team = member.among(hosts.team) if hosts.is_leader else None
+        has_neighbours = len(hosts.here) > 1
+        self._memory = MemoryBackend(self._host, arena) if arena is not None and has_neighbours else None
+        self._between = [digest(member.communicator, "between hosts", lane) for lane in range(EXCHANGES)]
+        self._within = digest(member.communicator, "within a host")
+
+    def _operations(self) -> AnnouncedOperations:
+        if self._rounds is None:
+            return super()._operations()
+        return HostOperations(self._member, self.operations, self._hosts, self._rounds)
+
+    def collectives(self, call: Call[Any]) -> Collectives:
+        within: LocalCollectives
+        if self._memory is None:
+            within = MessageCall(self._host, call.signature, self._within)
+        else:
+            within = _CallOnLoop(self._memory, call.signature)
+        return TwoLevelCall(self._hosts, super().collectives(call), within, self._between_hosts(call.signature))
+
+    def _between_hosts(self, call: Signature) -> list[MessageCall]:
+        """The lanes of the leaders of this rank's place; none if this rank is no leader."""
+        if self._team is None:
+            return []
+        return [MessageCall(self._team, call, context) for context in self._between]
+
+    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
+        far = super().carrier(broken)
+        if self._memory is None:
+            return far
+        return HostsCarrier(self._memory.carrier(broken), self._host.group.ranks, far)
+
+    # -- the end, as of `runtime.lifetime.CommunicatorPart` ---------------------------------------------------
+
+    def retire(self) -> None:
+        # First: the ports tell other ranks to look there.
+        for part in self._in_memory():
+            part.retire()
+        super().retire()
+
+    def is_idle(self, wake: Callable[[], None]) -> bool:
+        return self._memory is None or self._memory.is_idle(wake)
+
+    def finished(self) -> None:
+        for part in self._in_memory():
+            part.finished()
+
+    def forget(self) -> None:
+        for part in self._in_memory():
+            part.forget()
+        self._host.forget()
+
+    def _in_memory(self) -> list[MemoryBackend | HostMemory]:
+        return [part for part in (self._rounds, self._memory) if part is not None]
+
+
+class _CallOnLoop:
+    """A call of the ranks of a host in memory, for a coroutine of the runtime's loop.
+
+    Such a coroutine awaits futures, and one in memory only conditions of the memory: `Backend.here` drives it.
+    """
+
+    def __init__(self, memory: MemoryBackend, call: Signature) -> None:
+        self._memory = memory
+        self._call = call
+        self._collectives: MemoryCall = memory.collectives_of(call)
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._collectives.traffic
+
+    async def __aenter__(self) -> _CallOnLoop:
+        await self._drive(self._collectives.__aenter__())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._drive(self._collectives.__aexit__(kind, error, trace))
+
+    async def barrier(self) -> None:
+        await self._drive(self._collectives.barrier())
+
+    async def reduce_scatter(self, chunks: list[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
+        await self._drive(self._collectives.reduce_scatter(chunks, shard, op, dtype))
+
+    async def gather(self, mine: Array, blocks: list[Array], root: int) -> None:
+        await self._drive(self._collectives.gather(mine, blocks, root))
+
+    async def scatter(self, blocks: list[Array], mine: Array, root: int) -> None:
+        await self._drive(self._collectives.scatter(blocks, mine, root))
+
+    async def allgather(self, blocks: list[Array]) -> None:
+        await self._drive(self._collectives.allgather(blocks))
+
+    async def alltoall(self, outgoing: list[Array], incoming: list[Array]) -> None:
+        await self._drive(self._collectives.alltoall(outgoing, incoming))
+
+    def _drive(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
+        return self._memory.here(work, self._call.__str__)

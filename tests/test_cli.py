@@ -1,0 +1,162 @@
+"""All commands of `asyncoll`: bad values of their options, and a place in which some cannot run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from asyncoll.cli import main
+from asyncoll.testing.laws.story import ALL_KINDS
+from tests.support.places import SCRIPTS
+from tests.support.processes import LIGHT, PATIENCE_S
+
+COMMAND = [sys.executable, "-m", "asyncoll.cli"]
+IN_NO_FOLDER = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
+NOTEBOOK = """
+from asyncoll import notebook
+
+async def main(comm):
+    return comm.rank
+
+assert notebook.run(main, ranks=2) == [0, 1]
+"""
+
+
+def run_in_no_folder(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    folder.mkdir()
+    return subprocess.run(
+        ["sh", "-c", IN_NO_FOLDER, "sh", str(folder), *command], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["launch", "-n", "2", str(SCRIPTS / "launch/ignores_signals.py"), "SIGINT"],
+        ["launch", "-n", "1", "-m", "json.tool"],
+        ["launch", "--hosts", "a:1", str(SCRIPTS / "launch/ignores_signals.py")],
+        ["laws", "--seed", "1"],
+        ["faults", "--sample", "1"],
+        ["bench", "allreduce", "--sizes", "4"],
+        ["bench", "tune"],
+    ],
+    ids=" ".join,
+)
+def test_a_deleted_folder_is_refused_where_processes_or_torch_need_one(tmp_path, arguments):
+    run = run_in_no_folder(tmp_path / "gone", *COMMAND, *arguments)
+    assert run.returncode == 2
+    assert "Error: the current folder has been deleted: go to one that exists (cd)" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32:replace", "utf-16-le", "cp037"])
+def test_ranks_that_write_no_ascii_are_refused(encoding):
+    command = [*COMMAND, "launch", "-n", "1", "-m", "this"]
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    run = subprocess.run(command, env=environment, capture_output=True, check=False, timeout=PATIENCE_S)
+    said = run.stderr.decode(encoding.partition(":")[0])
+    assert run.returncode == 2
+    assert f"Error: PYTHONIOENCODING={encoding}: lines of ranks" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("encoding", ["utf-8", "latin-1", "ascii:backslashreplace", "shift_jis"])
+def test_ranks_write_in_any_encoding_that_contains_ascii(encoding):
+    command = [*COMMAND, "launch", "-n", "2", "-m", "this"]
+    environment = os.environ | LIGHT | {"PYTHONIOENCODING": encoding}
+    run = subprocess.run(command, env=environment, capture_output=True, check=True, timeout=PATIENCE_S)
+    lines = run.stdout.decode(encoding.partition(":")[0]).splitlines()
+    assert sorted(line for line in lines if "Explicit" in line) == [
+        f"{rank}: Explicit is better than implicit." for rank in range(2)
+    ]
+    assert not run.stderr
+
+
+@pytest.mark.slow
+def test_a_deleted_folder_is_no_hindrance_where_nothing_needs_one(tmp_path):
+    program = tmp_path / "in_a_cell.py"  # not -c: there, Python 3.13.0 cannot import socket from a deleted folder
+    program.write_text(NOTEBOOK)
+    for number, command in enumerate(
+        (
+            [*COMMAND, "doctor"],
+            [*COMMAND, "key", str(tmp_path / "key")],
+            [*COMMAND, "bench", "allreduce", "--sizes", "4", "--transport", "inproc"],
+            [sys.executable, str(program)],
+        )
+    ):
+        run = run_in_no_folder(tmp_path / str(number), *command)
+        assert run.returncode == 0, run
+
+
+def test_the_help_of_laws_names_all_kinds():
+    help_ = " ".join(CliRunner().invoke(main, ["laws", "--help"]).output.split())
+    assert f"{', '.join(ALL_KINDS)}; or all." in help_
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (
+            ["laws", "--seed", "9" * 26],
+            "'--seed': 99999999999999999999999999 is not in the range 0<=x<=9223372036854775807",
+        ),
+        (["laws", "--seeds", "0:" + "9" * 26], "--seeds: '0:99999999999999999999999999' are no seeds: use FROM:TO"),
+        (["laws", "--seeds", "0:1000001"], "at most 1000000 seeds"),
+        (["laws", "--seeds", "٣:٤"], "--seeds: '٣:٤' are no seeds"),
+        (["laws", "--seeds", "0:" + "9" * 5000], "of at most 18 digits"),
+        (["laws", "--ranks", "99999999999", "--seed", "1"], "--ranks: '99999999999' is no number of ranks"),
+        (["laws", "--ranks", "1-99999999999"], "up to 1024"),
+        (["laws", "--ranks", "٣"], "--ranks: '٣' is no number of ranks"),
+        (["laws", "--jobs", "99999999"], "'--jobs': 99999999 is not in the range 1<=x<=1024"),
+        (["laws", "--kind", ""], "unknown kind ''"),
+        (["faults", "-n", "100000000", "--sample", "1"], "'-n': 100000000 is not in the range 2<=x<=1024"),
+        (["faults", "--seed", "9" * 26], "'--seed': 99999999999999999999999999 is not in the range"),
+        (["faults", "--repeat", "9999999999"], "'--repeat': 9999999999 is not in the range 1<=x<=1024"),
+        (["faults", "--jobs", "99999999999"], "'--jobs': 99999999999 is not in the range 1<=x<=1024"),
+        (["faults", "--hosts", "99999999999"], "4 ranks are on 1 to 4 hosts, not 99999999999"),
+        (["launch", "-n", "9" * 23, "x.py"], "ranks need"),
+        (["launch", "-n", "2", str(SCRIPTS)], "not a script"),
+        (["launch", "-n", "2", ""], "no such script"),
+        (["launch", "-n", "2", "--timeout", "nan", __file__], "the timeout must be positive, not nan"),
+        (["launch", "-n", "2", "--log-dir", "", __file__], "'--log-dir': an empty path"),
+        (["launch", "-n", "2", "--log-dir", __file__, __file__], "cannot write logs"),
+        (["launch", "--hosts", "a:٣", __file__], "--hosts a:٣: 'a:٣' is not HOST:RANKS"),
+        (["key", ""], "'FILE': an empty path"),
+        (["key", str(SCRIPTS)], "exists: if it is a key of yours"),
+        (["key", "/none/key"], "cannot write a key to /none/key: No such file or directory"),
+        (["bench", "allreduce", "--sizes", "٤"], "'--sizes': '٤' is not a size"),
+        (["bench", "allreduce", "--sizes", "9" * 5000], "is not a size"),
+        (["bench", "allreduce", "--sizes", "100000G"], "--sizes: 2 arrays of 107374182400000 bytes do not fit"),
+        (
+            ["bench", "allreduce", "-n", "99999999", "--transport", "inproc"],
+            "'-n': 99999999 is not in the range 1<=x<=1024",
+        ),
+        (["bench", "pingpong", "-n", "99999999"], "'-n': 99999999 is not in the range 2<=x<=1024"),
+        (["bench", "solo", "--skew", "1e400s"], "'--skew': '1e400s' is not a duration"),
+        (["bench", "solo", "--skew", "9" * 400 + "s"], "is not a duration"),
+        (["bench", "solo", "--iterations", "9" * 21], "'--iterations': 999999999999999999999 is not in the range"),
+        (["bench", "tune", "-n", "99999999"], "'-n': 99999999 is not in the range 2<=x<=1024"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_a_bad_value_is_one_error_that_names_it(arguments, complaint):
+    result = CliRunner().invoke(main, arguments)
+    assert (result.exit_code, result.output.count("Error: "), type(result.exception)) == (2, 1, SystemExit)
+    assert complaint in result.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout", ["1e400", "1e8"])
+def test_a_timeout_beyond_those_of_the_kernel_is_none_too_early(tmp_path, timeout):
+    (tmp_path / "script.py").write_text("print('done')")
+    command = [*COMMAND, "launch", "-n", "1", "--timeout", timeout, str(tmp_path / "script.py")]
+    environment = os.environ | {"ASYNCOLL_PRELOAD": ""}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert (run.returncode, run.stdout) == (0, "0: done\n"), run

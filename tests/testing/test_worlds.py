@@ -1,0 +1,245 @@
+"""The worlds of the test kit: `run_ranks` and `simulate`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import pytest
+
+from asyncoll import MIN, Communicator, DeadlockError, UsageError, connect, offload
+from asyncoll.testing import Network, Pause, run_ranks, simulate
+from tests.support.cases import SIZES
+from tests.support.processes import PATIENCE_S
+
+
+async def total(comm):
+    await asyncio.sleep(0)
+    return int((await comm.allreduce(np.array([comm.rank])))[0])
+
+
+@pytest.mark.asyncio
+async def test_worlds_run_inside_a_running_loop_too():
+    assert run_ranks(4, total) == [6] * 4
+    assert simulate(5, total).results == [10] * 5
+    await asyncio.sleep(0)  # the outer loop still runs
+
+
+@pytest.mark.asyncio
+async def test_errors_come_out_of_the_inner_world():
+    async def fail(comm):
+        await comm.barrier()
+        if comm.rank == 1:
+            raise ValueError("rank 1")
+        await comm.barrier()
+
+    with pytest.raises(ValueError, match="rank 1"):
+        run_ranks(3, fail)
+
+
+@pytest.mark.parametrize("world", [run_ranks, simulate])
+def test_a_cancellation_that_the_kit_has_not_made_comes_out(world):
+    """A call may raise CancelledError by mistake."""
+
+    async def main(comm):
+        raise asyncio.CancelledError
+
+    with pytest.raises(asyncio.CancelledError):
+        world(1, main)
+
+
+def test_errors_have_no_context_of_the_test_kit():
+    async def main(comm):
+        try:
+            raise LookupError
+        except LookupError as error:
+            return error.__context__
+
+    assert run_ranks(2, main) == simulate(2, main).results == [None, None]
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_world_has_at_least_one_rank(size):
+    for world in (run_ranks, simulate):
+        with pytest.raises(UsageError, match="at least one rank"):
+            world(size, total)
+
+
+def test_unknown_transports_are_named():
+    with pytest.raises(UsageError, match="unknown transport 'smoke': use one of inproc, zmq"):
+        run_ranks(2, total, transport="smoke")
+
+
+def test_virtual_time_costs_nothing_and_is_reported():
+    async def main(comm):
+        await asyncio.sleep(1e6)
+        return await offload(lambda: comm.rank)
+
+    report = simulate(3, main, Network(latency_s=0.25))
+    assert report.results == [0, 1, 2]
+    assert 1e6 < report.virtual_s < 1e6 + 10
+
+
+def test_a_long_message_takes_its_bytes_over_the_bandwidth():
+    async def main(comm):
+        loop = asyncio.get_running_loop()
+        start = loop.time()
+        await comm.broadcast(np.zeros(250_000, "f4"))
+        return loop.time() - start
+
+    slow = simulate(2, main, Network(latency_s=0, bandwidth_bytes_per_s=1e6)).results[1]
+    assert 1.0 <= slow < 1.1
+    assert simulate(2, main, Network(latency_s=0)).results[1] < 0.01
+
+
+def test_words_and_messages_are_counted():
+    async def main(comm):
+        if comm.rank == 0:
+            await comm.send(np.zeros(1000, "f4"), 1)
+        else:
+            await comm.recv(np.zeros(1000, "f4"), 0)
+
+    async def idle(comm):
+        pass
+
+    busy, nothing = simulate(2, main), simulate(2, idle)
+    assert busy.words - nothing.words == 1000
+    assert busy.messages - nothing.messages == 1
+    assert len(busy.trace) == busy.messages
+
+
+@pytest.mark.parametrize("size", [*SIZES, 1000])
+def test_joining_and_leaving_take_three_barriers_and_no_message_more(size):
+    """A message of each rank to each would be a million at a thousand ranks."""
+
+    async def main(comm):
+        pass
+
+    assert simulate(size, main).messages == 3 * size * math.ceil(math.log2(size))
+
+
+def test_faults_must_name_ranks_of_the_world():
+    with pytest.raises(UsageError, match="outside a world of 2"):
+        simulate(2, total, Network(faults=[Pause(2, at_s=0, duration_s=1)]))
+    with pytest.raises(UsageError, match="latencies"):
+        Network(latency_s=-1)
+
+
+@pytest.mark.parametrize("call", ["allreduce", "solo_allreduce"])
+def test_in_a_world_of_one_calls_may_be_made_on_a_loop_in_another_thread(call):
+    async def main():
+        async with connect() as comm:
+
+            async def elsewhere():
+                return await getattr(comm, call)(np.ones(3))
+
+            await asyncio.to_thread(asyncio.run, elsewhere())
+            return await getattr(comm, call)(np.ones(3))
+
+    assert asyncio.run(main()) is not None
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("transport", ["inproc", "shm"])
+def test_other_tasks_run_beside_a_loop_of_calls_that_are_over_at_once(size, transport):
+    """Otherwise the loop would never turn, and Ctrl-C would have no effect."""
+
+    async def main(comm: Communicator) -> None:
+        async def other() -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+
+        task, calls = asyncio.create_task(other()), 0
+        while not await comm.allreduce(np.array([task.done()]), op=MIN):
+            calls += 1
+            assert calls < 10_000
+
+    run_ranks(size, main, transport)
+
+
+KILLED = """
+import asyncio, os, signal
+from asyncoll.testing import run_ranks
+
+async def main(comm):
+    await comm.barrier()
+    os.kill(os.getpid(), signal.{signum})
+    await asyncio.sleep({seconds})
+
+run_ranks(2, main, "zmq")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", ["SIGTERM", "SIGHUP", "SIGKILL"])
+def test_the_next_world_removes_the_folder_of_a_killed_one(tmp_path, signum, monkeypatch):
+    program = KILLED.format(signum=signum, seconds=PATIENCE_S)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # `nohup` ignores it
+    try:
+        environment = os.environ | {"TMPDIR": str(tmp_path)}
+        run = subprocess.run([sys.executable, "-c", program], env=environment, timeout=PATIENCE_S)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert run.returncode == -getattr(signal, signum)
+    assert [*tmp_path.iterdir()]
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def main(comm):
+        await comm.barrier()
+
+    run_ranks(2, main, "zmq")
+    assert not [*tmp_path.iterdir()]
+
+
+async def _sleep(seconds):
+    await asyncio.sleep(seconds)
+
+
+async def _call_at(seconds):
+    event = asyncio.Event()
+    asyncio.get_running_loop().call_at(seconds, event.set)
+    await event.wait()
+
+
+async def _timeout(seconds):
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.Event().wait()
+
+
+async def _wait_for(seconds):
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(asyncio.Event().wait(), seconds)
+
+
+_WAITS = [_sleep, _call_at, _timeout, _wait_for]
+
+
+@pytest.mark.parametrize("wait", _WAITS)
+@pytest.mark.parametrize("seconds", [math.inf, sys.float_info.max])
+def test_a_timer_at_infinity_is_a_deadlock(wait, seconds):
+    async def main(comm):
+        if comm.rank == 0:
+            await wait(seconds)
+        await comm.barrier()
+
+    with pytest.raises(DeadlockError, match="rank 1: barrier #1"):
+        simulate(2, main)
+
+
+@pytest.mark.parametrize("wait", _WAITS)
+@pytest.mark.parametrize("seconds", [1e6, 1e8, 1e300])
+def test_virtual_time_goes_on_to_a_timer_at_once_however_late_it_is(wait, seconds):
+    async def main(comm):
+        await wait(seconds)
+        await comm.barrier()
+        return asyncio.get_running_loop().time()
+
+    assert simulate(2, main).results == [pytest.approx(seconds)] * 2
