@@ -32,7 +32,7 @@ static void leave(Awaitable *self)
         self->ways->left(self);
 }
 
-static PySendResult send(PyObject *object, PyObject *value, PyObject **result)
+PySendResult awaitable_send(PyObject *object, PyObject *value, PyObject **result)
 {
     Awaitable *self = (Awaitable *)object;
     *result = NULL;
@@ -67,7 +67,7 @@ static PySendResult send(PyObject *object, PyObject *value, PyObject **result)
 static PyObject *send_in_python(PyObject *object, PyObject *value)
 {
     PyObject *result;
-    PySendResult how = send(object, value, &result);
+    PySendResult how = awaitable_send(object, value, &result);
     if (how != PYGEN_RETURN)
         return result;
     PyObject *stop = PyObject_CallFunctionObjArgs(PyExc_StopIteration, result, NULL);
@@ -107,7 +107,7 @@ static PyObject *throw(PyObject *object, PyObject *const *arguments, Py_ssize_t 
         return NULL;
     }
     if (self->state == BEGUN) {
-        PySendResult how = send(object, Py_None, &result);
+        PySendResult how = awaitable_send(object, Py_None, &result);
         Py_CLEAR(result);
         if (how == PYGEN_ERROR)
             return NULL;
@@ -161,13 +161,8 @@ static PyMemberDef members[] = {
 };
 
 static PyType_Slot slots[] = {
-    {Py_tp_members, members},
-    {Py_tp_methods, methods},
-    {Py_am_await, PyObject_SelfIter},
-    {Py_am_send, send},
-    {Py_tp_iter, PyObject_SelfIter},
-    {Py_tp_iternext, next},
-    {0, NULL},
+    {Py_tp_members, members},        {Py_tp_methods, methods}, {Py_am_await, PyObject_SelfIter},
+    {Py_tp_iter, PyObject_SelfIter}, {Py_tp_iternext, next},   {0, NULL},
 };
 
 PyType_Spec awaitable_spec = {
@@ -229,7 +224,7 @@ static void destroy(PyObject *object)
     Py_DECREF(type);
 }
 
-static PyType_Slot answer_slots[] = {{Py_tp_dealloc, destroy}, {0, NULL}};
+static PyType_Slot answer_slots[] = {{Py_tp_dealloc, destroy}, {Py_am_send, awaitable_send}, {0, NULL}};
 
 PyType_Spec answer_spec = {
     .name = "asyncoll._core.native.Answer",

@@ -271,6 +271,10 @@ struct Awaitable {
     bool turns; /* the caller's loop turns once before it has the result */
 };
 
+/* The slot Py_am_send of all kinds: Python 3.11 inherits the other slots, and not this one. Without it each result would be
+ * the value of a StopIteration. */
+PySendResult awaitable_send(PyObject *object, PyObject *value, PyObject **result);
+
 /* A coroutine, of `type`, that returns `result`, which tells of `rounds` rounds up to `number`. If it has no receiver, it
  * adds these to `owed`. If it `turns`, the loop turns once before. Returns NULL with an exception set. */
 PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t rounds, int64_t number, bool turns);

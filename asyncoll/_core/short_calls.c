@@ -737,8 +737,13 @@ static PyMemberDef call_members[] = {
 };
 
 static PyType_Slot call_slots[] = {
-    {Py_tp_dealloc, destroy_call}, {Py_tp_traverse, traverse_call}, {Py_tp_clear, clear_call},
-    {Py_tp_methods, call_methods}, {Py_tp_members, call_members},   {0, NULL},
+    {Py_tp_dealloc, destroy_call},
+    {Py_tp_traverse, traverse_call},
+    {Py_tp_clear, clear_call},
+    {Py_tp_methods, call_methods},
+    {Py_tp_members, call_members},
+    {Py_am_send, awaitable_send},
+    {0, NULL},
 };
 
 PyType_Spec short_call_spec = {

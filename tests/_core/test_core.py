@@ -516,6 +516,19 @@ def test_a_meeting_refuses_wrong_numbers(number, address, divisor):
         del meetings
 
 
+# -- what callers await -----------------------------------------------------------------------------
+
+
+@needs_core
+@pytest.mark.parametrize("kind", ["Answer", "ShortCall"])
+def test_a_result_is_handed_over_without_a_stop_iteration(kind):
+    """Python 3.11 does not inherit this slot of a base class, and makes an exception for each result without it."""
+    slot_of = ctypes.pythonapi.PyType_GetSlot
+    slot_of.restype, slot_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_int)
+    am_send = 81
+    assert slot_of(getattr(_core.native, kind), am_send)
+
+
 # -- its lock -------------------------------------------------------------------------------------
 
 
