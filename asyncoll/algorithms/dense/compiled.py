@@ -112,7 +112,7 @@ class CompiledCalls:
             meetings_of(area, core),
             (own.ctypes.data, own.size, arena.locate(own) or 0),
             (
-                max(sizes.private, sizes.whole + 1, sizes.short + 1),
+                max(sizes.private, sizes.short + 1),
                 sizes.private_max if area.peers is not None else 0,
             ),
             arena.polls,

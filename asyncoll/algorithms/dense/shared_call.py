@@ -576,19 +576,19 @@ def allreduce_ways(sizes: Sizes) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
         way("meeting", SharedCall.reduce_shortly, "one step for all ranks", over=0, up_to=sizes.short),
         way("in place", SharedCall.reduce_registered, "no copy", needs="registered memory"),
         way(
-            "whole copy",
-            SharedCall.reduce_copy,
-            "no rank waits for each piece",
-            up_to=sizes.whole,
-            needs="room in shared memory",
-        ),
-        way(
             "private memory",
             SharedCall.reduce_private,
             "each byte is copied twice, not three times",
             over=sizes.private - 1,
             up_to=sizes.private_max,
             needs="a kernel in the core, and leave to read the others",
+        ),
+        way(
+            "whole copy",
+            SharedCall.reduce_copy,
+            "no rank waits for each piece",
+            up_to=sizes.whole,
+            needs="room in shared memory",
         ),
         way("slots", SharedCall.reduce_through_slots, "pieces stay in the cache"),
     )

@@ -56,7 +56,8 @@ def operations_passing(point: str, size: int, *, mixed: bool) -> dict[str, int]:
 
     There are `size` ranks; `mixed`: some of them do without the core.
     """
-    is_private = not mixed and choose(size, {}).private <= 4 * _PRIVATE
+    sizes = choose(size, {})
+    is_private = not mixed and sizes.private <= 4 * _PRIVATE <= sizes.private_max
     calls = {call: points for call, points in PASSED.items() if is_private or "peer-read" not in points}
     return {operation: elements for (operation, elements), points in calls.items() if point in points}
 
