@@ -281,10 +281,12 @@ class SharedCall:
     async def _reduce_chunks(self, rendezvous: Rendezvous, what: Summand) -> int:
         """Claim and reduce chunks of what all ranks show, until all are claimed. Returns how many bytes."""
         mine = 0
-        arrays = rendezvous.arrays(what.raw.size, what.dtype)
+        arrays: list[Array] | None = None
         reduce = into_all(what.reduce, what.kernel, self._area.arena.native)
         interrupted: BaseException | None = None
         while chunk := rendezvous.claim(what.raw.size):
+            # Not before: once the last chunk is reduced, the others may have given back the memory that they have shown.
+            arrays = arrays or rendezvous.arrays(what.raw.size, what.dtype)
             try:
                 await checkpoint(rendezvous.control_block)
             except BaseException as error:
