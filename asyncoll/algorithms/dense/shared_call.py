@@ -285,7 +285,7 @@ class SharedCall:
         reduce = into_all(what.reduce, what.kernel, self._area.arena.native)
         interrupted: BaseException | None = None
         while chunk := rendezvous.claim(what.raw.size):
-            # Not before: once the last chunk is reduced, the others may have given back the memory that they have shown.
+            # Not before: once all chunks are reduced, the others may have given back the memory that they have shown.
             arrays = arrays or rendezvous.arrays(what.raw.size, what.dtype)
             try:
                 await checkpoint(rendezvous.control_block)
