@@ -270,13 +270,16 @@ class MemoryBackend:
 
         A long copy or reduction in the caller's thread would block the program's event loop.
         """
-        driven = SharedWork(self._area.arena, work, self._check, describe)
+        driven = self._work(work, describe)
         if nbytes > self._area.sizes.long and not self._member.runner.may_block():
             return self._member.runner.start(driven.finish(), discarded)
         return self._member.runner.drive(driven, discarded)
 
     def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
-        return SharedWork(self._area.arena, work, self._check, describe).finish()
+        return self._work(work, describe).finish()
+
+    def _work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> SharedWork[T]:
+        return SharedWork(self._area.arena, work, self._check, describe)
 
     async def open(self, operation: Operation, site: str) -> Rounds:
         """Make `operation`, or join it if another rank has made it.
