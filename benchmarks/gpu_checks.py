@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -173,8 +172,13 @@ ROUTES = {  # of an allreduce of a long tensor: the sizes that choose it
 
 async def by_route(comm: asyncoll.Communicator, route: str) -> asyncoll.Communicator:
     """A communicator of all ranks whose long tensors take that route."""
-    with mock.patch.dict(os.environ, ASYNCOLL_SIZES=ROUTES[route]):
-        made = await comm.split(0)
+    os.environ["ASYNCOLL_SIZES"] = ROUTES[route]
+    made = await comm.split(0)
+    # Ranks of one process share the environment: all of them have read it, and none sets it for the next route before all
+    # have gone on.
+    await comm.barrier()
+    os.environ.pop("ASYNCOLL_SIZES", None)
+    await comm.barrier()
     assert made is not None
     return made
 
