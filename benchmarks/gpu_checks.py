@@ -174,8 +174,7 @@ async def by_route(comm: asyncoll.Communicator, route: str) -> asyncoll.Communic
     """A communicator of all ranks whose long tensors take that route."""
     os.environ["ASYNCOLL_SIZES"] = ROUTES[route]
     made = await comm.split(0)
-    # Ranks of one process share the environment: all of them have read it, and none sets it for the next route before all
-    # have gone on.
+    # Ranks of one process share the environment: none sets it again before all have read it.
     await comm.barrier()
     os.environ.pop("ASYNCOLL_SIZES", None)
     await comm.barrier()
