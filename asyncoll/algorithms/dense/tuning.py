@@ -46,9 +46,9 @@ class Sizes(NamedTuple):
 # way from 12 to 20 MiB, and at 25 MiB 8.1 and 7.3 ms, where slots take 6.1. With few cores each piece costs a turn of
 # all ranks on them; to copy the whole array costs two turns, and memory for the copy.
 # Above `short`, private memory comes first: the core carries out such a call as a whole, where a copy of the whole
-# array takes the coroutine. Medians on a busy machine: 320 KiB of two ranks 79 us instead of 240, of four ranks 300
-# instead of 470; 128 KiB of five and eight ranks 200 and 440 us instead of 620 and 1,290, and 1 MiB 1.1 and 2.1 ms
-# instead of 1.3 and 3.6.
+# array takes the coroutine. Medians of 512 KiB: 69 us of two ranks, and 199 instead of 263 us of four; whole calls with
+# copies, which the core does not have, would take 60 and 163. On a busy machine: 128 KiB of five and eight ranks 200
+# and 440 us instead of 620 and 1,290.
 TABLE = {
     2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18, whole=1 << 19, private=(1 << 18) + 64),
     3: Sizes(
