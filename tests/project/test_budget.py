@@ -38,13 +38,7 @@ LINES = {
     "transport": 6_300,
     "world": 1_660,
 }
-BACKEND_MEMBERS = 8  # beside those of `Part`
-CHOOSERS = {  # all that choose the way of a call; tables are read by `begin` alone
-    "algorithms/choice.py": "choose_backend",
-    "algorithms/seam/ways.py": "begin",
-    "algorithms/memory_backend.py": "start",  # the thread
-    "algorithms/rounds/compiled_rounds.py": "_compiled",  # the core or not, for rounds
-}
+BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`
 WITHOUT_CORE = re.compile(r"\b(native|core) is (not )?None\b")
 WITHOUT_CORE_MAX = 9  # places in algorithms/ that ask whether there is a core
 
@@ -94,10 +88,7 @@ def test_the_backend_has_few_members():
     assert len(own) <= BACKEND_MEMBERS
 
 
-def test_few_functions_choose_a_way():
-    for file, name in CHOOSERS.items():
-        names = {getattr(node, "name", "") for node in ast.walk(ast.parse((PACKAGE / file).read_text()))}
-        assert name in names, file
+def test_few_places_ask_for_the_core():
     places = [
         f"{path.relative_to(PACKAGE)}: {line.strip()}"
         for path in sorted((PACKAGE / "algorithms").rglob("*.py"))

@@ -96,7 +96,9 @@ class _WithOwn:
 
         def call(x: Any, *arguments: Any) -> Any:
             general = Way(name, "", lambda _, *arguments: method(*arguments), "")
-            shape = Shape(x.nbytes, x.dtype.name)
+            # A reduction names what the bits mean: bfloat16 lies in arrays of uint16.
+            dtype = next((each for each in arguments if type(each) is str), x.dtype.name)
+            shape = Shape(x.nbytes, dtype)
             return begin((*ways, general), shape, self._collectives, x, *arguments)
 
         return call

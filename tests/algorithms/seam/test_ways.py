@@ -59,6 +59,22 @@ def test_a_way_of_the_program_takes_what_it_says_and_declines_the_rest(world, si
     assert len(taken) == 3 * size * len(lengths[:-1])
 
 
+@looped("dtype, is_taken", [("bfloat16", True), ("uint16", False)])
+def test_a_way_is_chosen_by_what_the_bits_mean(dtype, is_taken):
+    """bfloat16 lies in arrays of uint16."""
+    import torch
+
+    begun = []
+    way = TOY._replace(begin=lambda collectives, x, op, dtype: begun.append(dtype), dtypes=("bfloat16",))
+
+    async def main(comm):
+        await comm.allreduce(torch.ones(3, dtype=torch.bfloat16) if is_taken else np.ones(3, np.uint16))
+
+    with ways.added(way):
+        simulate(2, main, Network())
+    assert begun == [dtype] * 2 * is_taken
+
+
 def test_a_way_of_the_program_is_in_the_printed_table():
     def printed():
         return CliRunner().invoke(program, ["doctor", "--ways", "-n", "4"], catch_exceptions=False).output
