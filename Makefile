@@ -25,7 +25,7 @@ SHARING := $(addprefix tests/,algorithms/test_shared_memory.py algorithms/rounds
 # The tests start hundreds of interpreters, and each compiles the package again where Python writes no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-python gpu-stand-in torch-tests check sanitize core format style lint docs clean
+.PHONY: demo test test-python gpu-stand-in torch-tests screen-tests check sanitize core format style lint docs clean
 
 demo: core
 	$(BIN)/python -m trainers demo
@@ -77,11 +77,19 @@ lint: style
 	$(BIN)/mypy
 
 docs: core
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir build/site
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python docs/_site.py
+
+# The site in a browser. It needs Debian's chromium and chromium-driver.
+screen-tests: $(VENV)/.screen core
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -q screen_tests
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	touch $@
+
+$(VENV)/.screen: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[screen]'
 	touch $@
 
 $(VENV)/.frameworks: $(READY)

@@ -1,0 +1,66 @@
+"""Builds the site of the documentation in build/site: puts its pages together in build/docs, then runs the generator.
+
+- Pages and plots outside of this folder are in the site, too, under `repository/`; links to them are redirected.
+- Drawings are put into the page instead of being linked, so that they take its colours.
+"""
+
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+REPOSITORY_PAGES = ("DESIGN.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "BENCHMARKS.md")
+ROOT = Path(__file__).parent.parent
+PAGES = ROOT / "build" / "docs"
+LINK = re.compile(r"\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
+DRAWING = re.compile(r"^!\[(?P<caption>[^\]]*)\]\((?P<path>[^)]*\.svg)\)$", re.MULTILINE)
+
+
+def assemble() -> None:
+    """Write the pages of the site, and what they show."""
+    shutil.rmtree(PAGES, ignore_errors=True)
+    shutil.copytree(ROOT / "docs" / "assets", PAGES / "assets")
+    for source in sorted((ROOT / "docs").rglob("*.md")):
+        write(str(source.relative_to(ROOT / "docs")), source)
+    for name in REPOSITORY_PAGES:
+        write(f"repository/{name}", ROOT / name)
+    shutil.copytree(ROOT / "benchmarks" / "plots", PAGES / "repository" / "benchmarks" / "plots")
+
+
+def write(page: str, source: Path) -> None:
+    """Write `page` of the site from `source`."""
+    target = PAGES / page
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(adapted(source.read_text(), page))
+
+
+def adapted(markdown: str, page: str) -> str:
+    """`markdown` with its drawings, and with links as `page` of the site needs them."""
+    folder = posixpath.dirname(_in_repository(page))
+
+    def inline(found: re.Match[str]) -> str:
+        drawing = (ROOT / folder / found["path"]).read_text()
+        return f'<figure class="drawing">\n{drawing}<figcaption>{found["caption"]}</figcaption>\n</figure>'
+
+    def redirect(found: re.Match[str]) -> str:
+        target = _in_site(posixpath.normpath(posixpath.join(folder, found["path"])))
+        return f"]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{found['anchor'] or ''})"
+
+    return LINK.sub(redirect, DRAWING.sub(inline, markdown))
+
+
+def _in_repository(page: str) -> str:
+    return page.removeprefix("repository/") if page.startswith("repository/") else f"docs/{page}"
+
+
+def _in_site(path: str) -> str:
+    if path == "README.md":
+        return "index.md"
+    return path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
+
+
+if __name__ == "__main__":
+    assemble()
+    sys.exit(subprocess.run(["zensical", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]).returncode)

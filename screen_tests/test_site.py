@@ -1,0 +1,43 @@
+"""The site from a folder, without a network: search, both colour schemes, a desk and a phone."""
+
+from __future__ import annotations
+
+import pytest
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+from screen_tests.conftest import ROOT, open_browser
+
+SCREENS = ROOT / "build" / "screens"
+PAGES = ("index", "tutorial", "benchmarks", "howto/ddp-hooks", "reference/communicator")
+FOUND = "return [...document.querySelectorAll('*')].map((each) => each.shadowRoot?.textContent ?? '').join()"
+
+
+def test_the_search_works_from_a_folder(browser, site):
+    browser.get(f"{site}/index.html")
+    browser.find_element(By.TAG_NAME, "body").send_keys(Keys.CONTROL, "k")
+    WebDriverWait(browser, 20).until(lambda _: browser.switch_to.active_element.tag_name != "body")
+    browser.switch_to.active_element.send_keys("allreduce")
+    WebDriverWait(browser, 20).until(lambda _: "majority_allreduce" in browser.execute_script(FOUND))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_page_is_wider_than_its_window_or_fetches_anything(site, scheme, width):
+    """Writes pictures of the pages to build/screens."""
+    browser = open_browser(f"--blink-settings=preferredColorScheme={int(scheme == 'light')}")
+    SCREENS.mkdir(exist_ok=True)
+    browser.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride", {"width": width, "height": 2400, "deviceScaleFactor": 1, "mobile": False}
+    )
+    try:
+        for page in PAGES:
+            browser.get(f"{site}/{page}.html")
+            browser.save_screenshot(str(SCREENS / f"{page.replace('/', '-')}-{width}-{scheme}.png"))
+            assert browser.execute_script("return document.documentElement.scrollWidth") <= width, page
+            fetched = browser.execute_script("return performance.getEntriesByType('resource').map(({name}) => name)")
+            assert [name for name in fetched if not name.startswith(("file:", "data:", "blob:"))] == []
+            assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
+    finally:
+        browser.quit()
