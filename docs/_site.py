@@ -15,6 +15,7 @@ REPOSITORY_PAGES = ("DESIGN.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "build" / "docs"
 LINK = re.compile(r"\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
+UNSEARCHED = re.compile(r"(design|repository)/(?!SECURITY)")  # how it works inside, and what was
 DRAWING = re.compile(r"^!\[(?P<caption>[^\]]*)\]\((?P<path>[^)]*\.svg)\)$", re.MULTILINE)
 
 
@@ -33,7 +34,8 @@ def write(page: str, source: Path) -> None:
     """Write `page` of the site from `source`."""
     target = PAGES / page
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(adapted(source.read_text(), page))
+    unsearched = "---\nsearch:\n  exclude: true\n---\n\n" if UNSEARCHED.match(page) else ""
+    target.write_text(unsearched + adapted(source.read_text(), page))
 
 
 def adapted(markdown: str, page: str) -> str:
