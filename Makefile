@@ -25,7 +25,7 @@ SHARING := $(addprefix tests/,algorithms/test_shared_memory.py algorithms/rounds
 # The tests start hundreds of interpreters, and each compiles the package again where Python writes no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-python gpu-stand-in torch-tests screen-tests check sanitize core format style lint docs clean
+.PHONY: demo test test-python gpu-stand-in torch-tests screen-tests check sanitize core format style lint docs wheel clean
 
 demo: core
 	$(BIN)/python -m trainers demo
@@ -76,6 +76,13 @@ style: $(READY)
 lint: style
 	$(BIN)/mypy
 
+# The wheel for this architecture, which needs no compiler where it is installed, and the source distribution, in dist/.
+wheel: $(VENV)/.release
+	rm -rf build/wheel dist
+	ASYNCOLL_BUILD_CORE=1 $(BIN)/python -m build --outdir build/wheel
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
+	cp build/wheel/*.tar.gz dist
+
 docs: core
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python docs/_site.py
 
@@ -86,6 +93,10 @@ screen-tests: $(VENV)/.screen core
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	touch $@
+
+$(VENV)/.release: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[release]'
 	touch $@
 
 $(VENV)/.screen: $(READY)

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from asyncoll import __version__
 from asyncoll.bench.commands import CommandGroup, bench
 from asyncoll.errors import UsageError
 
@@ -27,6 +28,7 @@ class _FilePath(click.Path):
 
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, "-V", "--version", message="asyncoll %(version)s")
 def main() -> None:
     """Asynchronous and wait-avoiding collectives for ranks that do not run in step."""
 

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import asyncoll
 from asyncoll.cli import main
 from asyncoll.testing.laws.story import ALL_KINDS
 from tests.support.places import SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S
 
-COMMAND = [sys.executable, "-m", "asyncoll.cli"]
+COMMAND = [sys.executable, "-m", "asyncoll"]
 IN_NO_FOLDER = 'cd "$1" && rmdir "$1" && shift && exec "$@"'
 NOTEBOOK = """
 from asyncoll import notebook
@@ -93,6 +94,12 @@ def test_a_deleted_folder_is_no_hindrance_where_nothing_needs_one(tmp_path):
     ):
         run = run_in_no_folder(tmp_path / str(number), *command)
         assert run.returncode == 0, run
+
+
+@pytest.mark.parametrize("option", ["-V", "--version"])
+def test_the_version_is_that_of_the_package(option):
+    run = subprocess.run([*COMMAND, option], capture_output=True, text=True, timeout=PATIENCE_S)
+    assert run.stdout == f"asyncoll {asyncoll.__version__}\n"
 
 
 def test_the_help_of_laws_names_all_kinds():
