@@ -1037,6 +1037,21 @@ def test_bad_calls(run, arguments, kind, message):
     run(2, served(act))
 
 
+@pytest.mark.parametrize("elements", [4, 4000])
+def test_a_tensor_whose_memory_was_released_is_refused(run, elements):
+    """FSDP releases the storages of parameters. What is at their addresses then belongs to others."""
+
+    async def act(comm, service, other):
+        x = torch.ones(elements)
+        x.untyped_storage().resize_(0)
+        with pytest.raises(UsageError, match=r"echo: argument 1: the memory of this tensor was released"):
+            await comm.rpc.call(other, "echo", x)
+        x.untyped_storage().resize_(x.nbytes)
+        assert torch.equal(await comm.rpc.call(other, "echo", x.fill_(2.0)), x)
+
+    run(2, served(act))
+
+
 def test_bad_ranks_and_registrations():
     def hidden() -> NotThere:  # type: ignore[name-defined]  # noqa: F821
         raise AssertionError
