@@ -29,7 +29,7 @@ LINES = {
     "bench": 550,
     "launch": 1_680,
     "ray": 390,
-    "rpc": 3_110,
+    "rpc": 3_100,
     "runtime": 3_740,
     "tensors": 1_270,
     "testing": 5_820,

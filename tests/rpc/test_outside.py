@@ -570,7 +570,7 @@ def test_lost_clients_leave_no_state(url, ipc):
                 await client.notify("echo", 1)
                 assert await client.call("echo", 1) == 1
         socket = server._socket
-        while socket._clients or runs._calls or server._carrier._segments._peers:
+        while socket._clients or runs._calls or server._carrier._peers:
             await asyncio.sleep(0)
         assert not (
             socket._strangers or socket._dropped if url.startswith("ipc") else socket._names or socket._descriptors
@@ -687,7 +687,7 @@ def test_messages_to_a_lost_client_are_dropped(ipc):
             while not server._exchange._server._tasks:
                 await asyncio.sleep(0)
         assert all(isinstance(end, ClosedError) for end in await asyncio.gather(*calls, return_exceptions=True))
-        while server._exchange._server._tasks or server._carrier._segments._peers:
+        while server._exchange._server._tasks or server._carrier._peers:
             await asyncio.sleep(0.001)
         await server.close()
 
@@ -1428,9 +1428,9 @@ def test_answers_that_wait_for_a_client_that_is_gone_end(ipc, nbytes, monkeypatc
         runs, carrier = server._exchange._server, server._carrier
         with a_connection(ipc) as hostile:
             hostile.sendall(segment(HELLO, VERSION) + segment(*a_call(0, b"\x92\x91\x01\x80", "echo")))
-            while 0 not in carrier._segments._peers:
+            while 0 not in carrier._peers:
                 await asyncio.sleep(0)
-            peer = carrier._segments._peers[0]
+            peer = carrier._peers[0]
             peer.outstanding = segments.WINDOW_BYTES - 10
             for number in range(1, 4):
                 head = protocol.encode(protocol.NOTIFY, number, b"\x92\x91\x01\x80", name="echo")[0]
@@ -1440,7 +1440,7 @@ def test_answers_that_wait_for_a_client_that_is_gone_end(ipc, nbytes, monkeypatc
             while len(peer.waiters) < 3 + (6 if nbytes == 100 else segments._LONG_MAX):
                 await asyncio.sleep(0)
         await asyncio.gather(*sends)
-        while runs._tasks or runs._calls or carrier._segments._peers:
+        while runs._tasks or runs._calls or carrier._peers:
             await asyncio.sleep(0)
         await server.close()
 
