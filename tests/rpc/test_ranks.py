@@ -890,8 +890,8 @@ def test_the_call_after_a_cancelled_call_is_right(seed):
         await asyncio.sleep(1)
         exchange = comm.rpc._exchange
         assert not exchange.client._pending
-        assert not exchange._server._calls
-        assert not exchange._server._counts
+        assert not exchange.server._calls
+        assert not exchange.server._counts
         await comm.barrier()
 
     simulate(3, main, Network(latency_s=1e-3, jitter_s=1e-3, bandwidth_bytes_per_s=1e9), seed=seed)
