@@ -29,7 +29,7 @@ from asyncoll.training import replicas, saved
 from asyncoll.training.due import Due
 from asyncoll.training.eager_sgd import Partial
 from asyncoll.training.recovery import Recovery, State
-from asyncoll.training.step import Step, step_of
+from asyncoll.training.step import Step, step_of, step_of_ranks
 from asyncoll.training.step_metrics import beside, means, without
 from asyncoll.training.trainer import is_finite
 
@@ -204,17 +204,7 @@ class EagerSGDState(HookState):
         x, everyone = self._buckets.flat, tuple(range(self._comm.size))
         self._comm.allreduce(x, ReduceOp.AVG).wait()
         self._share_metrics()
-        return Step(
-            self.round + 1,
-            self._comm.size,
-            included=True,
-            skipped=0,
-            synchronous=True,
-            group=everyone,
-            ranks=everyone,
-            result=x,
-            metrics=self.metrics,
-        )
+        return step_of_ranks(self.round + 1, everyone, synchronous=True, result=x, metrics=self.metrics)
 
     def _call(self, x: Any) -> Handle[Reduction]:
         match self._partial:
