@@ -481,11 +481,7 @@ class Trainer(ABC):
     async def _check_gradient(self) -> None:
         """Raise NonFiniteError if this rank's gradient is not finite."""
         if not await wait_for_flag(finite(self._flat.gradients)):
-            raise asyncoll.NonFiniteError(
-                (self.comm.rank,),
-                f"the gradient of rank {self.comm.rank} for round {self.round + 1} holds NaN or infinity: look at the "
-                "loss of this step; nothing was sent",
-            )
+            raise non_finite_gradient(self.comm.rank, self.round + 1)
 
     def _check_options(self) -> None:
         closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
@@ -517,6 +513,15 @@ class Trainer(ABC):
 
 def _by_rank(values: Iterable[int]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def non_finite_gradient(rank: int, round_: int) -> asyncoll.NonFiniteError:
+    """The error of `rank`, whose gradient is not finite."""
+    return asyncoll.NonFiniteError(
+        (rank,),
+        f"the gradient of rank {rank} for round {round_} holds NaN or infinity: look at the loss of this step; nothing "
+        "was sent",
+    )
 
 
 def finite(x: Tensor) -> Tensor:

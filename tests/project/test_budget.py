@@ -33,7 +33,7 @@ LINES = {
     "runtime": 3_740,
     "tensors": 1_270,
     "testing": 5_820,
-    "torch": 2_870,
+    "torch": 2_840,
     "training": 2_020,
     "transport": 6_300,
     "world": 1_660,
