@@ -84,14 +84,7 @@ class Gossip(Uncopied):
         model = await gossip.close()
     """
 
-    def __init__(
-        self,
-        core: Core,
-        call: Signature,
-        operand: Operand,
-        graph: str,
-        seed: int,
-    ) -> None:
+    def __init__(self, core: Core, call: Signature, operand: Operand, graph: str, seed: int) -> None:
         """`call` is the call that makes the gossip at all ranks. `operand` is like the model, which `begin` gives."""
         self._core = core  # of the communicator, which this rank does not leave before
         self._member = member = core.member
