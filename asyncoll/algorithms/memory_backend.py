@@ -216,7 +216,7 @@ class MemoryBackend:
         endpoint.at_end += [block.end for block in self._blocks]
         member.post(partial(endpoint.failures.on_failure, group.communicator, self._failed))
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
-        self._check = partial(endpoint.failures.check, group.communicator)
+        self._work = partial(SharedWork[Any], lease, check=member.check)
         self._compiled: CompiledCalls | None = None
         endpoint.on_depart(self._registry.depart)
         endpoint.executions.on_dispute(group.communicator, self._describe)
@@ -270,16 +270,13 @@ class MemoryBackend:
 
         A long copy or reduction in the caller's thread would block the program's event loop.
         """
-        driven = self._work(work, describe)
+        driven = self._work(work, what=describe)
         if nbytes > self._area.sizes.long and not self._member.runner.may_block():
             return self._member.runner.start(driven.finish(), discarded)
         return self._member.runner.drive(driven, discarded)
 
     def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
-        return self._work(work, describe).finish()
-
-    def _work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> SharedWork[T]:
-        return SharedWork(self._area.arena, work, self._check, describe)
+        return self._work(work, what=describe).finish()
 
     async def open(self, operation: Operation, site: str) -> Rounds:
         """Make `operation`, or join it if another rank has made it.
@@ -342,7 +339,7 @@ class MemoryBackend:
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
         member = self._member
         context = digest(member.communicator, "rpc")
-        return MemoryCarrier(self.memory, context, member.group.ranks, self._check, broken)
+        return MemoryCarrier(self.memory, context, member.group.ranks, member.check, broken)
 
     # -- reports: disagreements of ranks, and the last call of a lost rank ------------------------
 

@@ -24,6 +24,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -229,7 +230,7 @@ class Executions:
         self._failures.check(execution.identity.communicator)
         future = asyncio.get_running_loop().create_future()
         for receive in receives:
-            receive.on_complete = lambda: _set(future)
+            receive.on_complete = partial(_set, future)
         execution.waits[future] = None
         self._checks.waits()
         try:

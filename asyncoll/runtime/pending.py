@@ -140,7 +140,7 @@ class PendingCalls:
         world ranks that take part, by default all of the communicator. A call of certain ranks needs all of them; one
         `from_any` needs one other rank. A call that is entered late gives `since`: when it began, and its deadline.
         """
-        since_s, expires_s = (self._now_s(), deadlines.expires_s()) if since is None else since
+        since_s, expires_s = (self._now_s(), deadlines.expiry.get()) if since is None else since
         kind = Kind.COLLECTIVE if number else Kind.PAIR if ranks else Kind.FROM_ANY if from_any else Kind.ROUND
         # The patience of the world bounds every call, also where the program has set a later deadline.
         patience_s = since_s + self._patience_s

@@ -5,9 +5,7 @@ The rounds of an operation see a `Port` and not the endpoint. So the list of its
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager
 from typing import Any
 
 from asyncoll.arguments import digest
@@ -36,6 +34,8 @@ class Port:
         self._departed: Callable[[], None] | None = None
         self._endpoint = member.endpoint
         self.post = member.post  # schedules a callback on the runtime's loop, from any thread
+        self.now_s = member.endpoint.now_s
+        self.check, self.watch = member.check, member.watch  # for failures of the communicator
         self.trace = member.trace
         self._context = digest(member.communicator, kind, name)
         self._fingerprint = fingerprint
@@ -91,23 +91,11 @@ class Port:
         """Whether this rank has made its last call and only serves the others."""
         return self._endpoint.departed or self._member.is_closed
 
-    def now_s(self) -> float:
-        """The time of the runtime's loop in seconds: virtual in a simulated world."""
-        return self._endpoint.now_s()
-
     def spawn(self, task: Coroutine[Any, Any, None]) -> None:
         """Start `task`. Its exception fails the world, unless the communicator has failed before."""
         self._endpoint.spawn(task, self.group.communicator)
-
-    def check(self) -> None:
-        """Raise the failure of the communicator, if it has failed."""
-        self._endpoint.failures.check(self.group.communicator)
 
     @property
     def has_failed(self) -> bool:
         """Whether the communicator has failed."""
         return self._endpoint.failures.has_failed(self.group.communicator)
-
-    def watch(self, what: str) -> AbstractContextManager[asyncio.Future[Any]]:
-        """A future that ends with the failure of the communicator. `what` describes the wait, for errors."""
-        return self._endpoint.failures.watch(self.group.communicator, what)
