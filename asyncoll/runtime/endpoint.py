@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from asyncoll import forks
@@ -204,9 +205,9 @@ class Endpoint:
         """
         task = self._loop.create_task(service)
         self._services.add(task)
-        task.add_done_callback(lambda task: self._served(task, communicator))
+        task.add_done_callback(partial(self._served, communicator))
 
-    def _served(self, task: asyncio.Task[None], communicator: int) -> None:
+    def _served(self, communicator: int, task: asyncio.Task[None]) -> None:
         self._services.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return

@@ -5,8 +5,8 @@ The rounds of an operation see a `Port` and not the endpoint. So the list of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
@@ -35,6 +35,7 @@ class Port:
         self._endpoint = member.endpoint
         self.post = member.post  # schedules a callback on the runtime's loop, from any thread
         self.now_s = member.endpoint.now_s
+        self.spawn = partial(member.endpoint.spawn, communicator=member.communicator)  # a background task
         self.check, self.watch = member.check, member.watch  # for failures of the communicator
         self.trace = member.trace
         self._context = digest(member.communicator, kind, name)
@@ -90,10 +91,6 @@ class Port:
     def departed(self) -> bool:
         """Whether this rank has made its last call and only serves the others."""
         return self._endpoint.departed or self._member.is_closed
-
-    def spawn(self, task: Coroutine[Any, Any, None]) -> None:
-        """Start `task`. Its exception fails the world, unless the communicator has failed before."""
-        self._endpoint.spawn(task, self.group.communicator)
 
     @property
     def has_failed(self) -> bool:

@@ -126,7 +126,7 @@ class HostExchange:
 
     def _blank_list(self) -> Array:
         # Totals, because in groups a host is not told of every round of the ranks of other hosts.
-        return tally.blank(self._size, weighted=self._operation.weighted, totals=True)
+        return tally.blank_totals(self._size, weighted=self._operation.weighted)
 
     def sign(self, taken: Taken) -> Array:
         """The participation list of this host: the columns of its ranks are filled."""
