@@ -216,7 +216,7 @@ class MemoryBackend:
         endpoint.at_end += [block.end for block in self._blocks]
         member.post(partial(endpoint.failures.on_failure, group.communicator, self._failed))
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
-        self._work = partial(SharedWork[Any], lease, check=member.check)
+        self._work: Callable[..., SharedWork[Any]] = partial(SharedWork, lease, check=member.check)
         self._compiled: CompiledCalls | None = None
         endpoint.on_depart(self._registry.depart)
         endpoint.executions.on_dispute(group.communicator, self._describe)
