@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from asyncoll.algorithms.rounds.activation import edges
@@ -51,11 +50,10 @@ class HostMemory:
         arena, endpoint = cast(Arena, self._lease), self._host.endpoint
         memory = Memory(arena, self._registry, self._host.group)
         setting = Setting(memory, describe, port.trace, lambda: bool(endpoint.membership.lost))
-        check = partial(endpoint.failures.check, self._host.communicator)
 
         def drive(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
             # Raises what `work` raises. A cancellation and a failure are thrown into it, where it waits (`SharedWork`).
-            return SharedWork(arena, work, check, describe).finish()
+            return SharedWork(arena, work, self._host.check, describe).finish()
 
         return HostRounds(setting, operation, port, hosts, drive)
 

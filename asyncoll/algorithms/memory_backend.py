@@ -292,7 +292,7 @@ class MemoryBackend:
         member.at_end(lambda: endpoint.executions.off_dispute(context))
         try:
             memory = Memory(cast(Arena, self._lease), self._registry, group)
-            setting = Setting(memory, lambda: text, member.trace, lambda: bool(endpoint.membership.lost))
+            setting = Setting(memory, text.__str__, member.trace, lambda: bool(endpoint.membership.lost))
             rounds = rounds_in_memory(setting, operation, self._area.sizes.long)
         except DisagreementError as disagreement:
             _dispute(member, context, 1, text, disagreement.rank)

@@ -58,7 +58,7 @@ def test_a_call_comes_to_its_algorithm_in_few_steps(call, transport, functions, 
     ("call", "transport", "functions", "files"),
     [
         ("allreduce", "messages", 88, 25),
-        ("solo", "messages", 130, 30),
+        ("solo", "messages", 123, 29),
         pytest.param("solo", "shm", 8, 5, marks=pytest.mark.skipif(_core.native is None, reason="the compiled way")),
     ],
 )
