@@ -41,9 +41,6 @@ static inline int64_t larger(int64_t a, int64_t b)
 
 /* -- native.c --------------------------------------------------------------------------------- */
 
-/* The tuple of so many names, a new reference; NULL with an exception set. */
-PyObject *tuple_of_names(const char *const *names, int count);
-
 /* Call `callable`, which is written in Python, with `argument` unless that is NULL, until it has ended: a signal handler may
  * raise in it. Returns 0, or -1 with the newest exception of a handler. */
 int call_to_its_end(PyObject *callable, PyObject *argument);
@@ -236,9 +233,6 @@ extern PyType_Spec short_call_spec;
 /* -- rounds.c --------------------------------------------------------------------------------- */
 
 extern PyType_Spec rounds_spec;
-
-/* round_record.c: `native.openings`. */
-PyObject *openings_in_python(void);
 
 /* -- awaitables.c ----------------------------------------------------------------------------- */
 

@@ -90,12 +90,6 @@ void rounds_sign_block(Rounds *self, int64_t block, int64_t group, double weight
 
 /* -- the rules: asyncoll/algorithms/rounds/rules.py ------------------------------------------- */
 
-PyObject *openings_in_python(void)
-{
-    static const char *const names[OPENINGS] = {[SOLO] = "solo", [MAJORITY] = "majority", [QUORUM] = "quorum"};
-    return tuple_of_names(names, OPENINGS);
-}
-
 static bool has_arrived(const Rounds *self, int64_t rank, int64_t number)
 {
     return row_of(self, rank)[RANK_CELLS_HERE] == number;
@@ -130,22 +124,16 @@ bool rounds_may_open(const Rounds *self, int64_t number)
 {
     if (self->head[HEAD_RUNNING])
         return false;
-    if (waits_for_all(self, number))
-        return count_arrived(self, number, true) == self->size;
-    switch (self->opening) {
-    case SOLO:
-        return true;
-    case MAJORITY:
-        return has_drawn_rank(self, number);
-    case QUORUM:
-        return count_arrived(self, number, true) >= self->quorum;
-    }
-    return false; /* there is no such opening: `create` has declined all others */
+    bool synchronous = waits_for_all(self, number);
+    int64_t needed = ranks_needed(self->ranks, self->size, synchronous);
+    if (needed > 1 && count_arrived(self, number, true) < needed)
+        return false;
+    return !needs_drawn(self->drawn, synchronous) || has_drawn_rank(self, number);
 }
 
 bool rounds_late_call_opens(const Rounds *self, int64_t number)
 {
-    return self->opening == MAJORITY && !self->head[HEAD_RUNNING] && !waits_for_all(self, number) &&
+    return !self->head[HEAD_RUNNING] && needs_drawn(self->drawn, waits_for_all(self, number)) &&
            self->is_drawn[self->rank] && are_enough(count_arrived(self, number, false), self->size);
 }
 

@@ -332,24 +332,24 @@ static int hold_segments(Rounds *self, PyObject *segments)
     return -1;
 }
 
-/* `Rounds(control_block, segments, size, rank, history, limit, nbytes, opening, quorum, sync_every, sync_offset, keeps,
- * long, cores, parts)` */
+/* `Rounds(control_block, segments, size, rank, history, limit, nbytes, ranks, drawn, sync_every, sync_offset, keeps, long,
+ * cores, parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *block, *segments, *parts;
-    long long size, rank, history, limit, nbytes, opening, quorum, sync_every, sync_offset, cores;
-    int keeps, is_long;
-    static char *names[] = {"control_block", "segments", "size",   "rank",       "history",     "limit",
-                            "nbytes",        "opening",  "quorum", "sync_every", "sync_offset", "keeps",
-                            "long",          "cores",    "parts",  NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLLLLppLO!:Rounds", names, &block, &PyTuple_Type,
-                                     &segments, &size, &rank, &history, &limit, &nbytes, &opening, &quorum, &sync_every,
+    long long size, rank, history, limit, nbytes, ranks, sync_every, sync_offset, cores;
+    int drawn, keeps, is_long;
+    static char *names[] = {"control_block", "segments", "size",  "rank",       "history",     "limit",
+                            "nbytes",        "ranks",    "drawn", "sync_every", "sync_offset", "keeps",
+                            "long",          "cores",    "parts", NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLpLLppLO!:Rounds", names, &block, &PyTuple_Type,
+                                     &segments, &size, &rank, &history, &limit, &nbytes, &ranks, &drawn, &sync_every,
                                      &sync_offset, &keeps, &is_long, &cores, &PyTuple_Type, &parts))
         return NULL;
     const long long many = 1LL << 31; /* so that no sum or product of these overflows */
     if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
-        history >= many || limit < 1 || limit >= many || nbytes < 1 || opening < 0 || opening >= OPENINGS ||
-        quorum < 1 || quorum > size || sync_every < 0 || sync_offset < 0 || sync_offset >= many || cores < 1) {
+        history >= many || limit < 1 || limit >= many || nbytes < 1 || ranks < 1 || ranks > size || sync_every < 0 ||
+        sync_offset < 0 || sync_offset >= many || cores < 1) {
         PyErr_SetString(PyExc_ValueError, "these are no rounds");
         return NULL;
     }
@@ -363,15 +363,15 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->history = history;
     self->limit = limit;
     self->nbytes = nbytes;
-    self->opening = opening;
-    self->quorum = quorum;
+    self->ranks = ranks;
+    self->drawn = drawn != 0;
     self->sync_every = sync_every;
     self->sync_offset = sync_offset;
     self->keeps = keeps != 0;
     self->is_long = is_long != 0;
     self->cores = cores;
     /* Draws and groups are hashes that Python computes: to have them in C, too, would be a second copy of a rule. */
-    self->has_plans = self->keeps || opening == MAJORITY;
+    self->has_plans = self->keeps || self->drawn;
     self->group_count = 1;
     if (lay_out(self) < 0 || read_parts(self, parts) < 0 || hold_segments(self, segments) < 0)
         goto failed;

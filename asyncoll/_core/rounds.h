@@ -18,9 +18,6 @@
 
 static const int64_t ROUNDS_MAX = INT64_C(1) << 62; /* no operation comes so far */
 
-/* The openings whose rules are here. Their names are `native.openings`: Python carries out rounds of any other. */
-enum { SOLO, MAJORITY, QUORUM, OPENINGS };
-
 typedef struct {
     int64_t offset, length, elements;
     Kernel kernel;
@@ -31,7 +28,9 @@ typedef struct {
     ControlBlock *block;
     Py_buffer *segments; /* the memory of each rank of the host, by local rank, all of one size: `HostArena.segments` */
     int64_t segment_count;
-    int64_t size, rank, history, limit, nbytes, opening, quorum, sync_every, sync_offset;
+    int64_t size, rank, history, limit, nbytes, sync_every, sync_offset;
+    int64_t ranks;   /* of the rule of rounds (rules.py): so many have to have arrived, or be gone, */
+    bool drawn;      /* and one that is drawn among them */
     int64_t cores;   /* for the ranks of the host, at most one each */
     bool is_long;    /* chunks are reduced without the lock */
     bool keeps;      /* contributions stay, and replace each other */

@@ -82,9 +82,9 @@ static bool has_sound_blocks(const Rounds *self)
 static bool ends_at_once(Rounds *self, int64_t aim)
 {
     int64_t latest = self->head[HEAD_LATEST], *here = &row_of(self, self->rank)[RANK_CELLS_HERE];
-    bool needs_drawn = self->opening == MAJORITY && !waits_for_all(self, latest + 1);
+    bool asks_plan = needs_drawn(self->drawn, waits_for_all(self, latest + 1));
     if (latest < 0 || latest >= ROUNDS_MAX || latest < aim - 1 || latest - aim >= ENGINE_CELLS - LAGS ||
-        self->head[HEAD_RUNNING] || (needs_drawn && self->planned != latest + 1) || !has_sound_blocks(self))
+        self->head[HEAD_RUNNING] || (asks_plan && self->planned != latest + 1) || !has_sound_blocks(self))
         return false;
     if (latest >= aim)
         return !rounds_late_call_opens(self, latest + 1);
