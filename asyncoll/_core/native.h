@@ -5,7 +5,7 @@
  *   peers.c           reductions of arrays in the memory of other processes
  *   short_calls.c     whole calls of one short meeting, as awaitables
  *   pieces.c          reductions of long arrays, piece by piece
- *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c, long_rounds.c and whole_calls.c have
+ *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c, running_rounds.c and whole_calls.c have
  *   awaitables.c      what the callers of whole calls await
  *   reductions.c      elementwise reductions of several arrays
  *   sparse.c          passes of the sparse allreduces over long vectors
@@ -80,10 +80,10 @@ enum Point {
     ROUND_STAGED,
     ROUND_ARRIVED,
     ROUND_OPENED,
-    ROUND_REDUCED, /* for one group */
-    ROUND_TAKEN,
+    ROUND_TAKEN,   /* from the ranks of one group */
+    ROUND_REDUCED, /* short contributions to that group */
     ROUND_GRANTED,
-    ROUND_PUBLISHED, /* for all groups */
+    ROUND_PUBLISHED,
     ROUND_LEFT,
     ROUND_COPIED,  /* the result is in the caller's arrays */
     ROUND_CLAIMED, /* under the lock: a chunk of a long round */
