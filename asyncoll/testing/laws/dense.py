@@ -21,7 +21,7 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.testing.laws.dense_program import AT_ALL, DenseCall, DenseProgram, decoded, members
 from asyncoll.testing.laws.layouts import laid_out, stored
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import STEP_S, Case
+from asyncoll.testing.laws.story import STEP_S, Case, WorldStory
 
 _ROUNDS = 3  # beside the calls
 _LAST_COUNTS = (1, 2000, 200_000)  # elements of the last message of a rank
@@ -65,17 +65,7 @@ class DensePart:
     farewell: Array  # the last message that this rank has received
 
 
-@dataclass(frozen=True, slots=True)
-class DenseStory:
-    """A world that has ended."""
-
-    program: DenseProgram
-    parts: list[DensePart]  # by rank
-    messages: int = 0
-
-    @property
-    def steps(self) -> int:
-        return sum(len(part.gots) for part in self.parts)
+DenseStory = WorldStory[DenseProgram, DensePart]
 
 
 class DenseCaller:

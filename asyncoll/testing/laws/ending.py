@@ -17,7 +17,7 @@ import numpy as np
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, ClosedError, describe
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import STEP_S, Case
+from asyncoll.testing.laws.story import STEP_S, Case, WorldStory
 
 _CALLS = 8  # a barrier follows them
 _OPERATIONS = ("allreduce", "barrier", "exchange", "solo_allreduce", "allreduce of a split")
@@ -73,30 +73,19 @@ class EndingPart:
     culprit: int | None = None  # the rank that this names
 
 
-@dataclass(frozen=True, slots=True)
-class EndingStory:
-    """A world that has ended."""
-
-    program: EndingProgram
-    parts: list[EndingPart]  # by rank
-    messages: int = 0
-
-    @property
-    def steps(self) -> int:
-        return sum(part.calls for part in self.parts)
+EndingStory = WorldStory[EndingProgram, EndingPart]
 
 
-async def live(comm: Communicator, case: Case, parts: dict[int, EndingPart]) -> None:
-    """Make the calls of this rank, and leave its part in `parts`. Raises ProgramError if the rank raises, or a call.
+async def live(mortal: Mortal, parts: dict[int, EndingPart]) -> None:
+    """Make the calls of a rank, and leave its part in `parts`. Raises ProgramError if the rank raises, or a call.
 
     The test world cancels all ranks once one has raised. Processes would live on, so this rank does.
     """
-    mortal = _Mortal(comm, case)
     program = asyncio.ensure_future(mortal.run())
     while not program.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([program])
-    parts[comm.rank] = program.result()
+    parts[mortal.rank] = program.result()
     if mortal.failure is not None:
         raise mortal.failure
 
@@ -105,10 +94,11 @@ def _last_words(rank: int) -> str:
     return f"rank {rank} has had enough"
 
 
-class _Mortal:
+class Mortal:
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case) -> None:
+        self.rank = comm.rank
         self._comm = comm
         self._program = EndingProgram(case)
         self._raiser = self._program.raisers.get(comm.rank)

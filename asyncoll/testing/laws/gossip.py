@@ -18,7 +18,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices import FakeDevice
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import NAP_S, STEP_S, Case
+from asyncoll.testing.laws.story import NAP_S, STEP_S, Case, WorldStory
 from asyncoll.testing.laws.tensors import Tensors
 
 _EXACT = 1e-9  # an average rounds, and a lost update is more than that
@@ -48,18 +48,7 @@ class GossipPart:
     model: Array  # in the end
 
 
-@dataclass(frozen=True, slots=True)
-class GossipStory:
-    """A world that has ended."""
-
-    case: Case
-    parts: list[GossipPart]  # by rank
-    messages: int = 0
-
-    @property
-    def steps(self) -> int:
-        """The averages of the world."""
-        return sum(part.averages for part in self.parts) // 2
+GossipStory = WorldStory[Case, GossipPart]
 
 
 def graph_of(case: Case) -> str:
@@ -168,7 +157,7 @@ def alone(story: GossipStory) -> Iterator[Breach]:
 
 def pairs(story: GossipStory) -> Iterator[Breach]:
     """An exchange is one average of an active rank with a passive neighbour, also if its call was cancelled."""
-    case = story.case
+    case = story.program
     for rank, part in enumerate(story.parts):
         neighbours = partners(graph_of(case), case.size, rank) if is_active(rank) else ()
         if not set(part.partners) <= set(neighbours or [None]):

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ _ITEM_BYTES = 8
 _CANCELS = 4  # the most calls that the impatient or the careless rank of a world gives up
 _ALARM_S = 0.0005  # mean time from the start of a call to the signal: about as long as a call takes, so many hit it
 _OVERLAPS = (1, 1, 2, 4)  # drawn: the most calls of one rank that are in flight at the same time
+Program = TypeVar("Program")
+Played = TypeVar("Played")
 STEP_S = 0.01  # mean computation of a trainer between two calls; the slow rank of a world takes five times as long
 _FORK_AT = (1, 3, 5)  # odd calls: their contributions are in registered memory
 _SLOW_BYTES_PER_S = 1e7  # a long message takes as long as some steps
@@ -266,6 +268,15 @@ class Story:
     def ended(self, rank: int, number: int) -> bool:
         """Whether the last call of this rank returned a round before `number`."""
         return self.calls[rank][-1].round < number
+
+
+class WorldStory(NamedTuple, Generic[Program, Played]):
+    """A world without rounds, or with other calls beside them, that has ended."""
+
+    program: Program  # of all ranks, drawn from the case
+    parts: list[Played]  # by rank
+    messages: int
+    steps: int  # of all ranks
 
 
 class AlarmError(Exception):

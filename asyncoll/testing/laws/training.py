@@ -17,7 +17,7 @@ import numpy as np
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import NAP_S, STEP_S, Case
+from asyncoll.testing.laws.story import NAP_S, STEP_S, Case, WorldStory
 
 _STEPS = 40  # the most steps of a rank
 _PARTIALS = ("solo", "solo", "majority", "quorum")
@@ -65,21 +65,10 @@ class TrainingPart:
     """What one rank did."""
 
     made: list[int]  # the steps that it began, those that were cancelled among them
-    done: list[Done] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)  # the last one is the end of the training
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingStory:
-    """A world that has ended. The last `Done` of a part is the end of its training."""
-
-    program: TrainingProgram
-    parts: list[TrainingPart]  # by rank
-    messages: int = 0
-
-    @property
-    def steps(self) -> int:
-        """The steps of all ranks."""
-        return sum(len(part.done) for part in self.parts)
+TrainingStory = WorldStory[TrainingProgram, TrainingPart]
 
 
 class Learner:
