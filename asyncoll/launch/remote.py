@@ -84,11 +84,8 @@ def remote_host(
             )
         except OSError as error:
             raise UsageError(f"cannot start ssh: {error.strerror}; --hosts needs OpenSSH's client") from error
-        opened.callback(process.wait)
+        opened.enter_context(process)  # which closes its pipes, and waits for its end
         opened.callback(process.kill)
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            assert pipe is not None
-            opened.callback(pipe.close)
         death = opened.enter_context(death_of(process))
         job = {
             "argv": program.argv,
