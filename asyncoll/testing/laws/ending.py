@@ -17,7 +17,7 @@ import numpy as np
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, ClosedError, describe
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import STEP_S, Case, WorldStory
+from asyncoll.testing.laws.story import Case, CaseRank, WorldStory
 
 _CALLS = 8  # a barrier follows them
 _OPERATIONS = ("allreduce", "barrier", "exchange", "solo_allreduce", "allreduce of a split")
@@ -94,16 +94,14 @@ def _last_words(rank: int) -> str:
     return f"rank {rank} has had enough"
 
 
-class Mortal:
+class Mortal(CaseRank):
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case) -> None:
+        super().__init__(comm, case, case.size)
         self.rank = comm.rank
-        self._comm = comm
         self._program = EndingProgram(case)
         self._raiser = self._program.raisers.get(comm.rank)
-        self._generator = np.random.default_rng([case.seed, case.size, comm.rank])
-        self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         self._over = 0
         self.failure: ProgramError | None = None  # that ends the program
 
@@ -130,9 +128,6 @@ class Mortal:
             await call
             self._over += 1
         await self._comm.barrier()
-
-    async def _compute(self) -> None:
-        await asyncio.sleep(self._generator.exponential(self._step_s))
 
     async def _call(self, part: Communicator, operation: str, count: int) -> None:
         comm, x = self._comm, np.ones(count)

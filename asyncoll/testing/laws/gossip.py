@@ -18,7 +18,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices import FakeDevice
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import NAP_S, STEP_S, Case, WorldStory
+from asyncoll.testing.laws.story import NAP_S, Case, CaseRank, WorldStory
 from asyncoll.testing.laws.tensors import Tensors
 
 _EXACT = 1e-9  # an average rounds, and a lost update is more than that
@@ -55,14 +55,12 @@ def graph_of(case: Case) -> str:
     return GRAPHS[case.seed % len(GRAPHS)]
 
 
-class Gossiper:
+class Gossiper(CaseRank):
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case, device: FakeDevice | None = None) -> None:
-        self._comm = comm
-        self._case = case
+        super().__init__(comm, case)
         self._tensors = Tensors(case.layout, comm, device)
-        self._generator = np.random.default_rng([case.seed, comm.rank])
         self._submitted = [0]
         self._updates: list[Update] = []
         self._partners: list[int | None] = []
@@ -73,9 +71,8 @@ class Gossiper:
         case, comm = self._case, self._comm
         first = self._tensors.contribution(0)
         self._gossip = gossip = await comm.gossip(first, graph=graph_of(case), seed=case.seed)
-        step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         for turn in range(case.rounds):
-            await asyncio.sleep(self._generator.exponential(step_s))
+            await self._compute()
             if comm.rank == case.sleeper and turn == case.nap_before:
                 await asyncio.sleep(NAP_S)
             await self._call_together(int(self._generator.integers(1, case.overlap + 1)))

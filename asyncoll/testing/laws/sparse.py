@@ -21,7 +21,7 @@ from asyncoll.tensors.reductions import BFLOAT16, Array
 from asyncoll.testing.laws.dense_program import decoded, encoded
 from asyncoll.testing.laws.layouts import laid_out, stored
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import STEP_S, Case, WorldStory
+from asyncoll.testing.laws.story import Case, CaseRank, WorldStory
 
 _ROUNDS = 5
 _OPERATIONS = 2
@@ -150,20 +150,18 @@ class SparsePart:
 SparseStory = WorldStory[SparseProgram, SparsePart]
 
 
-class SparseCaller:
+class SparseCaller(CaseRank):
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case) -> None:
-        self._comm = comm
+        super().__init__(comm, case, case.size)
         self._program = SparseProgram(case)
-        self._generator = np.random.default_rng([case.seed, case.size, comm.rank])
-        self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         self._left = [np.zeros(operation.shape) for operation in self._program.operations]
 
     async def run(self) -> SparsePart:
         gots: list[RoundGot] = []
         for number in range(_ROUNDS):
-            await asyncio.sleep(self._generator.exponential(self._step_s))
+            await self._compute()
             gots += await asyncio.gather(*(self._begin(operation, number) for operation in self._program.operations))
         return SparsePart(gots)
 

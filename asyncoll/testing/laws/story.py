@@ -293,15 +293,26 @@ def _ignore_alarms(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
         loop.default_exception_handler(context)
 
 
-class StoryTrainer:
+class CaseRank:
     """One rank of a case."""
 
-    def __init__(self, comm: Communicator, case: Case, device: FakeDevice | None = None) -> None:
+    def __init__(self, comm: Communicator, case: Case, *seed: int) -> None:
+        """`seed` is that of what this rank draws while the world runs, beside that of the case."""
         self._comm = comm
         self._case = case
-        self._tensors = Tensors(case.layout, comm, device)
-        self._generator = np.random.default_rng([case.seed, comm.rank])
+        self._generator = np.random.default_rng([case.seed, *seed, comm.rank])
         self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
+
+    async def _compute(self) -> None:
+        await asyncio.sleep(self._generator.exponential(self._step_s))
+
+
+class StoryTrainer(CaseRank):
+    """A rank that trains."""
+
+    def __init__(self, comm: Communicator, case: Case, device: FakeDevice | None = None) -> None:
+        super().__init__(comm, case)
+        self._tensors = Tensors(case.layout, comm, device)
         self._gathers = case.gathers and case.quitter is None and case.overlap == 1
         self._begun = 0  # number of calls for which a task was made
         self._lost = -1  # index of the newest call that has no receiver, and may be under way until a later one is over
@@ -313,7 +324,7 @@ class StoryTrainer:
         """Make calls at random moments until one returns the last round. Returns all answers and cancelled calls."""
         case, rank = self._case, self._comm.rank
         while self._seen() < case.rounds and not (rank == case.quitter and len(self._answers) >= case.quits_after):
-            await asyncio.sleep(self._generator.exponential(self._step_s))
+            await self._compute()
             if rank == case.sleeper and len(self._answers) == case.nap_before:
                 await asyncio.sleep(NAP_S)
             if rank == case.alarmed:
