@@ -76,11 +76,7 @@ WORLD_KINDS = {
         sparse.SparseProgram, sparse.SparseCaller, sparse.SparsePart, lambda part: len(part.gots), sparse.LAWS
     ),
     TRAINING: WorldKind(
-        training.TrainingProgram,
-        training.Learner,
-        training.TrainingPart,
-        lambda part: len(part.done),
-        training.LAWS,
+        training.TrainingProgram, training.Learner, training.TrainingPart, lambda part: len(part.done), training.LAWS
     ),
     ENDING: WorldKind(EndingProgram, ending.Mortal, ending.EndingPart, lambda part: part.calls, ending.LAWS),
 }
