@@ -42,9 +42,8 @@ Main = Callable[[Communicator], Coroutine[Any, Any, T]]
 Carriers = tuple[Sequence[Transport], Sequence[Arena | None]]  # the transport and the arena of each rank
 
 
-@contextlib.contextmanager
-def _inproc(hosts: Sequence[object]) -> Iterator[Carriers]:
-    yield inproc.world(len(hosts)), [None] * len(hosts)
+def _inproc(hosts: Sequence[object]) -> contextlib.AbstractContextManager[Carriers]:
+    return contextlib.nullcontext((inproc.world(len(hosts)), [None] * len(hosts)))
 
 
 @contextlib.contextmanager

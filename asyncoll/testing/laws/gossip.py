@@ -89,10 +89,7 @@ class Gossiper(CaseRank):
         if self._comm.rank == self._case.impatient and self._generator.random() < 0.5:
             await asyncio.wait(calls, timeout=float(self._generator.exponential(self._case.network.jitter_s)))
             calls[int(self._generator.integers(count))].cancel()
-        await asyncio.wait(calls)
-        for call in calls:
-            if not call.cancelled():
-                call.result()
+        await self._finish(calls)
 
     def _call(self, *, alone: bool) -> Coroutine[Any, Any, None]:
         if self._generator.random() < 0.5 and self._submitted[-1] + 1 < self._case.calls:

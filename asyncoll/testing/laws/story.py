@@ -11,7 +11,7 @@ import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -306,6 +306,14 @@ class CaseRank:
     async def _compute(self) -> None:
         await asyncio.sleep(self._generator.exponential(self._step_s))
 
+    @staticmethod
+    async def _finish(calls: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for all calls. Raises the error of one that was not cancelled."""
+        await asyncio.wait(calls)
+        for call in calls:
+            if not call.cancelled():  # a task that was cancelled before its first step has made no call
+                call.result()
+
 
 class StoryTrainer(CaseRank):
     """A rank that trains."""
@@ -362,10 +370,7 @@ class StoryTrainer(CaseRank):
             else:
                 await asyncio.wait(calls, timeout=float(self._generator.exponential(STEP_S)))
                 calls[victim].cancel()
-        await asyncio.wait(calls)
-        for call in calls:
-            if not call.cancelled():  # a task that was cancelled before its first step has made no call
-                call.result()
+        await self._finish(calls)
 
     async def _call_alarmed(self) -> None:
         """Make one call in which a signal handler may raise, in the main thread, between any two bytecodes."""
