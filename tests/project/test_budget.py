@@ -34,7 +34,7 @@ LINES = {
     "rpc": 3_110,
     "runtime": 3_740,
     "tensors": 1_270,
-    "testing": 5_820,
+    "testing": 5_760,
     "torch": 2_910,
     "training": 2_040,
     "transport": 6_300,
