@@ -23,7 +23,7 @@ from asyncoll import forks
 from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.interruption import handlers_may_run, may_interrupt
-from asyncoll.runtime.progress import ProgressThread, ignore, task_of
+from asyncoll.runtime.progress import ProgressThread, ignore, see, task_of
 from asyncoll.runtime.shared_work import BegunWork, Driven
 from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
@@ -505,7 +505,7 @@ class HandleRunner(ProgressThread):
     def _take(self, work: Any, caller: asyncio.AbstractEventLoop) -> None:
         if work.claim():
             task = self._finishing[work] = self.home.create_task(work.finish())
-            task.add_done_callback(_see)
+            task.add_done_callback(see)
 
     def _adopt(self, handle: Handle[Any]) -> None:
         call = handle._call
@@ -530,7 +530,7 @@ class HandleRunner(ProgressThread):
             self._settle(handle, task)
         else:
             self._left.pop(mine, None)
-            _see(task)
+            see(task)
 
     def _settle(self, handle: Handle[T], task: asyncio.Task[T]) -> None:
         if task.cancelled():  # by `stop`
@@ -575,11 +575,6 @@ class _Run:
         """Start the work, or tell of its end, if an exception has interrupted that. In the runtime's thread."""
         self._task = self._task or task_of(self._loop, self._work)
         self.begin()
-
-
-def _see(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # mark it as seen: the handle may have been dropped
 
 
 def _threads_of_program() -> list[threading.Thread]:

@@ -30,7 +30,7 @@ LINES = {
     "launch": 1_680,
     "ray": 390,
     "rpc": 3_110,
-    "runtime": 3_740,
+    "runtime": 3_710,
     "tensors": 1_270,
     "testing": 5_820,
     "torch": 2_910,
