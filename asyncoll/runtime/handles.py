@@ -27,6 +27,7 @@ from asyncoll.runtime.progress import ProgressThread, ignore, see, task_of
 from asyncoll.runtime.shared_work import BegunWork, Driven
 from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
+from asyncoll.transport.futures import settle_from_any_thread
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -205,9 +206,8 @@ class Handle(Uncopied, Awaitable[T]):
             if self._runner.is_turn_due():
                 yield
             return self._outcome()
-        loop = program_loop()
-        ended = loop.create_future()
-        key = self._add(partial(_wake, loop, ended))
+        ended = program_loop().create_future()
+        key = self._add(partial(settle_from_any_thread, ended))
         try:
             # Asked once the callback is there: a call that ends earlier is seen here, a later one wakes the future.
             if not self._is_done:
@@ -586,17 +586,6 @@ def _is_waiting(thread: threading.Thread) -> bool:
     """Whether `thread` makes no call before another one ends."""
     gate = waiting_threads.get(thread.ident)
     return gate is not None and not gate.is_open
-
-
-def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
-    # The loop is closed, and with it the task that waits.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(_set, ended)
-
-
-def _set(ended: asyncio.Future[None]) -> None:
-    if not ended.done():
-        ended.set_result(None)
 
 
 def _limit_s(timeout: float | None) -> float:

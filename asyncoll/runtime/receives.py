@@ -24,6 +24,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport.futures import settle
 
 
 @lru_cache(maxsize=64)
@@ -43,7 +44,8 @@ class Named:
     def begin(self, source: int, number: int) -> None:
         """The receive takes message `number` of `source`."""
         self.number = number
-        _wake(self.served)
+        if self.served is not None:
+            settle(self.served)
 
 
 class FromAny:
@@ -84,7 +86,8 @@ class FromAny:
             self._receive = lane.post(source, 0, self._receive.into)
         except AsyncollError as error:  # of the communicator, or because the message does not fit
             self._error = error
-        _wake(self.served)
+        if self.served is not None:
+            settle(self.served)
 
     async def end(self) -> Lane:
         """Wait until the array is complete. Cancelling this changes nothing: `undo` follows."""
@@ -235,8 +238,3 @@ class Receives:
                 del self._returned[source, tag]
             return number
         return self._numbers[source].next(tag)
-
-
-def _wake(future: asyncio.Future[None] | None) -> None:
-    if future is not None and not future.done():
-        future.set_result(None)

@@ -20,6 +20,7 @@ from asyncoll.transport.control_block import (
     Wait,
     control_block_bytes,
 )
+from asyncoll.transport.futures import settle
 from asyncoll.transport.memory.doorbell import TurnQueue
 
 
@@ -47,8 +48,7 @@ class _InprocMemory:
     def ring(self, doorbells: Iterable[int]) -> None:
         for doorbell in doorbells:
             for future in self.waiters.pop(doorbell, ()):
-                if not future.done():
-                    future.set_result(None)
+                settle(future)
 
     def wake_futex(self, cell: memoryview) -> None:
         """No thread sleeps in a futex: all ranks share one thread."""

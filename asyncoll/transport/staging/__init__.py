@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.transport.futures import settle_from_any_thread
 
 HANDLE_BYTES = 96  # of a block: 64 of a handle of CUDA IPC, 16 of the UUID of its GPU, 8 of its size, 8 of a nonce
 
@@ -244,15 +246,4 @@ async def arrived(transfer: Transfer, nbytes: int | None = None) -> None:
 
 def set_when_moved(transfer: Transfer, nbytes: int, ended: asyncio.Future[None]) -> None:
     """Set `ended` once `nbytes` of the copy have arrived, or never will; unless it is done by then."""
-    loop = ended.get_loop()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def wake() -> None:
-        # The loop is closed, and with it the task that waits.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(end)
-
-    transfer.when_moved(nbytes, wake)
+    transfer.when_moved(nbytes, partial(settle_from_any_thread, ended))
