@@ -22,10 +22,11 @@ def footprint(comm) -> dict[str, int]:
         "listeners": len(router._listeners),
         "early": router._early_count,
         "handlers": len(router._handlers),
-        "current": len([context for context, _ in executions._current if context != world]),  # others may be ahead
+        # Others may be ahead on that of the world.
+        "current": len([context for context, _ in (*executions._open, *executions._early) if context != world]),
         "abandoned": len(executions._abandoned),
         "described": len(executions._described),
-        "early executions": len(executions._early),
+        "early executions": len(executions._on_early),
         "failures": len(failures._first) + len(failures._told),
         "failure listeners": len(failures._listeners),
         "departures": len(endpoint._at_last_call),
