@@ -41,6 +41,20 @@ class Mutex(Protocol):
         """
 
 
+class RefusingMutex:
+    """A lock that nothing may use any more: `acquire` raises the error that `refusal` makes."""
+
+    def __init__(self, refusal: Callable[[], Exception]) -> None:
+        self._refusal = refusal
+
+    def acquire(self) -> None:
+        raise self._refusal()
+
+    def release(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
 class Doorbells(Protocol):
     """The doorbells of all ranks of a host, by number."""
 

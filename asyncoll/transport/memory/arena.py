@@ -26,6 +26,7 @@ from asyncoll.transport.control_block import (
     DOORBELLS,
     ControlBlock,
     PythonControlBlock,
+    RefusingMutex,
     Turn,
     Wait,
     control_block_bytes,
@@ -34,7 +35,7 @@ from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory import futex
 from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
 from asyncoll.transport.memory.heap import Heap
-from asyncoll.transport.memory.mutex import AbandonedMutex, LockPolicy, RobustMutex
+from asyncoll.transport.memory.mutex import LockPolicy, RobustMutex
 from asyncoll.transport.memory.pages import check_room, commit, give_back, mib, too_much
 from asyncoll.transport.memory.segment import HEAD_BYTES, Segment, capacity_of, close_segment, make_segment, map_segment
 
@@ -356,7 +357,7 @@ class HostArena:
         forks.give_up(doorbell.descriptor for doorbell in self._doorbells)
         forks.give_up(self._eventfds)
         for control_block in self._control_blocks.values():
-            control_block.abandon(AbandonedMutex(parent))
+            control_block.abandon(RefusingMutex(lambda: forks.refusal(parent)))
 
 
 def _entry_of(entries: Array, context: int) -> int | None:

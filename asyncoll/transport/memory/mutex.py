@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from asyncoll.errors import AsyncollError, PeerLostError
-from asyncoll.forks import refusal
 from asyncoll.transport import Loss
 from asyncoll.transport.lock_cells import HOLDER_OFFSET, MUTEX_BYTES
 from asyncoll.transport.processes import is_gone, is_stopped
@@ -197,22 +196,6 @@ class RobustMutex:
         if holder <= _INTERRUPTED:
             rank, event = _INTERRUPTED - holder, "an exception interrupted it"
         raise self._policy.report(Loss(self._ranks[rank], f"{event} while it was changing shared memory"))
-
-
-class AbandonedMutex:
-    """The `Mutex` of a forked child: its locks belong to its parent, so `acquire` raises UsageError."""
-
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
-
-    def acquire(self) -> None:
-        raise refusal(self._parent)
-
-    def release(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
 
 
 def _now() -> float:
