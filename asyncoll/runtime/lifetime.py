@@ -36,7 +36,8 @@ from asyncoll.errors import ProtocolError, Reason
 from asyncoll.runtime.departures import IN_ORDER
 from asyncoll.runtime.failures import Closed, Departed, Failure, error_of
 from asyncoll.runtime.member import Member
-from asyncoll.runtime.pending import Kind, PendingCalls
+from asyncoll.runtime.pending import PendingCalls
+from asyncoll.runtime.standstill import Kind
 from asyncoll.transport.wire import Ending, Leave, Returned, Unused
 
 _CLOSED = Reason("it has left: it has closed this communicator")
