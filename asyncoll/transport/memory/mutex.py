@@ -44,16 +44,15 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _peer_lost(loss: Loss) -> AsyncollError:
-    return PeerLostError(loss.rank, loss.cause, last_seen_s=loss.last_seen_s)
-
-
 class LockPolicy:
     """How the locks of an arena treat a lost owner. All locks of an arena share one object."""
 
     def __init__(self, patience_s: float = math.inf) -> None:
         self.patience_s = patience_s  # how long `acquire` waits for a lock whose owner is stopped
-        self.report: Callable[[Loss], AsyncollError] = _peer_lost  # reports a loss, and returns the error to raise
+        # It reports a loss, and returns the error to raise.
+        self.report: Callable[[Loss], AsyncollError] = lambda loss: PeerLostError(
+            loss.rank, loss.cause, last_seen_s=loss.last_seen_s
+        )
 
 
 class RobustMutex:
@@ -99,20 +98,6 @@ class RobustMutex:
         _holding_gil.pthread_mutexattr_destroy(attributes)
         if failure:
             raise OSError(failure, "cannot make a robust mutex")
-
-    def __enter__(self) -> None:
-        try:
-            self.acquire()
-        # A signal handler may raise just after the lock has been acquired.
-        except BaseException:
-            self.abandon()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or issubclass(kind, AsyncollError):
-            self.release()
-        else:
-            self.abandon()
 
     def acquire(self) -> None:
         failure = _try_lock(self._mutex)
