@@ -189,7 +189,7 @@ class MemoryCarrier:
 
     def _has_work(self) -> bool:
         inbox = self._inbox
-        return inbox.has_messages() or inbox.has_announcements() or self._borrower.has_dropped()
+        return inbox.has_messages() or inbox.has_announcements() or bool(self._borrower.dropped)
 
     def _receive(self) -> None:
         for message in self._inbox.take():

@@ -150,10 +150,13 @@ class Executions:
         self._links: dict[int, _FlowControl] = {}
         # Executions that callers have carried out in their threads, until the runtime's loop needs to know of them.
         self._sent_directly: deque[Identity] = deque(maxlen=_RECENT_MAX)
-        self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
+        # By context, for executions that this class does not keep (rounds): a function that returns the world ranks of
+        # the one with a number, and its text; None if it is unknown.
+        self.described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
         self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution of its last message
         self._known = 0  # executions that became known here
-        self._on_early: dict[int, Callable[[], None]] = {}  # by context: called for each early message
+        # By context: called after each message that comes before its execution is open.
+        self.on_early: dict[int, Callable[[], None]] = {}
         self._checks = Checks(self._open.values, self._check)
         failures.on_failure(WORLD, self._break_off)
 
@@ -363,14 +366,6 @@ class Executions:
 
     # -- executions that wait for any of several messages -----------------------------------------
 
-    def on_early(self, context: int, wake: Callable[[], None]) -> None:
-        """Call `wake` after each message of `context` that comes before its execution is open, until `off_early`."""
-        self._on_early[context] = wake
-
-    def off_early(self, context: int) -> None:
-        """Undo `on_early`."""
-        del self._on_early[context]
-
     def serial(self, context: int, number: int, source: int) -> int | None:
         """The order in which the first message of an execution came; None if none of world rank `source` has come.
 
@@ -398,7 +393,7 @@ class Executions:
         self._tell_early(identity.context)
 
     def _tell_early(self, context: int) -> None:
-        wake = self._on_early.get(context)
+        wake = self.on_early.get(context)
         if wake is not None:
             wake()
 
@@ -542,17 +537,6 @@ class Executions:
         question = wire.Dispute(identity.communicator, identity.context, identity.number, identity.describe())
         self._router.tell(source, question)
 
-    def on_dispute(self, context: int, describe: Callable[[int], tuple[tuple[int, ...], str] | None]) -> None:
-        """Register `describe` for `context`, for executions that this class does not keep (rounds).
-
-        `describe(number)` returns the world ranks of that execution and its text, or None if it is unknown.
-        """
-        self._described[context] = describe
-
-    def off_dispute(self, context: int) -> None:
-        """Undo `on_dispute`: no message for `context` is under way."""
-        self._described.pop(context, None)
-
     def forget(self, communicator: int) -> None:
         """No message for an execution of `communicator` is under way."""
         for key in [key for key, identity in self._finished.items() if identity.communicator == communicator]:
@@ -571,8 +555,8 @@ class Executions:
         self._enter_direct()
         identity = self._identity((dispute.context, dispute.number))
         known = (identity.members, identity.describe()) if identity else None
-        if known is None and dispute.context in self._described:
-            known = self._described[dispute.context](dispute.number)
+        if known is None and dispute.context in self.described:
+            known = self.described[dispute.context](dispute.number)
         members, mine = known or ((source,), "another operation, long ago")
         text = f"rank {source} called {dispute.description}, but rank {self._router.rank} called {mine}"
         self._failures.mismatch(dispute.communicator, members, text)

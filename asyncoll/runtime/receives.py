@@ -57,7 +57,7 @@ class FromAny:
 
     def __init__(self, member: Member, call: Callable[[int, int], Signature], tag: int, into: Array) -> None:
         """`call(source, number)` describes the receive of message `number` of `source`."""
-        self.source: int | None = None  # the sender, a group rank, and the number of its message
+        self.source: int | None = None  # the sender, a group rank, once it has taken a message, and the number of that
         self.number = 0
         self.task: asyncio.Task[object] | None = None  # that carries it out
         self.is_complete = False
@@ -69,11 +69,6 @@ class FromAny:
         self._lane: Lane | None = None
         self._error: AsyncollError | None = None
         self.served: asyncio.Future[None] | None = None
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has taken a message."""
-        return self.source is not None
 
     def begin(self, source: int, number: int) -> None:
         """The receive takes message `number` of `source`."""
@@ -149,7 +144,7 @@ class Receives:
         self._queues[tag].append(receive)
         self._serve(tag)
         try:
-            if not receive.has_begun:
+            if receive.source is None:
                 await self._wait_in_queue(receive, tag, describe())
             return await receive.end()
         except asyncio.CancelledError:
@@ -206,9 +201,9 @@ class Receives:
         executions = self._member.endpoint.executions
         for source in self._sources():
             if until:
-                executions.off_early(self._context(source, tag))
+                del executions.on_early[self._context(source, tag)]
             else:
-                executions.on_early(self._context(source, tag), lambda: self._serve(tag))
+                executions.on_early[self._context(source, tag)] = lambda: self._serve(tag)
 
     def _first(self, tag: int) -> int | None:
         """The source whose next message came first; None if none has come."""

@@ -65,6 +65,10 @@ class _NoLock:
 class InprocArena:
     """An `Arena` whose peers live on the same loop. Each rank uses the first of its doorbells only."""
 
+    native = None  # the compiled core does not interleave the ranks of one thread
+    segments = ()
+    polls = 0
+
     def __init__(
         self, local_rank: int, memory: _InprocMemory, pause_s: Callable[[], float], ranks: tuple[int, ...]
     ) -> None:
@@ -111,18 +115,6 @@ class InprocArena:
             if offset >= 0 and offset + flat.nbytes <= block.nbytes:
                 return address + offset
         return None
-
-    @property
-    def segments(self) -> tuple[()]:
-        return ()
-
-    @property
-    def native(self) -> None:
-        """No compiled core: it does not interleave the ranks of one thread."""
-
-    @property
-    def polls(self) -> int:
-        return 0
 
     def look(self, ready: Callable[[], bool], patience: int = 1) -> bool:
         return ready()

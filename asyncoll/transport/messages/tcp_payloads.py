@@ -142,7 +142,7 @@ class TcpPayloads:
         except OSError as error:
             self._cannot_write(peer, error)
             return
-        if peer.writer.waits and peer.drained.is_set():
+        if peer.writer.waiting and peer.drained.is_set():
             peer.drained.clear()
             self._await_room(peer)
 
@@ -204,7 +204,7 @@ class TcpPayloads:
         """
         peer.writer.connection = connection = await self._introduced(rank, address, peer)
         asyncio.get_running_loop().add_reader(connection, self._watch, rank, connection)
-        if peer.writer.waits:
+        if peer.writer.waiting:
             self._await_room(peer)
 
     async def _introduced(self, rank: int, address: str, peer: _PayloadPeer) -> socket.socket:
@@ -317,7 +317,7 @@ class TcpPayloads:
             peer.writer.flush()
         except OSError as error:
             self._cannot_write(peer, error)
-        if not peer.writer.waits:
+        if not peer.writer.waiting:
             self._loop.remove_writer(peer.writer.connection)
             peer.drained.set()
 
@@ -336,7 +336,7 @@ class TcpPayloads:
         self._drop_unsent(peer)
 
     def _drop_unsent(self, peer: _PayloadPeer) -> None:
-        peer.writer.drop()
+        peer.writer.waiting.clear()
         peer.drained.set()
 
     def _watch(self, rank: int, connection: socket.socket) -> None:
