@@ -81,13 +81,9 @@ class ControlBlock(Protocol):
     @property
     def cells(self) -> memoryview: ...
 
-    @property
-    def created(self) -> bool:
-        """Whether this rank has made the control block."""
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether all ranks share a thread, so that work in memory must yield explicitly: see `checkpoint`."""
+    created: bool  # whether this rank has made the control block
+    # Whether all ranks share a thread, so that work in memory must yield explicitly: see `checkpoint`.
+    interleaved: bool
 
     def __enter__(self) -> ControlBlock: ...
 

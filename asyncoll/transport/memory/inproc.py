@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from asyncoll._core import NativeCore
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.forks import address_of
 from asyncoll.tensors.reductions import Array
@@ -65,8 +66,8 @@ class _NoLock:
 class InprocArena:
     """An `Arena` whose peers live on the same loop. Each rank uses the first of its doorbells only."""
 
-    native = None  # the compiled core does not interleave the ranks of one thread
-    segments = ()
+    native: NativeCore | None = None  # the compiled core does not interleave the ranks of one thread
+    segments: Sequence[Array] = ()
     polls = 0
 
     def __init__(

@@ -54,9 +54,7 @@ class Mark(Protocol):
     another one.
     """
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its elements, which copies see packed, in the order of a contiguous tensor."""
+    nbytes: int  # the bytes of its elements, which copies see packed, in the order of a contiguous tensor
 
     def come(self) -> Transfer:
         """A transfer of one byte, which copies nothing: it is over once the device has come to the mark."""
@@ -127,9 +125,7 @@ class Exchange(Protocol):
     copies, and have told it.
     """
 
-    @property
-    def handle(self) -> bytes:
-        """HANDLE_BYTES bytes, by which other ranks open the block."""
+    handle: bytes  # HANDLE_BYTES bytes, by which other ranks open the block
 
     def open(self, handles: Mapping[int, bytes]) -> None:
         """Open the blocks of these ranks, beside those that are open. A rank uses its own once it has opened it.
@@ -175,9 +171,7 @@ class Device(Protocol):
     Each thread has a current stream, on which the program queues its work.
     """
 
-    @property
-    def name(self) -> str:
-        """For errors: "cuda:0"."""
+    name: str  # for errors: "cuda:0"
 
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on this device."""
