@@ -269,4 +269,4 @@ class Lifetime:
         for part in self._parts:
             part.forget()
         self._member.forget()
-        self._member.endpoint.departures.forget(self._member.communicator)
+        self._member.endpoint.departures.open.pop(self._member.communicator, None)

@@ -33,7 +33,7 @@ def footprint(comm) -> dict[str, int]:
         "traces": len(endpoint.membership.traces),
         "ledgers": len(endpoint.in_memory.sources),
         "services": len(endpoint._services),
-        "members": departures.count(),
+        "members": len(departures.open),
     }
     if arena is not None:
         found["boards here"] = len(arena._control_blocks)
