@@ -21,16 +21,8 @@ from asyncoll import _core, forks
 from asyncoll._core import NativeCore
 from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport import Loss
-from asyncoll.transport.control_block import (
-    DOORBELLS,
-    ControlBlock,
-    PythonControlBlock,
-    RefusingMutex,
-    Turn,
-    Wait,
-    control_block_bytes,
-)
+from asyncoll.transport import ControlBlock, Loss, Turn, Wait
+from asyncoll.transport.control_block import DOORBELLS, PythonControlBlock, RefusingMutex, control_block_bytes
 from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory import futex
 from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
