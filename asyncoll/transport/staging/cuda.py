@@ -19,6 +19,7 @@ import torch
 from asyncoll.errors import DeviceError, UsageError, describe
 from asyncoll.forks import address_of, refusal
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport.joining import in_daemon_thread
 from asyncoll.transport.staging.ipc import CudaExchange, Gpu, loaded_runtime, refusing, relaxed
 from asyncoll.transport.staging.landing import Landing, Watcher
 from asyncoll.transport.staging.pins import Pins
@@ -339,21 +340,17 @@ class CudaDevice:
         The driver keeps an error for the next call of the same thread. So this is a thread of its own, with which the
         error ends.
         """
-        reasons: list[str] = []
 
-        def run() -> None:
-            try:
-                driver = torch.cuda.cudart()
-                with self._inside():
-                    code = getattr(driver, function)(*arguments)
-                reasons.append("" if int(code) == 0 else driver.cudaGetErrorString(code))
-            except Exception as error:
-                reasons.append(describe(error))
+        def ask() -> str:
+            driver = torch.cuda.cudart()
+            with self._inside():
+                code = getattr(driver, function)(*arguments)
+            return "" if int(code) == 0 else str(driver.cudaGetErrorString(code))
 
-        thread = threading.Thread(target=run, name=f"asyncoll-{self.name}-pinning", daemon=True)
-        thread.start()
-        thread.join()
-        return reasons[0]
+        try:
+            return in_daemon_thread(ask, f"asyncoll-{self.name}-pinning").result()
+        except Exception as error:
+            return describe(error)
 
     def _refused(self, why: str) -> None:
         if not self.refusal:
