@@ -21,6 +21,7 @@ from asyncoll.rpc.segments import SegmentCarrier
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.router import Router
+from asyncoll.transport.futures import settle
 from asyncoll.transport.wire import Buffer
 
 _DIRECT_BYTES = 1 << 13  # payloads that the caller's thread sends; ZeroMQ copies as many into one frame
@@ -82,7 +83,7 @@ class MessageCarrier(SegmentCarrier):
         if self._is_closed:
             return
         passed = self._loop.create_future()
-        self._post_to_runtime(lambda: self._post_to_caller(_settle, passed))
+        self._post_to_runtime(lambda: self._post_to_caller(settle, passed))
         await passed
 
     def _on_signal(self, source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
@@ -115,8 +116,3 @@ class MessageCarrier(SegmentCarrier):
                 self.received(source, kind, number, payload)
             except ProtocolError as error:
                 self._broken(source, error)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -22,6 +22,7 @@ import numpy as np
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import ARRAYS_MAX, HEAD_BYTES, Deliver
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport.futures import settle
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 WINDOW_BYTES = 8 * SEGMENT_BYTES
@@ -50,8 +51,7 @@ class _SegmentPeer:
         """Let all senders that wait for credit look again."""
         waiters, self.waiters = self.waiters, deque()
         for room in waiters:
-            if not room.done():
-                room.set_result(None)
+            settle(room)
 
 
 class _Partial:
