@@ -20,7 +20,7 @@ _MEETING = (*_ARRIVAL, "meeting-published", "meeting-not-woken", *_END)
 _PIECE = ("piece-copied-in", "piece-reduced", "piece-copied-out", "piece-counted", "piece-awaited")
 # Only if all ranks have the core, and they are few: `Sizes.private`.
 _PEERS = ("peer-read", "peers-reduced", "peer-taken")
-_ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-reduced", "round-taken")
+_ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-taken", "round-reduced")
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
 _CHUNK = ("round-claimed", "round-helped", "round-counted")
 

@@ -188,9 +188,9 @@ class DenseCaller(CaseRank):
         """Wait until this rank has forgotten all that it has dropped. Returns how many it has not."""
         departures, now = self._comm._core.member.endpoint.departures, asyncio.get_running_loop().time
         until_s = now() + _FORGOTTEN_S
-        while departures.count() > 1 and now() < until_s:
+        while len(departures.open) > 1 and now() < until_s:
             await asyncio.sleep(STEP_S)
-        return departures.count() - 1
+        return len(departures.open) - 1
 
     async def _take_leave(self) -> Array:
         """Send a last message to the next rank, without an await, and receive that of the rank before."""
