@@ -20,7 +20,7 @@ from tests.support.places import ROOT
 PACKAGE = ROOT / "asyncoll"
 # Lines of code, without empty lines, comments and docstrings, in Python and C.
 LINES = {
-    "": 1_670,
+    "": 1_680,
     "_core": 5_960,
     "algorithms": 1_200,
     "algorithms/dense": 2_650,
