@@ -38,7 +38,7 @@ class HostMemory:
         context = digest(group.communicator, "rounds between hosts")
         self._registry = OperationRegistry(cast(Arena, self._lease), group.size, group.rank, context)
         self._give_back: Callable[[], None] | None = None  # the memory of the lease, once it has ended
-        host.endpoint.on_depart(self._registry.depart)
+        host.endpoint.at_depart.append(self._registry.depart)
 
     def rounds(self, port: Port, operation: Operation, hosts: Hosts, describe: Callable[[], str]) -> HostRounds:
         """The rounds of `operation` at this rank. On the runtime's loop; never waits.
@@ -63,7 +63,7 @@ class HostMemory:
             self._registry.depart()
 
     def finished(self) -> None:
-        self._host.endpoint.off_depart(self._registry.depart)
+        self._host.endpoint.at_depart.remove(self._registry.depart)
         self._give_back = self._lease.end()
 
     def forget(self) -> None:

@@ -218,10 +218,10 @@ class MemoryBackend:
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
         self._work: Callable[..., SharedWork[Any]] = partial(SharedWork, lease, check=member.check)
         self._compiled: CompiledCalls | None = None
-        endpoint.on_depart(self._registry.depart)
-        endpoint.executions.on_dispute(group.communicator, self._describe)
-        endpoint.membership.on_trace(self._trace)
-        member.at_end(lambda: endpoint.executions.off_dispute(group.communicator))
+        endpoint.at_depart.append(self._registry.depart)
+        endpoint.executions.described[group.communicator] = self._describe
+        endpoint.membership.traces.append(self._trace)
+        member.at_end(lambda: endpoint.executions.described.pop(group.communicator, None))
 
     def short_calls(self, host: Host) -> ShortCalls | None:
         core, member, note = self.memory.native, self._member, self._recent.append
@@ -288,8 +288,8 @@ class MemoryBackend:
         group, endpoint = member.group, member.endpoint
         context = digest(member.communicator, "persistent", operation.name)
         # Before the registry is entered: a rank that finds the entry may ask at once for the call of this rank.
-        endpoint.executions.on_dispute(context, lambda _: (group.members, text))
-        member.at_end(lambda: endpoint.executions.off_dispute(context))
+        endpoint.executions.described[context] = lambda _: (group.members, text)
+        member.at_end(lambda: endpoint.executions.described.pop(context, None))
         try:
             memory = Memory(cast(Arena, self._lease), self._registry, group)
             setting = Setting(memory, text.__str__, member.trace, lambda: bool(endpoint.membership.lost))
@@ -316,8 +316,8 @@ class MemoryBackend:
 
     def finished(self) -> None:
         endpoint = self._member.endpoint
-        endpoint.off_depart(self._registry.depart)
-        endpoint.membership.off_trace(self._trace)
+        endpoint.at_depart.remove(self._registry.depart)
+        endpoint.membership.traces.remove(self._trace)
         for block in self._blocks:
             block.shut()
         self._give_back = self._lease.end()

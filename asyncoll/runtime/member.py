@@ -35,13 +35,13 @@ class Member:
         self.ports = 0  # open ones of operations in which the runtime takes part for the other ranks
         self.watch = partial(endpoint.failures.watch, self.communicator)  # a future that a failure of it ends
         self._aborted: str | None = None  # the reason for which this rank has aborted the communicator
-        self._forget: list[Callable[[], None]] = []
+        self._forget: list[Callable[[], object]] = []
 
     def among(self, ranks: tuple[int, ...]) -> Member:
         """This rank as a member of a subset of the communicator: of these group ranks, in this order."""
         return Member(self.endpoint, self.group.subset(ranks), self.runner)
 
-    def at_end(self, forget: Callable[[], None]) -> None:
+    def at_end(self, forget: Callable[[], object]) -> None:
         """Call `forget` once no rank uses the communicator any more. Not at the end of the world."""
         self._forget.append(forget)
 

@@ -62,7 +62,7 @@ class Port:
         self._endpoint.router.on_signal(self._context, signalled)
         if departed is not None:
             self._departed = departed
-            self._endpoint.on_depart(departed)
+            self._endpoint.at_depart.append(departed)
 
     def close(self) -> None:
         """The operation has ended at all ranks: no signal of it comes any more."""

@@ -222,7 +222,7 @@ class Attempt:
     async def _reduced(self, share: Share, team: Sequence[int], participation: Array) -> Share:
         """Reduce `share` between the hosts of its group. Returns it with the result, and fills in `participation`."""
         exchange, number = self._exchange, self._number
-        hosts = sorted({exchange.hosts.host(rank) for rank in share.members})
+        hosts = sorted({exchange.hosts.host[rank] for rank in share.members})
         if len(hosts) == 1:
             return share
         block = exchange.part.copied(share.block)
