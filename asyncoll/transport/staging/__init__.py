@@ -54,7 +54,9 @@ class Mark(Protocol):
     another one.
     """
 
-    nbytes: int  # the bytes of its elements, which copies see packed, in the order of a contiguous tensor
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements, which copies see packed, in the order of a contiguous tensor."""
 
     def come(self) -> Transfer:
         """A transfer of one byte, which copies nothing: it is over once the device has come to the mark."""
