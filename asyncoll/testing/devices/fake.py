@@ -54,9 +54,8 @@ class FakeMark:
     is_changed: bool = False  # by a copy
     unpacked: list[StreamWork] = field(default_factory=list)  # the one that has given the tensor its values
 
-    @property
-    def nbytes(self) -> int:
-        return int(self.x.nbytes)
+    def __post_init__(self) -> None:
+        self.nbytes = int(self.x.nbytes)
 
     @property
     def elements(self) -> Array:
