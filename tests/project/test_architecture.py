@@ -30,7 +30,7 @@ PACKAGES: dict[str, set[str]] = {
     # what moves bytes
     "transport": {"_core", "errors", "tensors"},
     "transport.memory": {"_core", "errors", "forks", "tensors", "transport"},
-    "transport.staging": {"errors", "forks", "tensors"},
+    "transport.staging": {"errors", "forks", "tensors", "transport"},
     "transport.messages": {"arguments", "errors", "forks", "statistics", "transport"},
     # what runs a rank
     "runtime": {"arguments", "errors", "forks", "statistics", "tensors", "transport"},
