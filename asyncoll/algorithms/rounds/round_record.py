@@ -265,7 +265,10 @@ class RoundRecord:
         return missing
 
     def _start(self, now_ns: int) -> int:
-        """As `_open`. Ranks reduce the contributions together; short ones are reduced and published here."""
+        """Open the next round: take what is staged. Ranks reduce that together; what is short is reduced and published here.
+
+        Returns 0, or how many free blocks the round needs, if there are too few; then it has changed nothing.
+        """
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
