@@ -265,7 +265,7 @@ class RoundRecord:
         return missing
 
     def _start(self, now_ns: int) -> int:
-        """Open the next round: take what is staged. Ranks reduce that together; what is short is reduced and published here.
+        """Open the next round: take what is staged. Ranks reduce that together; if it is short, this one does at once.
 
         Returns 0, or how many free blocks the round needs, if there are too few; then it has changed nothing.
         """
