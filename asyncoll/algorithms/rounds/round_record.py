@@ -265,9 +265,9 @@ class RoundRecord:
         return missing
 
     def _start(self, now_ns: int) -> int:
-        """Open the next round: take what is staged. Ranks reduce that together; if it is short, this one does at once.
+        """Take the staged contributions. Ranks reduce them together; short ones are reduced and published here.
 
-        Returns 0, or how many free blocks the round needs, if there are too few; then it has changed nothing.
+        Returns 0, or how many free blocks the round needs if there are too few.
         """
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
