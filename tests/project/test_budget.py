@@ -21,11 +21,11 @@ PACKAGE = ROOT / "asyncoll"
 # Lines of code, without empty lines, comments and docstrings, in Python and C.
 LINES = {
     "": 1_680,
-    "_core": 5_580,
+    "_core": 5_560,
     "algorithms": 1_200,
     "algorithms/dense": 2_650,
     "algorithms/gossip": 320,
-    "algorithms/rounds": 3_720,
+    "algorithms/rounds": 3_570,
     "algorithms/seam": 260,
     "algorithms/sparse": 940,
     "bench": 540,
