@@ -21,9 +21,9 @@ PACKAGE = ROOT / "asyncoll"
 # Lines of code, without empty lines, comments and docstrings, in Python and C.
 LINES = {
     "": 1_680,
-    "_core": 5_580,
+    "_core": 5_630,  # whole calls copy arrays longer than a meeting, twice as fast as in private memory
     "algorithms": 1_200,
-    "algorithms/dense": 2_650,
+    "algorithms/dense": 2_620,
     "algorithms/gossip": 330,
     "algorithms/rounds": 3_720,
     "algorithms/seam": 260,
