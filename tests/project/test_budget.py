@@ -23,7 +23,7 @@ LINES = {
     "": 1_680,
     "_core": 5_560,
     "algorithms": 1_200,
-    "algorithms/dense": 2_650,
+    "algorithms/dense": 2_620,
     "algorithms/gossip": 320,
     "algorithms/rounds": 3_570,
     "algorithms/seam": 260,
