@@ -15,8 +15,6 @@ from asyncoll.training import EagerSGD, LocalSGD
 from tests.support.cases import looped
 from tests.support.training_loops import ALGORITHMS, AT_OWN_PACE, DETERMINISTIC, loss, network, plain, straggle
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 KINDS: dict[str, Any] = {
     "solo": lambda comm, x, **more: comm.solo_allreduce(x, **more),
     "majority": lambda comm, x, **more: comm.majority_allreduce(x, **more),

@@ -69,9 +69,6 @@ EQUAL_REPLICAS: dict[str, Algorithm] = AVERAGED_GRADIENTS | {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def ranks(size: int, main: Callable[[asyncoll.Communicator], Any]) -> list[Any]:
     return simulate(size, main, Network(jitter_s=1e-3)).results
 
