@@ -142,9 +142,18 @@ def pytest_collection_modifyitems(items):
     items[:] = [item for item in items if not _is_spared(item)]
 
 
-def pytest_collection_finish():
-    """Exempt all modules and items from later collections, which follow many tests and would take 0.2 s each."""
-    _collect_and_exempt()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Import and find all tests without garbage collections, which would take a fourth of the time.
+
+    Later collections, which follow many tests, leave out all modules and items: they would take 0.2 s each.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        _collect_and_exempt()
+        gc.enable()
 
 
 def _collect_and_exempt() -> None:
