@@ -21,7 +21,7 @@ PACKAGE = ROOT / "asyncoll"
 # Lines of code, without empty lines, comments and docstrings, in Python and C.
 LINES = {
     "": 1_680,
-    "_core": 5_560,
+    "_core": 5_600,
     "algorithms": 1_200,
     "algorithms/dense": 2_620,
     "algorithms/gossip": 320,
