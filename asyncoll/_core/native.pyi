@@ -52,8 +52,8 @@ class Rounds:
         history: int,
         limit: int,
         nbytes: int,
-        opening: int,
-        quorum: int,
+        ranks: int,
+        drawn: bool,
         sync_every: int,
         sync_offset: int,
         keeps: bool,
@@ -189,7 +189,7 @@ class ShortCalls:
         cls,
         meetings: Meetings,
         segment: tuple[int, int, int],
-        private: tuple[int, int],
+        whole_and_private_max: tuple[int, int],
         polls: int,
         sleep_ns: int,
         calls_per_turn: int,
@@ -203,6 +203,7 @@ class ShortCalls:
         endpoint: Any,
         failures: Any,
         unused: Any,
+        blocks: list[Any],
         unfinished: set[int],
         turns: dict[int, Any],
         end: Callable[[int], None],
@@ -317,7 +318,6 @@ declarations: tuple[tuple[str, str], ...]
 points: tuple[str, ...]
 """The names of the injection points of the compiled core: the steps of its primitives."""
 
-openings: tuple[str, ...]
 """The values of `Opening` whose rules the compiled core has. `Rounds` takes their indices."""
 
 def watch(passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None:

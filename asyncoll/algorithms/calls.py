@@ -20,8 +20,10 @@ from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.receives import FromAny, Receives, pair_context
 from asyncoll.runtime.signature import Signature, Site
+from asyncoll.runtime.standstill import Kind
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.reductions import Array
+from asyncoll.tensors.registered import RegisteredMemory
 from asyncoll.tensors.staged import Arriving, Staged
 
 T = TypeVar("T")
@@ -36,12 +38,13 @@ class _Numbers:
 class Calls:
     """Starts the collective and pair calls of one rank. Implements `seam.Host`."""
 
-    def __init__(self, member: Member, backend: Backend, pending: PendingCalls, unused: Sized) -> None:
+    def __init__(self, member: Member, backend: Backend, pending: PendingCalls, memory: RegisteredMemory) -> None:
         self._member = member
         self._trace = member.trace
         self._backend = backend
         self.unstarted: Signature | None = None
-        self.unused = unused
+        self._memory = memory
+        self.unused: Sized = memory.unused
         self._sends: defaultdict[int, Numbering] = defaultdict(Numbering)  # by dest
         self._receives = Receives(member)
         self._pending = pending
@@ -62,9 +65,13 @@ class Calls:
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """Number the next call. All checks that raise UsageError come before: a number that is taken must be used.
 
+        Before each call, memory of tensors that are gone is given back.
+
         `count` is the number of elements, -1 if it does not matter. Raises UsageError in a thread without a running
         loop. Aborts the communicator if the last call was numbered and never started.
         """
+        if self.unused:
+            self._memory.give_back()
         self._member.check_caller()
         self.check_started()
         number, epoch = self._numbers.last + 1, self._member.group.epoch
@@ -88,7 +95,7 @@ class Calls:
         """
         signature = call.signature
         try:
-            pending = self._pending.enter(signature, signature.number)
+            pending = self._pending.enter(signature, Kind.COLLECTIVE, signature.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
             collectives = self._backend.collectives(call)
             if call.staged:
@@ -211,7 +218,7 @@ class Calls:
         ranks, unserved = self._member.group.ranks, call(None, 0)
 
         def begin() -> Coroutine[Any, Any, T]:
-            pending = self._pending.enter(unserved, from_any=True)
+            pending = self._pending.enter(unserved, Kind.FROM_ANY)
 
             def taken(source: int, number: int) -> Signature:
                 self._pending.narrow(pending, (ranks[source], ranks[self._member.group.rank]))
@@ -235,7 +242,7 @@ class Calls:
 
     def _enter_pair(self, call: Signature, source: int, dest: int) -> PendingCall:
         ranks = self._member.group.ranks
-        return self._pending.enter(call, ranks=(ranks[source], ranks[dest]))
+        return self._pending.enter(call, Kind.PAIR, ranks=(ranks[source], ranks[dest]))
 
     async def _receive(
         self, call: Signature, source: int, tag: int, body: Body[T], pending: PendingCall, staged: Sequence[Staged]
@@ -273,7 +280,8 @@ class Calls:
     def resume(
         self, call: Signature, collectives: Collectives, body: Body[T], since_s: float, expires_s: float | None
     ) -> Coroutine[Any, Any, T]:
-        pending = self._pending.enter(call, call.number, since=(since_s, expires_s) if since_s else None)
+        since = (since_s, expires_s) if since_s else None
+        pending = self._pending.enter(call, Kind.COLLECTIVE, call.number, since=since)
         work = self._carry_out(call, collectives, body, pending)
         trace, number = self._trace, call.number
         return work if trace.sink is None else trace.follow(call, number, work, self._ended(call), number)

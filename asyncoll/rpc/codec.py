@@ -21,7 +21,7 @@ import numpy as np
 from asyncoll.errors import AsyncollError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import ARRAYS_MAX
 from asyncoll.tensors import reductions
-from asyncoll.tensors.operands import as_operand, is_in_mode, is_tensor
+from asyncoll.tensors.operands import as_operand, has_memory, is_in_mode, is_tensor
 from asyncoll.tensors.reductions import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, torch_maker, torch_view
 from asyncoll.tensors.staged import Staged, hidden, is_hidden
 
@@ -184,7 +184,7 @@ def _as_numpy(tensor: Any) -> Array | None:
     if (hidden and is_hidden(tensor)) or is_in_mode():
         return None
     try:
-        array: Array = tensor.numpy()
+        array: Array | None = tensor.numpy() if has_memory(tensor) else None
     # It is of another device or layout, or has a gradient, or a dtype that numpy does not have.
     except (RuntimeError, TypeError):
         return _as_numpy(tensor.detach()) if tensor.requires_grad else None
@@ -231,12 +231,7 @@ def _raise_for_leaf(value: object, path: str) -> None:
         raise UsageError(f"{path} is a {type(value)}, which cannot be sent; these types can: {ALLOWED}") from None
 
 
-def decode(
-    body: bytes,
-    arrays: Sequence[Array] = (),
-    types: Types = NO_TYPES,
-    place: TensorPlace | None = None,
-) -> Any:
+def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES, place: TensorPlace | None = None) -> Any:
     """The value that `encode` was given. Its tensors use the memory of `arrays`, without a copy.
 
     With a `place`, its torch tensors are on the device of that.
@@ -246,10 +241,7 @@ def decode(
     """
     decoder = _Decoder(arrays, types) if place is None else _PlacingDecoder(arrays, types, place)
     try:
-        if len(body) <= _UNCHECKED_BYTES:
-            value = msgpack.unpackb(body, ext_hook=decoder.extension, strict_map_key=False)
-        else:
-            value = decoder.unpack(body)
+        value = decoder.unpack(body)
     except AsyncollError:
         raise
     # msgpack raises many types; each means that `encode` has not made these bytes.

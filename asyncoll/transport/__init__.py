@@ -7,6 +7,7 @@ any implementation.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -34,6 +35,8 @@ __all__ = [
     "Wait",
     "check_frames",
     "peers_view",
+    "settle",
+    "settle_from_any_thread",
 ]
 START_TIMEOUT_S = 300.0  # ranks may import modules and load data for minutes before they join
 
@@ -74,13 +77,8 @@ class Transport(Protocol):
     of `start`. But `close` may be called on another one if `start` was not called.
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank in the world."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in the world."""
+    rank: int  # this rank in the world
+    size: int  # the number of ranks in the world
 
     async def start(self, receiver: Receiver) -> None:
         """Begin to receive, and return once every peer can be reached. Every rank calls this once.
@@ -131,32 +129,18 @@ class Arena(Protocol):
 
     runtime_loop: asyncio.AbstractEventLoop | None  # set by the runtime; waits on all other loops are those of callers
 
+    native: NativeCore | None  # the compiled core that this rank uses; None without one
+    polls: int  # how often a wait looks at its condition before it sleeps
+    local_rank: int  # the number of this rank among the ranks of its host, from 0
+    ranks: tuple[int, ...]  # the world ranks of this host, by local rank; equal at all of them
+    cores: int  # the number of ranks of this host that can run at the same time
+
     @property
     def segments(self) -> Sequence[Array]:
         """The memory of each rank, by local rank, all of one size: byte `address` of them in a row is at `address`.
 
         Without `native` it is empty.
         """
-
-    @property
-    def native(self) -> NativeCore | None:
-        """The compiled core that this rank uses; None without one."""
-
-    @property
-    def polls(self) -> int:
-        """How often a wait looks at its condition before it sleeps."""
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this rank among the ranks of its host, from 0."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The world ranks of this host, by local rank. Equal at all of them."""
-
-    @property
-    def cores(self) -> int:
-        """The number of ranks of this host that can run at the same time."""
 
     def allocate(self, nbytes: int) -> int:
         """Allocate a block of `nbytes` bytes that belongs to this rank, and return its address.
@@ -272,3 +256,15 @@ def check_frames(dest: int, size: int, frames: Sequence[Buffer]) -> None:
         raise UsageError(f"there is no rank {dest} in a world of {size}")
     if (longest := max(map(len, frames))) > MAX_FRAME_BYTES:
         raise UsageError(f"a frame of {longest} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+
+
+def settle(future: asyncio.Future[None]) -> None:
+    """End the wait for `future`, on its loop. Without effect if it is done: its waiter may have been cancelled."""
+    if not future.done():
+        future.set_result(None)
+
+
+def settle_from_any_thread(future: asyncio.Future[None]) -> None:
+    """End the wait for `future`. Without effect if its loop is closed, and with that the task that waits."""
+    with contextlib.suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(settle, future)

@@ -16,7 +16,7 @@ import warnings
 import zipfile
 import zlib
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import count
@@ -45,11 +45,11 @@ from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.testing import fuzz_core
 from asyncoll.transport.control_block import control_block_bytes
 from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory.arena import local_world
 from asyncoll.transport.memory.mutex import RobustMutex
+from tests.fuzz import core as fuzz_core
 from tests.support.places import ROOT
 from tests.support.processes import PATIENCE_S
 
@@ -351,7 +351,7 @@ def test_a_rule_that_c_cannot_have_ends_the_build(rule, sources):
 @needs_core
 @pytest.mark.parametrize("seed", [1, 2])
 def test_damaged_shared_memory_and_wrong_arguments_are_used_or_refused(seed):
-    """AddressSanitizer looks at this test, too. `python -m asyncoll.testing.fuzz_core --inputs 1000000` tries more."""
+    """AddressSanitizer looks at this test, too. `python -m tests.fuzz.core --inputs 1000000` tries more."""
     fuzz_core.fuzz(seed, 10_000)
 
 
@@ -409,7 +409,7 @@ def test_an_unknown_kernel_is_declined(number):
 def short_calls(meetings: Any) -> Any:
     """Those of a communicator that has none of the other parts: it can learn, and declines every call."""
     names = "host rest runner home held endpoint failures unused end note place_outside running_loop expiry may_raise"
-    parts = dict.fromkeys(names.split()) | {"array_type": np.ndarray, "unfinished": set(), "turns": {}}
+    parts = dict.fromkeys(names.split()) | {"array_type": np.ndarray, "blocks": [], "unfinished": set(), "turns": {}}
     return _core.native.ShortCalls(meetings, (0, 0, 0), (0, 0), 1, 1, 64, **parts)
 
 
@@ -432,7 +432,7 @@ def arguments_of_rounds():
         group = Group((0, 1), 0, 7)
         memory = Memory(arenas[0], OperationRegistry(arenas[0], 2, 0, 7), group)
         record = RoundRecord(memory, operation, BlockLayout.of(operation), lambda into, sources: None, Trace(0, 2))
-        given = {"find_kernel": _core.native.find_kernel, "openings": _core.native.openings, "Rounds": dict}
+        given = {"find_kernel": _core.native.find_kernel, "Rounds": dict}
         arguments = rounds_of(SimpleNamespace(**given), arenas[0], group, operation, BlockLayout.of(operation), record)
         image = memoryview(bytearray(MUTEX_BYTES + control_block_bytes(len(record.cells), 2)))
         RobustMutex.initialize(image[:MUTEX_BYTES])
@@ -447,10 +447,8 @@ def arguments_of_rounds():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"opening": -1},
-        {"opening": len(_core.native.openings) if _core.native is not None else 3},
-        {"quorum": 0},
-        {"quorum": 3},
+        {"ranks": 0},
+        {"ranks": 3},
         {"history": -1},
         {"sync_every": -1},
         {"size": 3},
@@ -581,18 +579,19 @@ def test_a_signal_handler_that_raises_after_a_wait_for_the_lock_loses_no_rank():
     RobustMutex.initialize(memory[:MUTEX_BYTES])
     mutex, other = (kind(memory[:MUTEX_BYTES], 0, (5,)) for kind in (Interrupted, RobustMutex))
     block = _core.native.ControlBlock(memory, (), mutex, 0, AsyncollError, True)
-    is_held = threading.Event()
 
-    def hold() -> None:
-        with other:
-            is_held.set()
-            assert Interrupted.waits.wait(PATIENCE_S)
+    def release_later() -> None:
+        assert Interrupted.waits.wait(PATIENCE_S)
+        other.release()
 
-    with ThreadPoolExecutor(1) as pool:
-        holding = pool.submit(hold)
-        assert is_held.wait(PATIENCE_S)
+    def hold() -> Future[None]:
+        other.acquire()
+        return releasing.submit(release_later)
+
+    with ThreadPoolExecutor(1) as releasing:  # a mutex is released by the thread that has acquired it
+        released = releasing.submit(hold).result(PATIENCE_S)
         with pytest.raises(KeyboardInterrupt), block:
             pytest.fail("the handler has raised before the critical section")
-        holding.result()
-    with other:  # it is free, and nothing is lost
-        pass
+        released.result(PATIENCE_S)
+    other.acquire()  # it is free, and nothing is lost
+    other.release()

@@ -111,10 +111,7 @@ class CompiledCalls:
         self.calls = core.ShortCalls(
             meetings_of(area, core),
             (own.ctypes.data, own.size, arena.locate(own) or 0),
-            (
-                max(sizes.private, sizes.short + 1),
-                sizes.private_max if area.peers is not None else 0,
-            ),
+            (sizes.whole, sizes.private_max),
             arena.polls,
             # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
             _SLEEP_NS * -(-area.size // arena.cores),
@@ -127,6 +124,7 @@ class CompiledCalls:
             endpoint=closing,
             failures=failures,
             unused=host.unused,
+            blocks=area.blocks,
             unfinished=unfinished,
             turns=turns,
             end=area.end,
@@ -189,13 +187,18 @@ class CompiledCalls:
             raise error
         call, plan, result = signature_of(begun.entry), begun.entry[0], begun.result
         x = None if begun.array is None else begun.array.reshape(-1)
+        block = begun.block
+        shown = x if block is None or x is None else block.memory[: x.nbytes].view(x.dtype)
         collectives = self._collectives(call)
-        collectives.rejoin(x)
+        collectives.rejoin(shown)
 
         async def body(_: Collectives) -> Any:
             if error is not None:
                 raise error
-            await collectives.finish_shortly(x, plan)
+            await collectives.finish_shortly(shown, plan)
+            if block is not None and x is not None and shown is not None:
+                x[...] = shown
+                self._area.give_back(block)
             return result
 
         work = self._host.resume(call, collectives, body, begun.since_s, begun.expires_s)

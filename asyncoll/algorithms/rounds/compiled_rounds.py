@@ -95,22 +95,15 @@ def _in_python(setting: Setting, operation: Operation, prompt_max: int) -> OneSi
 
 
 ROUNDS_WAYS: tuple[Way[OneSidedRounds], ...] = (
-    Way(
-        "rounds",
-        "memory, in C",
-        _compiled,
-        "a call is one step in C",
-        needs="an operation that the core knows",
-    ),
+    Way("rounds", "memory, in C", _compiled, "a call is one step in C", needs="an operation that the core knows"),
     Way("rounds", "memory, in Python", _in_python, "the reference"),
 )
 
 
 def is_known(core: NativeCore, operation: Operation) -> bool:
-    """Whether the core carries out `operation`: it knows its opening, its options, and reductions of its dtypes."""
-    if operation.opening.value not in core.openings or not operation.options().keys() <= DECLARED:
-        return False
-    return all(core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout)
+    """Whether the core carries out `operation`: it knows its options, and reductions of its dtypes."""
+    known = operation.options().keys() <= DECLARED
+    return known and all(core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout)
 
 
 def rounds_of(
@@ -126,8 +119,7 @@ def rounds_of(
         history=operation.history,
         limit=record.blocks.limit,
         nbytes=layout.nbytes,
-        opening=core.openings.index(operation.opening.value),
-        quorum=operation.quorum,
+        **operation.rule._asdict(),
         sync_every=operation.sync_every,
         sync_offset=operation.sync_offset,
         keeps=operation.group_size > 0,

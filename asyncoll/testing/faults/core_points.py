@@ -5,12 +5,12 @@ asyncoll/_core/native.h lists and explains them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.tuning import choose
+from asyncoll.testing.faults.injection_points import CountedPoints
 
 _LOCK = ("lock-taken", "lock-noted", "lock-released")
 _SLEEPERS = ("doorbell-chosen", "doorbell-rung")
@@ -18,13 +18,13 @@ _ARRIVAL = ("meeting-opened", "meeting-arrived", "meeting-claimed")
 _END = ("meeting-asleep", "futex-woken", "meeting-received", "meeting-left")
 _MEETING = (*_ARRIVAL, "meeting-published", "meeting-not-woken", *_END)
 _PIECE = ("piece-copied-in", "piece-reduced", "piece-copied-out", "piece-counted", "piece-awaited")
-# Only if all ranks have the core, and they are few: `Sizes.private`.
+# Only if all ranks have the core, and they are few: `Sizes.private_max`.
 _PEERS = ("peer-read", "peers-reduced", "peer-taken")
-_ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-reduced", "round-taken")
+_ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-taken", "round-reduced")
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
 _CHUNK = ("round-claimed", "round-helped", "round-counted")
 
-_PRIVATE = 300_000  # elements of an array that is read in private memory
+_PRIVATE = 600_000  # elements of an array that is read in private memory
 
 # The operations of the matrix that pass them, with the number of elements of a rank's array.
 PASSED: dict[tuple[str, int], tuple[str, ...]] = {
@@ -57,36 +57,27 @@ def operations_passing(point: str, size: int, *, mixed: bool) -> dict[str, int]:
     There are `size` ranks; `mixed`: some of them do without the core.
     """
     sizes = choose(size, {})
-    is_private = not mixed and sizes.private <= 4 * _PRIVATE <= sizes.private_max
+    is_private = not mixed and sizes.whole < 4 * _PRIVATE <= sizes.private_max
     calls = {call: points for call, points in PASSED.items() if is_private or "peer-read" not in points}
     return {operation: elements for (operation, elements), points in calls.items() if point in points}
 
 
-class CorePoint:
-    """A context manager that counts in `count` how often this process passes the point of this name, on all threads.
+class CorePoint(CountedPoints):
+    """Counts how often this process passes the point of this name.
 
-    It calls `passed(number)` at each passing, with numbers from 1, in the thread that passes. All ranks of a process
-    are counted. Blocks in blocks watch alone: the outer one goes on when the inner one ends.
+    All ranks of a process are counted. Blocks in blocks watch alone: the outer one goes on when the inner one ends.
     """
 
     def __init__(self, name: str, passed: Callable[[int], None] = lambda number: None) -> None:
-        self.count = 0
+        super().__init__(passed)
         self._name = name
-        self._passed = passed
-        self._numbers = itertools.count(1)  # `next` of it is atomic
-        self._before: Callable[[str], None] | None = None
 
-    def __enter__(self) -> CorePoint:
-        self._before = _native().watch(self._pass)
-        return self
+    def _watch(self) -> None:
+        self._undo.callback(_native().watch, _native().watch(self._hear))
 
-    def __exit__(self, *_: object) -> None:
-        _native().watch(self._before)
-
-    def _pass(self, name: str) -> None:
+    def _hear(self, name: str) -> None:
         if name == self._name:
-            self.count = number = next(self._numbers)
-            self._passed(number)
+            self._pass()
 
 
 def _native() -> Any:

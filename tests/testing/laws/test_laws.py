@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import tempfile
@@ -47,6 +46,7 @@ from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 from asyncoll.training import EagerSGD
 from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery
+from tests.support.processes import PATIENCE_S
 
 CALLS = draw("solo", 1, 0).calls  # the most calls of a rank
 
@@ -68,18 +68,30 @@ SEEDS = 13  # worlds of each kind: one of each size
     ],
 )
 def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices):
-    """Runs the command: once in two processes, and otherwise here, because processes take seconds to start."""
     command = ["laws", "--seeds", f"0:{seeds}", "--transport", transport, *devices]
-    if seeds == SEEDS:
-        command = [sys.executable, "-m", "asyncoll.cli", *command, "--jobs", "2"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        code, out, err = done.returncode, done.stdout, done.stderr
-    else:
-        result = CliRunner().invoke(main, [*command, "--jobs", "1"])
-        code, out, err = result.exit_code, result.stdout, result.stderr
+    result = CliRunner().invoke(main, [*command, "--jobs", "1"])
+    assert_all_hold(result.exit_code, result.stdout, result.stderr, ALL_KINDS, seeds)
+
+
+@pytest.mark.slow
+def test_worlds_are_checked_in_several_processes():
+    """As few small worlds as are worth two processes: each of these loads the package first."""
+    seeds = 40
+    command = ["laws", "--kind", "solo", "--ranks", "2", "--seeds", f"0:{seeds}", "--jobs", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncoll.cli", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert_all_hold(done.returncode, done.stdout, done.stderr, ["solo"], seeds)
+
+
+def assert_all_hold(code, out, err, kinds, seeds):
     assert code == 0, out + err
     lines = out.splitlines()
-    assert [line.split()[:3] for line in lines] == [[kind, str(seeds), "worlds"] for kind in ALL_KINDS]
+    assert [line.split()[:3] for line in lines] == [[kind, str(seeds), "worlds"] for kind in kinds]
     assert all(line.endswith("all laws hold") for line in lines)
 
 
@@ -629,10 +641,11 @@ def temporary(monkeypatch, tmp_path):
 def test_a_forged_record_of_a_process_is_noticed(monkeypatch, temporary):
     def run_and_forge(arguments):
         run_job(arguments)
-        record = Path(arguments[-3]) / "rank-1.json"
-        calls, *rest = json.loads(record.read_text())
-        calls[0]["reduction"]["included"] ^= True
-        record.write_text(json.dumps([calls, *rest]))
+        record = Path(arguments[-3]) / "rank-1.npz"
+        calls, *rest = read_record(record, "solo")
+        forged = replace(calls[0].reduction, included=not calls[0].included)
+        calls[0] = replace(calls[0], reduction=forged)
+        write_record(record, (calls, *rest))
 
     run_job = case_runs._run_job
     monkeypatch.setattr(case_runs, "_run_job", run_and_forge)
@@ -664,7 +677,7 @@ def test_a_record_keeps_all_that_the_laws_need(kind, tmp_path):
         given_up = [each for each in story.cancelled if each.rank == calls[0].rank]
         joined = [each for each in story.joined if each.rank == calls[0].rank]
         write_record(tmp_path / "record", (calls, given_up, joined))
-        calls_again, given_up_again, joined_again = read_record(tmp_path / "record")
+        calls_again, given_up_again, joined_again = read_record(tmp_path / "record", kind)
         np.testing.assert_equal([*map(asdict, calls_again)], [*map(asdict, calls)])
         assert (given_up_again, joined_again) == (given_up, joined)
 
