@@ -189,7 +189,6 @@ class ShortCalls:
         cls,
         meetings: Meetings,
         segment: tuple[int, int, int],
-        private: tuple[int, int],
         polls: int,
         sleep_ns: int,
         calls_per_turn: int,
@@ -203,6 +202,7 @@ class ShortCalls:
         endpoint: Any,
         failures: Any,
         unused: Any,
+        own: list[Any],
         unfinished: set[int],
         turns: dict[int, Any],
         end: Callable[[int], None],
@@ -219,7 +219,17 @@ class ShortCalls:
     ) -> Coroutine[Any, Any, Any] | None: ...
     def barrier(self) -> Coroutine[Any, Any, Any] | None: ...
     def learn(
-        self, key: object, op: object, nbytes: int, plan: Any, fingerprint: int, divisor: int, done: int, kernel: int, /
+        self,
+        key: object,
+        op: object,
+        nbytes: int,
+        plan: Any,
+        fingerprint: int,
+        divisor: int,
+        done: int,
+        kernel: int,
+        ways: int,
+        /,
     ) -> None: ...
     def counts(self) -> list[tuple[Any, int, int]]: ...
     def latest(self) -> tuple[Any, float] | None: ...

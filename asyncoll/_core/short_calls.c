@@ -24,6 +24,7 @@ typedef struct {
     Py_ssize_t nbytes;
     PyObject *plan; /* asyncoll.algorithms.seam.short_calls.Plan; NULL in an empty entry */
     Meeting meeting;
+    int ways;         /* BY_MEETING, or the sum of others, in the order in which they are tried; 0 for barriers */
     bool is_shown;    /* the others see a registered array where it is */
     int64_t reduced;  /* since `counts`: calls that ended here, and that this rank has reduced */
     int64_t received; /* calls that another rank has reduced */
@@ -44,6 +45,7 @@ enum {
     ENDPOINT,      /* `closed` if this rank has left */
     FAILURES,      /* `any` if something has failed */
     UNUSED,        /* registered memory to give back before the next call, if not empty */
+    OWN,           /* a list: ways of the program, which come first */
     UNFINISHED,    /* a set: the numbers of the calls under way */
     TURNS,         /* a dict, empty unless a call waits for the end of another one */
     END,           /* end(number): tells that call */
@@ -61,8 +63,8 @@ enum {
 };
 
 static const char *const given[GIVEN] = {
-    "host",  "rest", "runner", "home",          "held",         "endpoint", "failures",   "unused",    "unfinished",
-    "turns", "end",  "note",   "place_outside", "running_loop", "expiry",   "array_type", "may_raise",
+    "host",       "rest",  "runner", "home", "held",          "endpoint",     "failures", "unused",     "own",
+    "unfinished", "turns", "end",    "note", "place_outside", "running_loop", "expiry",   "array_type", "may_raise",
 };
 
 typedef struct {
@@ -72,11 +74,10 @@ typedef struct {
     PyObject *names[NAMES];
     long long last; /* the number of the last call */
     long long polls, sleep_ns, calls_per_turn;
-    long long start, length, first;     /* of this rank's shared memory: pointer, bytes, address of the first byte */
-    long long private_min, private_max; /* bytes of arrays that the others may read where they are */
-    double ended_s;                     /* when the last call ended */
-    int calls_in_row;                   /* that have ended since the caller's loop has turned */
-    int known;                          /* entries of `kinds` that are used */
+    long long start, length, first; /* of this rank's shared memory: pointer, bytes, address of the first byte */
+    double ended_s;                 /* when the last call ended */
+    int calls_in_row;               /* that have ended since the caller's loop has turned */
+    int known;                      /* entries of `kinds` that are used */
     Tracing trace;
     Kind barriers;
     Kind *kinds;
@@ -122,23 +123,32 @@ static Kind *entry_of(ShortCalls *self, PyObject *key, PyObject *op, Py_ssize_t 
     }
 }
 
-static void fill(ShortCalls *self, Kind *kind, PyObject *plan, const Meeting *meeting)
+static void fill(ShortCalls *self, Kind *kind, PyObject *plan, const Meeting *meeting, int ways)
 {
     kind->meeting = *meeting;
+    kind->ways = ways;
     kind->is_shown = kind->nbytes && kind->nbytes >= meetings_shown_min(self->meetings);
     kind->plan = Py_NewRef(plan);
 }
 
-/* `learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel)`: the next calls with these arguments begin here. A
- * barrier has the key None. Without effect if too many kinds are known. */
+/* Whether arrays of `nbytes` bytes go these ways here. */
+static bool goes(const ShortCalls *self, long long nbytes, int ways)
+{
+    if (nbytes <= meetings_short_bytes(self->meetings))
+        return ways == BY_MEETING;
+    return ways == IN_PLACE || ways == IN_PRIVATE_MEMORY || ways == (IN_PLACE | IN_PRIVATE_MEMORY);
+}
+
+/* `learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel, ways)`: the next calls with these arguments begin
+ * here. A barrier has the key None. Without effect if too many kinds are known, or Python has other ways for them. */
 static PyObject *learn(PyObject *object, PyObject *arguments)
 {
     ShortCalls *self = (ShortCalls *)object;
     PyObject *key, *op, *plan;
     long long nbytes, fingerprint, divisor, done;
-    int kernel;
-    if (!PyArg_ParseTuple(arguments, "OOLOLLLi:learn", &key, &op, &nbytes, &plan, &fingerprint, &divisor, &done,
-                          &kernel))
+    int kernel, ways;
+    if (!PyArg_ParseTuple(arguments, "OOLOLLLii:learn", &key, &op, &nbytes, &plan, &fingerprint, &divisor, &done,
+                          &kernel, &ways))
         return NULL;
     const Meeting meeting = {.fingerprint = fingerprint, .divisor = divisor, .done = done, .kernel = kernel};
     bool fits = key == Py_None ? nbytes == 0 && done == 1
@@ -150,16 +160,18 @@ static PyObject *learn(PyObject *object, PyObject *arguments)
     }
     if (key == Py_None) {
         if (!self->barriers.plan)
-            fill(self, &self->barriers, plan, &meeting);
+            fill(self, &self->barriers, plan, &meeting, 0);
         Py_RETURN_NONE;
     }
+    if (!goes(self, nbytes, ways))
+        Py_RETURN_NONE;
     Kind *kind = entry_of(self, key, op, (Py_ssize_t)nbytes);
     if (!kind->plan && self->known < KINDS_MAX) {
         self->known++;
         kind->key = Py_NewRef(key); /* so no other object gets its address */
         kind->op = Py_NewRef(op);
         kind->nbytes = (Py_ssize_t)nbytes;
-        fill(self, kind, plan, &meeting);
+        fill(self, kind, plan, &meeting, ways);
     }
     Py_RETURN_NONE;
 }
@@ -190,6 +202,8 @@ static int is_unusual(ShortCalls *self)
         is = is_true(self->parts[FAILURES], self->names[ANY]);
     if (!is)
         is = is_true(self->parts[HOST], self->names[UNSTARTED]);
+    if (!is)
+        is = PyList_Size(self->parts[OWN]) > 0;
     if (!is)
         is = PyObject_IsTrue(self->parts[UNUSED]);
     return is;
@@ -424,19 +438,19 @@ typedef enum { FAILED = -1, DECLINED, TAKEN } Verdict;
 /* Find out where the others see an array: where it is registered, or, negative, where it is private; 0: they see a copy.
  * An array that others see has to be taken back after an exception. That takes several steps, so Python makes the call
  * where a signal handler may raise between them. */
-static Verdict locate(ShortCalls *self, const Py_buffer *bytes, long long *address)
+static Verdict locate(ShortCalls *self, const Kind *kind, const Py_buffer *bytes, long long *address)
 {
     /* The question is asked for each such call, because the program may have set a handler since the last one. */
     int is_unsafe = may_handler_raise(self);
     if (is_unsafe)
         return is_unsafe < 0 ? FAILED : DECLINED;
     int64_t pointer = (int64_t)(intptr_t)bytes->buf, offset = pointer - self->start;
-    if (offset >= 0 && offset < self->length)
+    if (offset >= 0 && offset < self->length && kind->ways & (BY_MEETING | IN_PLACE))
         *address = self->first + offset;
-    else if (bytes->len >= self->private_min && bytes->len <= self->private_max && meetings_can_read(self->meetings))
+    else if (kind->ways & IN_PRIVATE_MEMORY && meetings_can_read(self->meetings))
         *address = -pointer;
     else
-        return bytes->len <= meetings_short_bytes(self->meetings) ? TAKEN : DECLINED;
+        return kind->ways & BY_MEETING ? TAKEN : DECLINED;
     return TAKEN;
 }
 
@@ -447,7 +461,7 @@ static Verdict judge(ShortCalls *self, const Kind *kind, const Py_buffer *bytes,
     int unusual = is_unusual(self);
     if (unusual)
         return unusual < 0 ? FAILED : DECLINED;
-    Verdict located = kind->is_shown ? locate(self, bytes, address) : TAKEN;
+    Verdict located = kind->is_shown ? locate(self, kind, bytes, address) : TAKEN;
     if (located != TAKEN)
         return located;
     bool is_copied = kind->nbytes && !*address;
@@ -755,20 +769,21 @@ PyType_Spec short_call_spec = {
 
 /* -- the type of the factory ---------------------------------------------------------------------- */
 
-/* `ShortCalls(meetings, (start, length, first), (private_min, private_max), polls, sleep_ns, calls_per_turn, **parts)` */
+/* `ShortCalls(meetings, (start, length, first), polls, sleep_ns, calls_per_turn, **parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *meetings, *parts[GIVEN];
-    long long start, length, first, private_min, private_max, polls, sleep_ns, calls_per_turn;
-    if (!PyArg_ParseTuple(arguments, "O(LLL)(LL)LLL:ShortCalls", &meetings, &start, &length, &first, &private_min,
-                          &private_max, &polls, &sleep_ns, &calls_per_turn))
+    long long start, length, first, polls, sleep_ns, calls_per_turn;
+    if (!PyArg_ParseTuple(arguments, "O(LLL)LLL:ShortCalls", &meetings, &start, &length, &first, &polls, &sleep_ns,
+                          &calls_per_turn))
         return NULL;
     for (int i = 0; i < GIVEN; i++) {
         parts[i] = keywords ? PyDict_GetItemString(keywords, given[i]) : NULL;
         if (!parts[i])
             return PyErr_Format(PyExc_TypeError, "ShortCalls needs %s", given[i]);
     }
-    bool fits = is_meetings(meetings) && PySet_Check(parts[UNFINISHED]) && PyDict_Check(parts[TURNS]);
+    bool fits = is_meetings(meetings) && PyList_Check(parts[OWN]) && PySet_Check(parts[UNFINISHED]) &&
+                PyDict_Check(parts[TURNS]);
     if (!fits || (parts[HELD] != Py_None && !PyDict_Check(parts[HELD]))) {
         PyErr_SetString(PyExc_ValueError, "these are no short calls");
         return NULL;
@@ -783,8 +798,6 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->start = start;
     self->length = length;
     self->first = first;
-    self->private_min = private_min;
-    self->private_max = private_max;
     self->polls = polls;
     self->sleep_ns = sleep_ns;
     self->calls_per_turn = calls_per_turn;

@@ -14,6 +14,7 @@ from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.short_calls import Entry, Host, Plan
+from asyncoll.algorithms.seam.ways import OWN
 from asyncoll.errors import DeviceError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.message_carrier import MessageCarrier
@@ -72,7 +73,7 @@ class AloneCalls:
 
     def _end(self, operation: str, result: T) -> Coroutine[Any, Any, T] | None:
         host, member = self._host, self._member
-        if host.unstarted is not None or host.unused or member.has_failed or member.trace.sink is not None:
+        if host.unstarted is not None or host.unused or member.has_failed or member.trace.sink is not None or OWN:
             return None
         member.check_caller()
         self.last += 1

@@ -87,6 +87,8 @@ class Calls:
         An exception here aborts the communicator.
         """
         signature = call.signature
+        if OWN:  # a way of the program uses whole arrays
+            call = call._replace(body=with_own(call.body), overlapping=None)
         try:
             pending = self._pending.enter(signature, signature.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
@@ -321,7 +323,7 @@ class Calls:
         try:
             async with collectives:
                 self._member.check()
-                return await body(with_own(collectives) if OWN else collectives)
+                return await body(collectives)
         finally:
             self._pending.leave(pending)
             self.ledger.enter(call.operation, collectives.traffic)

@@ -7,7 +7,6 @@ from typing import Any
 
 from asyncoll.algorithms.alone_backend import AloneBackend
 from asyncoll.algorithms.dense import by_size
-from asyncoll.algorithms.dense.compiled import whole_call
 from asyncoll.algorithms.dense.shared_call import allreduce_ways
 from asyncoll.algorithms.dense.tuning import choose
 from asyncoll.algorithms.hosts_backend import HostsBackend
@@ -46,7 +45,7 @@ def tables(ranks: int, environ: Mapping[str, str]) -> dict[str, tuple[Way[Any], 
         return {"of one rank": (Way("all calls", "alone", lambda: None, "there is no rank to wait for"),)}
     sizes = choose(ranks, environ)
     others: tuple[Way[Any], ...] = (*by_size.REDUCE_WAYS, *by_size.broadcast_ways(ranks), *by_size.ALLGATHER_WAYS)
-    in_memory: tuple[Way[Any], ...] = (whole_call(sizes), *allreduce_ways(sizes), *device_ways(sizes), *ROUNDS_WAYS)
+    in_memory: tuple[Way[Any], ...] = (*allreduce_ways(sizes), *device_ways(sizes), *ROUNDS_WAYS)
     by_message: tuple[Way[Any], ...] = (*by_size.allreduce_ways(ranks, beside=False), *others, *rounds_ways(ranks))
     between_hosts: tuple[Way[Any], ...] = (*by_size.allreduce_ways(ranks, beside=True), *others)
     return {

@@ -24,7 +24,7 @@ LINES = {
     "algorithms/dense": 2_650,
     "algorithms/gossip": 330,
     "algorithms/rounds": 3_720,
-    "algorithms/seam": 260,
+    "algorithms/seam": 275,
     "algorithms/sparse": 940,
     "bench": 550,
     "launch": 1_680,

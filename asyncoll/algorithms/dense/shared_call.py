@@ -21,7 +21,7 @@ import numpy as np
 
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.arriving import arrived
-from asyncoll.algorithms.dense.meeting_cells import private_chunk
+from asyncoll.algorithms.dense.meeting_cells import BY_MEETING, IN_PLACE, IN_PRIVATE_MEMORY, private_chunk
 from asyncoll.algorithms.dense.pieces import Summand
 from asyncoll.algorithms.dense.rendezvous import PATIENCE, Copy, Rendezvous, RendezvousArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
@@ -575,8 +575,8 @@ def allreduce_ways(sizes: Sizes) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
     """Ranks may take different ways: those of long arrays see at the first rendezvous what the others show."""
     way = partial(Way[Coroutine[Any, Any, None]], "allreduce")
     return (
-        way("meeting", SharedCall.reduce_shortly, "one step for all ranks", over=0, up_to=sizes.short),
-        way("in place", SharedCall.reduce_registered, "no copy", needs="registered memory"),
+        way("meeting", SharedCall.reduce_shortly, "one step for all", over=0, up_to=sizes.short, compiled=BY_MEETING),
+        way("in place", SharedCall.reduce_registered, "no copy", needs="registered memory", compiled=IN_PLACE),
         way(
             "private memory",
             SharedCall.reduce_private,
@@ -584,6 +584,7 @@ def allreduce_ways(sizes: Sizes) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
             over=sizes.private - 1,
             up_to=sizes.private_max,
             needs="a kernel in the core, and leave to read the others",
+            compiled=IN_PRIVATE_MEMORY,
         ),
         way(
             "whole copy",
