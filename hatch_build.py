@@ -172,6 +172,8 @@ def _expression(node: ast.expr) -> str:
             type(op) in _OPERATORS
         ):
             return f"({_expression(left)} {_OPERATORS[type(op)]} {_expression(right)})"
+        case ast.UnaryOp(ast.Not(), operand):
+            return f"(!{_expression(operand)})"
         case ast.IfExp(test, body, orelse):
             return f"({_expression(test)} ? {_expression(body)} : {_expression(orelse)})"
         case ast.Call(ast.Name(id=name), arguments):

@@ -61,44 +61,32 @@ if TYPE_CHECKING:
     BAND, BOR, BXOR = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR
 
 _HOMES = {
-    "algorithms.gossip.pairwise": ("Gossip",),
-    "algorithms.sparse.selection": ("Feedback",),
-    "blocking": ("BlockingCommunicator", "init"),
-    "algorithms.totals": ("Statistics",),
-    "communicator": ("Communicator",),
-    "runtime.deadlines": ("deadline",),
-    "errors": (
-        "AbortedError",
-        "AsyncollError",
-        "ClosedError",
-        "DeadlineError",
-        "DeadlockError",
-        "DeviceError",
-        "MismatchError",
-        "NonFiniteError",
-        "PeerLostError",
-        "ProtocolError",
-        "RemoteError",
-        "ServiceLostError",
-        "UsageError",
-    ),
-    "tensors.flat": ("Flat", "flatten"),
-    "tensors.metrics": ("Metrics",),
-    "algorithms.rounds.reduction": ("Reduction",),
-    "runtime.handles": ("Handle",),
-    "runtime.progress": ("offload",),
-    "algorithms.sparse.sparse_operations": ("SparseReduction",),
-    "tensors.reductions": ("ReduceOp",),
-    "world.join": ("connect", "run"),
+    "algorithms.gossip.pairwise": "Gossip",
+    "algorithms.rounds.reduction": "Reduction",
+    "algorithms.sparse.selection": "Feedback",
+    "algorithms.sparse.sparse_operations": "SparseReduction",
+    "algorithms.totals": "Statistics",
+    "blocking": "BlockingCommunicator init",
+    "communicator": "Communicator",
+    "errors": "AbortedError AsyncollError ClosedError DeadlineError DeadlockError DeviceError MismatchError "
+    "NonFiniteError PeerLostError ProtocolError RemoteError ServiceLostError UsageError",
+    "runtime.deadlines": "deadline",
+    "runtime.handles": "Handle",
+    "runtime.progress": "offload",
+    "tensors.flat": "Flat flatten",
+    "tensors.metrics": "Metrics",
+    "tensors.reductions": "ReduceOp",
+    "world.join": "connect run",
 }
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _REDUCTIONS = ("SUM", "AVG", "AVG_ACTIVE", "PROD", "MIN", "MAX", "BAND", "BOR", "BXOR")
 
-__all__ = sorted([*(name for names in _HOMES.values() for name in names), *_REDUCTIONS, "__version__"])
+__all__ = sorted([*_HOME_OF, *_REDUCTIONS, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
     """Load a public name at its first use, so that the launcher starts without numpy, ZeroMQ or torch."""
-    home = "rpc" if name == "rpc" else next((home for home, names in _HOMES.items() if name in names), None)
+    home = "rpc" if name == "rpc" else _HOME_OF.get(name)
     if home is None and name not in _REDUCTIONS:
         raise AttributeError(f"module 'asyncoll' has no attribute {name!r}")
     _check()

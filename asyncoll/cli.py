@@ -52,16 +52,7 @@ def main() -> None:
     help="Shared memory, or messages alone.  [default: $ASYNCOLL_TRANSPORT, or shm]",
 )
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|MODULE [ARGS]...")
-def launch(
-    size: int | None,
-    hosts: str | None,
-    environment: tuple[str, ...],
-    module: bool,
-    log_dir: Path | None,
-    timeout: float | None,
-    transport: str | None,
-    program: tuple[str, ...],
-) -> None:
+def launch(size: int | None, hosts: str | None, program: tuple[str, ...], **options: Any) -> None:
     """Run a Python program as N ranks on this host, or on several hosts.
 
     Arguments after the script's or the module's name are passed to the program. The ranks find each other by the
@@ -79,19 +70,9 @@ def launch(
     ranks = size if hosts is None else parse_hosts(hosts)
     if ranks is None or None not in (size, hosts):
         raise UsageError("give either -n RANKS, for this host, or --hosts HOST:RANKS,...")
-    if environment and hosts is None:
+    if options["environment"] and hosts is None:
         raise UsageError("--env goes with --hosts: ranks of this host have its environment")
-    sys.exit(
-        run(
-            ranks,
-            program,
-            module=module,
-            log_dir=log_dir,
-            timeout=timeout,
-            transport=transport,
-            environment=environment,
-        )
-    )
+    sys.exit(run(ranks, program, **options))
 
 
 @main.command()

@@ -41,7 +41,7 @@ from asyncoll.arguments import digest, number_of_samples, real, text, whole
 from asyncoll.errors import NonFiniteError, Reason, UsageError, describe, text_of
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.runtime.group import Group
-from asyncoll.runtime.signature import Signature, site_outside
+from asyncoll.runtime.signature import site_outside
 from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.tensors import reductions, shapes
 from asyncoll.tensors.operands import (
@@ -195,7 +195,7 @@ class Communicator(Uncopied):
             operand.write_back()
             return x
 
-        return self._start(self._call("allreduce", operand, op.name), body, operand, overlaps=True)
+        return self._start("allreduce", operand, op.name, body, overlaps=True)
 
     @guarantees(COLLECTIVE, LEAVE_ALONE, CANCELLATION_IN_PLACE)
     def broadcast(self, x: T, root: int = 0) -> Coroutine[Any, Any, T]:
@@ -227,7 +227,7 @@ class Communicator(Uncopied):
                 operand.write_back()
             return x
 
-        return self._start(self._call("broadcast", operand, f"root {root}"), body, operand, overlaps=True)
+        return self._start("broadcast", operand, f"root {root}", body, overlaps=True)
 
     @guarantees(COLLECTIVE, LEAVE_ALONE, CANCELLATION_IN_PLACE)
     def reduce(self, x: T, root: int = 0, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
@@ -263,7 +263,7 @@ class Communicator(Uncopied):
                 operand.write_back()
             return x
 
-        return self._start(self._call("reduce", operand, f"{op.name}, root {root}"), body, operand, overlaps=True)
+        return self._start("reduce", operand, f"{op.name}, root {root}", body, overlaps=True)
 
     @guarantees(COLLECTIVE, CANCELLATION)
     def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
@@ -302,7 +302,7 @@ class Communicator(Uncopied):
             result: T = operand.like(shard, (end - start, *operand.shape[1:]))
             return result
 
-        return self._start(self._call("reduce_scatter", operand, op.name), body, operand, overlaps=True)
+        return self._start("reduce_scatter", operand, op.name, body, overlaps=True)
 
     @guarantees(COLLECTIVE, CANCELLATION)
     def allgather(self, x: T) -> Coroutine[Any, Any, T]:
@@ -333,7 +333,7 @@ class Communicator(Uncopied):
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
-        return self._start(self._call("allgather", operand), body, operand, overlaps=True)
+        return self._start("allgather", operand, "", body, overlaps=True)
 
     @guarantees(COLLECTIVE, CANCELLATION)
     def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
@@ -367,7 +367,7 @@ class Communicator(Uncopied):
             await collectives.allgather(blocks)
             return [operand.like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
-        return self._start(self._call("allgatherv", operand, any_count=True), body, operand)
+        return self._start("allgatherv", operand, "", body, any_count=True)
 
     @guarantees(COLLECTIVE, CANCELLATION)
     def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
@@ -404,7 +404,7 @@ class Communicator(Uncopied):
             result: T = operand.like(stacked, (self.size, *operand.shape))
             return result
 
-        return self._start(self._call("gather", operand, f"root {root}"), body, operand)
+        return self._start("gather", operand, f"root {root}", body)
 
     @guarantees(COLLECTIVE, CANCELLATION)
     def scatter(self, xs: Sequence[T] | None = None, root: int = 0) -> Coroutine[Any, Any, T]:
@@ -445,7 +445,8 @@ class Communicator(Uncopied):
             result: T = build(mine, dtype, shape, as_torch=as_torch)
             return result
 
-        call, nbytes = self._call("scatter", None, f"root {root}"), sum(x.flat.nbytes for x in operands)
+        call = self._calls.number("scatter", "", -1, f"root {root}", site_outside())
+        nbytes = sum(operand.flat.nbytes for operand in operands)
         return self._calls.start(Call(call, body, nbytes, staged_parts(operands)))
 
     @guarantees(COLLECTIVE, CANCELLATION)
@@ -482,7 +483,7 @@ class Communicator(Uncopied):
             result: T = operand.like(received, operand.shape)
             return result
 
-        return self._start(self._call("alltoall", operand), body, operand)
+        return self._start("alltoall", operand, "", body)
 
     @guarantees(COLLECTIVE, CANCELLATION)
     def alltoallv(self, xs: Sequence[T]) -> Coroutine[Any, Any, list[T]]:
@@ -516,7 +517,8 @@ class Communicator(Uncopied):
             await collectives.alltoall([operand.flat for operand in operands], blocks)
             return [operands[0].like(block, shape) for block, shape in zip(blocks, extents, strict=True)]
 
-        call, nbytes = self._call("alltoallv", operands[0], any_count=True), sum(x.flat.nbytes for x in operands)
+        call = self._calls.number("alltoallv", operands[0].dtype, -1, "", site_outside())
+        nbytes = sum(operand.flat.nbytes for operand in operands)
         return self._calls.start(Call(call, body, nbytes, staged_parts(operands)))
 
     @guarantees(COLLECTIVE, CANCELLATION)
@@ -534,7 +536,7 @@ class Communicator(Uncopied):
         """
         if self._short is not None and (started := self._short.barrier()) is not None:
             return started
-        call = self._call("barrier", None)
+        call = self._calls.number("barrier", "", -1, "", site_outside())
         return self._calls.start(Call(call, lambda collectives: collectives.barrier()))
 
     # -- point to point ---------------------------------------------------------------------------
@@ -1079,7 +1081,7 @@ class Communicator(Uncopied):
             operand.write_back()
             return x
 
-        return self._start(self._call("neighbor_average", operand, str(chosen)), body, operand)
+        return self._start("neighbor_average", operand, str(chosen), body)
 
     @guarantees(COLLECTIVE_IN_GRAPH, CANCELLATION)
     def push_sum(
@@ -1150,7 +1152,7 @@ class Communicator(Uncopied):
             )
         chosen = self._graph(graph, iteration, peers)
         push = neighbors.Push(tensor, scalar)
-        call = self._call("push_sum", push.operand, str(chosen))
+        call = self._calls.number("push_sum", push.operand.dtype, push.operand.elements, str(chosen), site_outside())
         # After the number: from here on the call takes place, and the mass that leaves `x` arrives.
         push.take(len(chosen.destinations(self.size, self.rank)) + 1)
 
@@ -1201,7 +1203,8 @@ class Communicator(Uncopied):
         operand = as_operand(x, may_stage=True)
         neighbors.check_dtype(operand, "gossip")
         chosen, seed = graphs.graph_of(text(graph, "graph")).name, whole(seed, "seed")
-        call = self._call("gossip", operand, f"{chosen} graph, seed {seed}")
+        detail = f"{chosen} graph, seed {seed}"
+        call = self._calls.number("gossip", operand.dtype, operand.elements, detail, site_outside())
         gossip = self._make_gossip(self._core, call, operand, chosen, seed)
         if operand.staged is None:
             gossip.begin(operand.flat)
@@ -1286,7 +1289,7 @@ class Communicator(Uncopied):
         """
         color = None if color is None else whole(color, "color")
         key = whole(key, "key")
-        call = self._call("split", None)
+        call = self._calls.number("split", "", -1, "", site_outside())
 
         async def body(collectives: Collectives) -> Communicator | None:
             rows = shapes.rows(self.size, 3)
@@ -1397,18 +1400,21 @@ class Communicator(Uncopied):
     def _make_gossip(self, *parts: Any) -> Gossip:
         return Gossip(*parts)
 
-    def _call(self, operation: str, operand: Operand | None, detail: str = "", *, any_count: bool = False) -> Signature:
-        if self._core.memory.unused:
-            self._core.memory.give_back()
-        count = -1 if operand is None or any_count else operand.flat.size
-        return self._calls.number(operation, operand.dtype if operand else "", count, detail, site_outside())
-
     def _start(
-        self, call: Signature, body: Body[T], operand: Operand, *, overlaps: bool = False
+        self,
+        operation: str,
+        operand: Operand,
+        detail: str,
+        body: Body[T],
+        *,
+        any_count: bool = False,
+        overlaps: bool = False,
     ) -> Coroutine[Any, Any, T]:
-        """With `overlaps`, it is one collective, which may use the tensor while it arrives."""
-        staged = () if operand.staged is None else (operand.staged,)
-        return self._calls.start(Call(call, body, operand.flat.nbytes, staged, operand.staged if overlaps else None))
+        """Start a call of one tensor. With `overlaps`, it is one collective, which may use it while it arrives."""
+        count, staged = -1 if any_count else operand.flat.size, operand.staged
+        call = self._calls.number(operation, operand.dtype, count, detail, site_outside())
+        parts = () if staged is None else (staged,)
+        return self._calls.start(Call(call, body, operand.flat.nbytes, parts, staged if overlaps else None))
 
     def _wait_avoiding(
         self, x: object, name: str, weight: float | None, arguments: tuple[Any, ...], rules: tuple[str, ...]

@@ -9,7 +9,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from asyncoll.launch.function import check_function, launch_function
 from asyncoll.launch.launcher import Outcome
 from asyncoll.launch.verdict import signal_name
 from asyncoll.rpc import codec
+from asyncoll.rpc.packing import Packing, unpack
 from asyncoll.runtime.threads import check_threads
 from asyncoll.transport.system_calls import anonymous_file
 from asyncoll.world import join
@@ -28,8 +29,8 @@ from asyncoll.world import join
 __all__ = ["run"]
 
 T = TypeVar("T")
-_LENGTH = struct.Struct("<Q")
-_ALIGNMENT = 64  # bytes, of arrays in the memory of a result
+_COUNT = struct.Struct("<Q")  # of the pieces of a result
+_BLOCK = 64  # the byte at which the block of them begins: its arrays are aligned to as many
 
 
 def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any, ranks: int) -> list[T]:
@@ -120,39 +121,25 @@ def _raise_failure(outcome: Outcome) -> None:
 
 
 def _write(result: object, descriptor: int) -> None:
-    """Write `result`: the number of its pieces, their lengths, and the pieces, each aligned."""
+    """Write `result`: its pieces in one block, behind their number, which is written last."""
     body, arrays, staged = codec.encode(result, "the result of main")
     if staged:
         raise UsageError("the result of main has a tensor of a device: return `x.cpu()`")
-    pieces = [memoryview(body), *(array.data for array in arrays)]
-    for start, piece in zip(_places([len(piece) for piece in pieces]), pieces, strict=True):
-        while piece:
-            written = os.pwrite(descriptor, piece, start)
-            start, piece = start + written, piece[written:]
-    lengths = [len(body), *(array.nbytes for array in arrays)]
-    os.pwrite(descriptor, b"".join(map(_LENGTH.pack, [len(lengths), *lengths])), 0)
+    packing = Packing([np.frombuffer(body, np.uint8), *arrays])
+    os.ftruncate(descriptor, _BLOCK + packing.nbytes)
+    memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
+    for _ in packing.fill(memory[_BLOCK:]):
+        pass
+    os.pwrite(descriptor, _COUNT.pack(packing.count), 0)
 
 
 def _read(rank: int, descriptor: int) -> Any:
     """The result that `rank` has written. Its arrays lie in a private copy of that memory, made as they change."""
-    if not any(os.pread(descriptor, _LENGTH.size, 0)):
+    if not any(os.pread(descriptor, _COUNT.size, 0)):
         raise PeerLostError(rank, "it ended with exit code 0, and without a result", socket.gethostname())
-    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-    (count,) = _LENGTH.unpack_from(memory)
-    lengths = [_LENGTH.unpack_from(memory, _LENGTH.size * (1 + index))[0] for index in range(count)]
-    pieces = [
-        np.frombuffer(memory, np.uint8, length, start) for start, length in zip(_places(lengths), lengths, strict=True)
-    ]
+    memory = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY))
+    body, *arrays = unpack(memory[_BLOCK:], *_COUNT.unpack_from(memory))
     try:
-        return codec.decode(pieces[0].tobytes(), pieces[1:])
+        return codec.decode(body.tobytes(), arrays)
     except UsageError as error:
         raise UsageError(f"the result of rank {rank}: {error}; return a dict of its fields") from None
-
-
-def _places(lengths: Sequence[int]) -> Iterator[int]:
-    """Where pieces of these lengths begin."""
-    place = _LENGTH.size * (1 + len(lengths))
-    for length in lengths:
-        place = -(-place // _ALIGNMENT) * _ALIGNMENT
-        yield place
-        place += length

@@ -107,9 +107,6 @@ class NativeCore(Protocol):
     @property
     def points(self) -> tuple[str, ...]: ...
 
-    @property
-    def openings(self) -> tuple[str, ...]: ...
-
     def watch(self, passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None: ...
 
 

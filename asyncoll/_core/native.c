@@ -11,17 +11,6 @@ static PyObject *add_type(PyObject *module, PyType_Spec *spec, PyObject *base)
     return failed ? NULL : type;
 }
 
-PyObject *tuple_of_names(const char *const *names, int count)
-{
-    PyObject *tuple = PyTuple_New(count);
-    for (int i = 0; tuple && i < count; i++) {
-        PyObject *name = Py_BuildValue("s", names[i]);
-        if (!name || PyTuple_SetItem(tuple, i, name) < 0)
-            Py_CLEAR(tuple);
-    }
-    return tuple;
-}
-
 int call_to_its_end(PyObject *callable, PyObject *argument)
 {
     PyObject *type = NULL, *value = NULL, *trace = NULL, *result;
@@ -68,9 +57,7 @@ static int execute(PyObject *module)
         return -1;
     if (add_value(module, "declarations", declarations_in_python()) < 0)
         return -1;
-    if (add_value(module, "points", points_in_python()) < 0)
-        return -1;
-    return add_value(module, "openings", openings_in_python());
+    return add_value(module, "points", points_in_python());
 }
 
 static PyMethodDef functions[] = {

@@ -5,7 +5,7 @@
  *   peers.c           reductions of arrays in the memory of other processes
  *   short_calls.c     whole calls of one short meeting, as awaitables
  *   pieces.c          reductions of long arrays, piece by piece
- *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c, long_rounds.c and whole_calls.c have
+ *   rounds.c          wait-avoiding rounds; rounds.h says what round_record.c, running_rounds.c and whole_calls.c have
  *   awaitables.c      what the callers of whole calls await
  *   reductions.c      elementwise reductions of several arrays
  *   sparse.c          passes of the sparse allreduces over long vectors
@@ -40,9 +40,6 @@ static inline int64_t larger(int64_t a, int64_t b)
 #include <declared.h>
 
 /* -- native.c --------------------------------------------------------------------------------- */
-
-/* The tuple of so many names, a new reference; NULL with an exception set. */
-PyObject *tuple_of_names(const char *const *names, int count);
 
 /* Call `callable`, which is written in Python, with `argument` unless that is NULL, until it has ended: a signal handler may
  * raise in it. Returns 0, or -1 with the newest exception of a handler. */
@@ -83,10 +80,10 @@ enum Point {
     ROUND_STAGED,
     ROUND_ARRIVED,
     ROUND_OPENED,
-    ROUND_REDUCED, /* for one group */
-    ROUND_TAKEN,
+    ROUND_TAKEN,   /* from the ranks of one group */
+    ROUND_REDUCED, /* short contributions to that group */
     ROUND_GRANTED,
-    ROUND_PUBLISHED, /* for all groups */
+    ROUND_PUBLISHED,
     ROUND_LEFT,
     ROUND_COPIED,  /* the result is in the caller's arrays */
     ROUND_CLAIMED, /* under the lock: a chunk of a long round */
@@ -236,9 +233,6 @@ extern PyType_Spec short_call_spec;
 /* -- rounds.c --------------------------------------------------------------------------------- */
 
 extern PyType_Spec rounds_spec;
-
-/* round_record.c: `native.openings`. */
-PyObject *openings_in_python(void);
 
 /* -- awaitables.c ----------------------------------------------------------------------------- */
 

@@ -52,8 +52,8 @@ class Rounds:
         history: int,
         limit: int,
         nbytes: int,
-        opening: int,
-        quorum: int,
+        ranks: int,
+        drawn: bool,
         sync_every: int,
         sync_offset: int,
         keeps: bool,
@@ -327,7 +327,6 @@ declarations: tuple[tuple[str, str], ...]
 points: tuple[str, ...]
 """The names of the injection points of the compiled core: the steps of its primitives."""
 
-openings: tuple[str, ...]
 """The values of `Opening` whose rules the compiled core has. `Rounds` takes their indices."""
 
 def watch(passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None:

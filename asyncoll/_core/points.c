@@ -32,8 +32,8 @@ static const char *const names[POINTS] = {
     [ROUND_STAGED] = "round-staged",
     [ROUND_ARRIVED] = "round-arrived",
     [ROUND_OPENED] = "round-opened",
-    [ROUND_REDUCED] = "round-reduced",
     [ROUND_TAKEN] = "round-taken",
+    [ROUND_REDUCED] = "round-reduced",
     [ROUND_GRANTED] = "round-granted",
     [ROUND_PUBLISHED] = "round-published",
     [ROUND_LEFT] = "round-left",
@@ -76,5 +76,11 @@ PyObject *watch_in_python(PyObject *module, PyObject *callable)
 
 PyObject *points_in_python(void)
 {
-    return tuple_of_names(names, POINTS);
+    PyObject *tuple = PyTuple_New(POINTS);
+    for (int i = 0; tuple && i < POINTS; i++) {
+        PyObject *name = Py_BuildValue("s", names[i]);
+        if (!name || PyTuple_SetItem(tuple, i, name) < 0)
+            Py_CLEAR(tuple);
+    }
+    return tuple;
 }

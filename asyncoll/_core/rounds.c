@@ -6,7 +6,8 @@
 
 /* -- in Python -------------------------------------------------------------------------------- */
 
-PyObject *rounds_missed(const Rounds *self, const Call *call)
+/* The results that the call has missed, as tuples of the cells of a `Kept`; None without any. */
+static PyObject *missed_of(const Rounds *self, const Call *call)
 {
     if (call->first_missed > call->last_missed)
         return Py_NewRef(Py_None);
@@ -23,7 +24,8 @@ PyObject *rounds_missed(const Rounds *self, const Call *call)
     return missed;
 }
 
-PyObject *rounds_answer(const Rounds *self, const Call *call, PyObject *missed)
+/* What `begin` and `resume` return, with the new reference `missed`; NULL with an exception set. */
+static PyObject *answer_of(const Rounds *self, const Call *call, PyObject *missed)
 {
     int64_t block = call->kept[KEPT_NUMBER] > 0 ? call->kept[KEPT_BLOCK] : NONE;
     PyObject *ranks = rounds_contributors_of(self, block, call->kept[KEPT_ACTIVE]);
@@ -35,19 +37,6 @@ PyObject *rounds_answer(const Rounds *self, const Call *call, PyObject *missed)
     return Py_BuildValue("(LLLNLNLLd)", (long long)call->number, (long long)call->came_ns, (long long)call->ticket,
                          missed, (long long)call->kept[KEPT_NUMBER], ranks, (long long)call->kept[KEPT_ABSENT],
                          (long long)call->kept[KEPT_TAKEN], weight);
-}
-
-/* Under the lock: what `begin` and `resume` return of a call with a short contribution. */
-static PyObject *answer_of(Rounds *self, Call *call, const Py_buffer *flats)
-{
-    bool is_over = call->kept[KEPT_NUMBER] > 0;
-    if (is_over && rounds_copy_result(self, call, flats) < 0)
-        return NULL;
-    PyObject *missed = rounds_missed(self, call);
-    PyObject *answer = missed ? rounds_answer(self, call, missed) : NULL;
-    if (answer && is_over)
-        rounds_drop_block(self, call->kept[KEPT_BLOCK]);
-    return answer;
 }
 
 static void release_arrays(Py_buffer *flats, Py_ssize_t count)
@@ -83,7 +72,8 @@ static Py_buffer *hold_arrays(const Rounds *self, PyObject *arrays)
     return flats;
 }
 
-int64_t rounds_wanted(const Rounds *self, int64_t own)
+/* What a call lacks that takes `own` blocks: as a number, which `begin` returns; 0 if nothing is missing. */
+static int64_t wanted_by(const Rounds *self, int64_t own)
 {
     int64_t next = self->head[HEAD_LATEST] + 1, needed = own + self->group_count;
     /* The plan comes first: it says how many groups there are, and so how many blocks are needed. */
@@ -92,28 +82,89 @@ int64_t rounds_wanted(const Rounds *self, int64_t own)
     return own && free_count(self) < needed ? -needed : 0;
 }
 
+/* Under the lock: whether a call that waits for the next round may stage the caller's own memory. After the call the
+ * program may change that, and older staged contributions have to be added up, in a block. */
+static bool may_lend(const Rounds *self, int64_t aim)
+{
+    int64_t latest = self->head[HEAD_LATEST];
+    return self->is_long && !self->head[HEAD_RUNNING] && row_of(self, self->rank)[RANK_CELLS_STAGED] == NONE &&
+           (latest < aim || rounds_late_call_opens(self, latest + 1));
+}
+
+/* With the lock, which is released: copy the result of a call that is over. Returns `answer`, or NULL with an exception
+ * set. */
+static PyObject *copy_result(Rounds *self, int64_t block, const char *memory, const Py_buffer *flats, PyObject *answer)
+{
+    if (self->is_long)
+        control_block_unlock(self->block);
+    PyThreadState *state = self->nbytes > LONG_BYTES ? PyEval_SaveThread() : NULL;
+    rounds_copy_out(self, memory, flats);
+    if (state)
+        PyEval_RestoreThread(state);
+    if (self->is_long && control_block_lock(self->block) < 0) {
+        Py_DECREF(answer);
+        return NULL;
+    }
+    rounds_drop_block(self, block);
+    control_block_unlock(self->block);
+    return answer;
+}
+
+/* With the lock, which is released: open the round of the call if this rank may, and help as long as the call waits for the
+ * running one. Returns what `begin` does. */
+static PyObject *go_on(Rounds *self, Call *call, const Py_buffer *flats, int64_t aim)
+{
+    PyObject *missed = rounds_come(self, call, aim) < 0 ? NULL : missed_of(self, call);
+    if (missed && call->number && !call->kept[KEPT_NUMBER] && self->head[HEAD_RUNNING] == call->number) {
+        if (rounds_help(self) < 0) {
+            Py_DECREF(missed);
+            return NULL;
+        }
+        if (self->head[HEAD_LATEST] >= call->number && rounds_come(self, call, aim) < 0)
+            Py_CLEAR(missed);
+    }
+    int64_t block = call->kept[KEPT_BLOCK];
+    const char *memory = rounds_find_memory(self, block);
+    if (missed && block != NONE && !memory) {
+        rounds_corrupt("block", block);
+        Py_CLEAR(missed);
+    }
+    PyObject *answer = missed ? answer_of(self, call, missed) : NULL;
+    if (answer && memory)
+        return copy_result(self, block, memory, flats, answer);
+    leave_lock(self, answer); /* the call waits, or its round has no contributors */
+    return answer;
+}
+
 /* With the lock, which is released. Returns a tuple, or a number: of the round that `plan` must be called for, or negative,
  * of the blocks that must be provided. After a number the call has contributed nothing. */
 static PyObject *begin_locked(Rounds *self, const Py_buffer *flats, double weight, int64_t aim, int64_t came_ns,
                               int64_t lent)
 {
-    int64_t latest = self->head[HEAD_LATEST], wanted;
-    PyObject *answer = NULL;
+    int64_t latest = self->head[HEAD_LATEST], wanted = 0;
     /* Short rounds are opened and published in one critical section, so no rank ever sees one running. */
-    if (latest < 0 || latest >= ROUNDS_MAX || (self->head[HEAD_RUNNING] && !self->is_long))
+    if (latest < 0 || latest >= ROUNDS_MAX || (self->head[HEAD_RUNNING] && !self->is_long)) {
         rounds_corrupt("round", latest);
-    else if ((wanted = rounds_wanted(self, 1)))
-        answer = PyLong_FromLongLong(wanted);
-    else if (self->is_long)
-        return rounds_begin_long(self, flats, weight, aim, came_ns, lent);
-    else {
-        Call call = {.came_ns = came_ns, .now_ns = clock_ns(), .first_missed = 1};
-        rounds_begin_call(self, &call, aim);
-        if (rounds_stage(self, &call, flats, weight) == 0 && rounds_come(self, &call, aim) == 0)
-            answer = answer_of(self, &call, flats);
+        control_block_abandon(self->block);
+        return NULL;
     }
-    leave_lock(self, answer);
-    return answer;
+    if ((wanted = wanted_by(self, 1))) {
+        control_block_unlock(self->block);
+        return PyLong_FromLongLong(wanted);
+    }
+    bool lends = lent >= 0 && may_lend(self, aim);
+    int64_t block = lends ? LENT : rounds_fill_block(self, flats);
+    if (!lends && block < 0)
+        return NULL;
+    if ((wanted = wanted_by(self, 0)) > 0) { /* another round than before the block was filled */
+        rounds_drop_block(self, block);
+        control_block_unlock(self->block);
+        return PyLong_FromLongLong(wanted);
+    }
+    Call call = {.came_ns = came_ns, .now_ns = clock_ns(), .first_missed = 1};
+    rounds_begin_call(self, &call, aim);
+    rounds_put(self, &call, block, lends ? lent : self->addresses[block], weight);
+    return go_on(self, &call, flats, aim);
 }
 
 /* `begin(arrays, weight, aim, unused, lent)`: one call up to its first wait. Drops the blocks `unused` first. `lent` is the
@@ -165,19 +216,15 @@ static PyObject *begin(PyObject *object, PyObject *const *arguments, Py_ssize_t 
 /* As `begin_locked`, of a call that waits. */
 static PyObject *resume_locked(Rounds *self, Call *call, const Py_buffer *flats, int64_t aim)
 {
-    PyObject *answer = NULL;
     bool is_over = self->head[HEAD_LATEST] >= call->number;
+    int64_t wanted = !is_over && self->has_plans && self->planned != call->number ? call->number : 0;
     call->now_ns = clock_ns();
-    if (!is_over && self->has_plans && self->planned != call->number)
-        answer = PyLong_FromLongLong(call->number);
-    else if (!is_over && rounds_may_open(self, call->number) && free_count(self) < self->group_count)
-        answer = PyLong_FromLongLong(-self->group_count);
-    else if (self->is_long)
-        return rounds_resume_long(self, call, flats, aim);
-    else if (rounds_come(self, call, aim) == 0)
-        answer = answer_of(self, call, flats);
-    leave_lock(self, answer);
-    return answer;
+    if (!wanted && !is_over && rounds_may_open(self, call->number) && free_count(self) < self->group_count)
+        wanted = -self->group_count;
+    if (!wanted)
+        return go_on(self, call, flats, aim);
+    control_block_unlock(self->block);
+    return PyLong_FromLongLong(wanted);
 }
 
 /* `resume(arrays, aim, number, came_ns, ticket)`: a call that waits for round `number` looks again, as `begin` does. Its
@@ -332,24 +379,24 @@ static int hold_segments(Rounds *self, PyObject *segments)
     return -1;
 }
 
-/* `Rounds(control_block, segments, size, rank, history, limit, nbytes, opening, quorum, sync_every, sync_offset, keeps,
- * long, cores, parts)` */
+/* `Rounds(control_block, segments, size, rank, history, limit, nbytes, ranks, drawn, sync_every, sync_offset, keeps, long,
+ * cores, parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *block, *segments, *parts;
-    long long size, rank, history, limit, nbytes, opening, quorum, sync_every, sync_offset, cores;
-    int keeps, is_long;
-    static char *names[] = {"control_block", "segments", "size",   "rank",       "history",     "limit",
-                            "nbytes",        "opening",  "quorum", "sync_every", "sync_offset", "keeps",
-                            "long",          "cores",    "parts",  NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLLLLppLO!:Rounds", names, &block, &PyTuple_Type,
-                                     &segments, &size, &rank, &history, &limit, &nbytes, &opening, &quorum, &sync_every,
+    long long size, rank, history, limit, nbytes, ranks, sync_every, sync_offset, cores;
+    int drawn, keeps, is_long;
+    static char *names[] = {"control_block", "segments", "size",  "rank",       "history",     "limit",
+                            "nbytes",        "ranks",    "drawn", "sync_every", "sync_offset", "keeps",
+                            "long",          "cores",    "parts", NULL};
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLpLLppLO!:Rounds", names, &block, &PyTuple_Type,
+                                     &segments, &size, &rank, &history, &limit, &nbytes, &ranks, &drawn, &sync_every,
                                      &sync_offset, &keeps, &is_long, &cores, &PyTuple_Type, &parts))
         return NULL;
     const long long many = 1LL << 31; /* so that no sum or product of these overflows */
     if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
-        history >= many || limit < 1 || limit >= many || nbytes < 1 || opening < 0 || opening >= OPENINGS ||
-        quorum < 1 || quorum > size || sync_every < 0 || sync_offset < 0 || sync_offset >= many || cores < 1) {
+        history >= many || limit < 1 || limit >= many || nbytes < 1 || ranks < 1 || ranks > size || sync_every < 0 ||
+        sync_offset < 0 || sync_offset >= many || cores < 1) {
         PyErr_SetString(PyExc_ValueError, "these are no rounds");
         return NULL;
     }
@@ -363,15 +410,15 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->history = history;
     self->limit = limit;
     self->nbytes = nbytes;
-    self->opening = opening;
-    self->quorum = quorum;
+    self->ranks = ranks;
+    self->drawn = drawn != 0;
     self->sync_every = sync_every;
     self->sync_offset = sync_offset;
     self->keeps = keeps != 0;
     self->is_long = is_long != 0;
     self->cores = cores;
     /* Draws and groups are hashes that Python computes: to have them in C, too, would be a second copy of a rule. */
-    self->has_plans = self->keeps || opening == MAJORITY;
+    self->has_plans = self->keeps || self->drawn;
     self->group_count = 1;
     if (lay_out(self) < 0 || read_parts(self, parts) < 0 || hold_segments(self, segments) < 0)
         goto failed;

@@ -1,7 +1,7 @@
 /* What the files of wait-avoiding rounds share:
  *
  *   round_record.c   the steps of a critical section, on the cells of an operation
- *   long_rounds.c    what runs between two of them, if contributions are long
+ *   running_rounds.c a round that is open: taking contributions, reducing, publishing
  *   rounds.c         the type: a call up to its first wait
  *   whole_calls.c    a whole call, if it is over at once
  *
@@ -18,9 +18,6 @@
 
 static const int64_t ROUNDS_MAX = INT64_C(1) << 62; /* no operation comes so far */
 
-/* The openings whose rules are here. Their names are `native.openings`: Python carries out rounds of any other. */
-enum { SOLO, MAJORITY, QUORUM, OPENINGS };
-
 typedef struct {
     int64_t offset, length, elements;
     Kernel kernel;
@@ -31,7 +28,9 @@ typedef struct {
     ControlBlock *block;
     Py_buffer *segments; /* the memory of each rank of the host, by local rank, all of one size: `HostArena.segments` */
     int64_t segment_count;
-    int64_t size, rank, history, limit, nbytes, opening, quorum, sync_every, sync_offset;
+    int64_t size, rank, history, limit, nbytes, sync_every, sync_offset;
+    int64_t ranks;   /* of the rule of rounds (rules.py): so many have to have arrived, or be gone, */
+    bool drawn;      /* and one that is drawn among them */
     int64_t cores;   /* for the ranks of the host, at most one each */
     bool is_long;    /* chunks are reduced without the lock */
     bool keeps;      /* contributions stay, and replace each other */
@@ -162,27 +161,12 @@ int64_t rounds_take_block(Rounds *self);
 void rounds_keep_block(Rounds *self, int64_t block);
 void rounds_drop_block(Rounds *self, int64_t block);
 
-/* `block` is a result of the contributions of `group` in `column` (RANK_CELLS_STAGED or RANK_CELLS_SOURCE): `BlockTable.sign`. */
-void rounds_sign_block(Rounds *self, int64_t block, int64_t group, double weight, int column);
-
-/* This rank has opened round `number`. There is a sink. */
-void rounds_tell_opened(const Rounds *self, int64_t number);
-
-/* The number of ranks that make no more calls. */
-int64_t rounds_count_gone(const Rounds *self);
-
 bool rounds_may_open(const Rounds *self, int64_t number);
 bool rounds_late_call_opens(const Rounds *self, int64_t number);
 void rounds_count_late(Rounds *self, int64_t aim, int64_t now_ns);
 
-/* Round `number` is published: the results of the round that history keeps no longer are dropped. */
-void rounds_forget_results(Rounds *self, int64_t number);
-
 /* Decide whether the call waits for a round, and keep the results that it has missed: `OneSidedRounds._begin`. */
 void rounds_begin_call(Rounds *self, Call *call, int64_t aim);
-
-/* Put the arrays `flats` into a block at `memory`, added to those at `before` unless that is NULL. Needs no lock. */
-void rounds_fill(const Rounds *self, char *memory, const Py_buffer *flats, char *before);
 
 /* Copy the block at `memory` into the arrays `flats`. Needs no lock. */
 void rounds_copy_out(const Rounds *self, const char *memory, const Py_buffer *flats);
@@ -190,39 +174,30 @@ void rounds_copy_out(const Rounds *self, const char *memory, const Py_buffer *fl
 /* `RoundRecord.put`. Adds the weight of the staged contribution to `weight`, except where contributions stay. */
 void rounds_put(Rounds *self, Call *call, int64_t block, int64_t address, double weight);
 
-/* These return 0, or -1 with an exception set. */
-int rounds_stage(Rounds *self, Call *call, const Py_buffer *flats, double weight);
+/* `OneSidedRounds._come`: open the round of the call if this rank may, and note its result if there is one. Returns 0, or -1
+ * with an exception set. */
 int rounds_come(Rounds *self, Call *call, int64_t aim);
-int rounds_copy_result(Rounds *self, const Call *call, const Py_buffer *flats);
 
 /* The ranks whose contributions are in `block`, in order; NULL with an exception set. */
 PyObject *rounds_contributors_of(const Rounds *self, int64_t block, int64_t active);
 
-/* -- rounds.c: under the lock ----------------------------------------------------------------- */
+/* -- running_rounds.c -------------------------------------------------------------------------- */
 
-/* What a call lacks that takes `own` blocks: as a number, which `begin` returns; 0 if nothing is missing. */
-int64_t rounds_wanted(const Rounds *self, int64_t own);
-
-/* The results that the call has missed, as tuples of the cells of a `Kept`; None without any. */
-PyObject *rounds_missed(const Rounds *self, const Call *call);
-
-/* What `begin` and `resume` return, with the new reference `missed`; NULL with an exception set. */
-PyObject *rounds_answer(const Rounds *self, const Call *call, PyObject *missed);
-
-/* -- long_rounds.c ---------------------------------------------------------------------------- */
-
-/* Under the lock: open a round of long contributions, for which there are enough free blocks. Returns 0, or -1 with an
- * exception set. */
+/* Under the lock: open a round, for which there are enough free blocks; one of short contributions is published, too.
+ * Returns 0, or -1 with an exception set. */
 int rounds_start(Rounds *self, int64_t number, int64_t now_ns);
+
+/* With the lock, which is released while a chunk is reduced: reduce chunks of the running round, as long as there are any,
+ * and publish the round with the last one. Returns 0; or -1 with an exception set, and without the lock. */
+int rounds_help(Rounds *self);
 
 /* Whether the running round has a chunk that no rank has claimed. A hint without the lock. */
 bool rounds_wants_help(const Rounds *self);
 
-/* `begin` and `resume`, with the lock, which they release. `lent` is the address of the one array of `flats`; -1 if that
- * is not registered. */
-PyObject *rounds_begin_long(Rounds *self, const Py_buffer *flats, double weight, int64_t aim, int64_t came_ns,
-                            int64_t lent);
-PyObject *rounds_resume_long(Rounds *self, Call *call, const Py_buffer *flats, int64_t aim);
+/* With the lock, which is released meanwhile if contributions are long: fill a new block with the sum of `flats` and the
+ * staged contribution; in groups, with `flats` alone. Returns the block; or -1 with an exception set, and without the
+ * lock. */
+int64_t rounds_fill_block(Rounds *self, const Py_buffer *flats);
 
 /* -- whole_calls.c ---------------------------------------------------------------------------- */
 

@@ -82,9 +82,9 @@ static bool has_sound_blocks(const Rounds *self)
 static bool ends_at_once(Rounds *self, int64_t aim)
 {
     int64_t latest = self->head[HEAD_LATEST], *here = &row_of(self, self->rank)[RANK_CELLS_HERE];
-    bool needs_drawn = self->opening == MAJORITY && !waits_for_all(self, latest + 1);
+    bool asks_plan = needs_drawn(self->drawn, waits_for_all(self, latest + 1));
     if (latest < 0 || latest >= ROUNDS_MAX || latest < aim - 1 || latest - aim >= ENGINE_CELLS - LAGS ||
-        self->head[HEAD_RUNNING] || (needs_drawn && self->planned != latest + 1) || !has_sound_blocks(self))
+        self->head[HEAD_RUNNING] || (asks_plan && self->planned != latest + 1) || !has_sound_blocks(self))
         return false;
     if (latest >= aim)
         return !rounds_late_call_opens(self, latest + 1);
@@ -104,20 +104,34 @@ static void divide_result(const Rounds *self, const Py_buffer *flat, int64_t act
         self->parts[0].kernel(array, &array, 1, (size_t)self->parts[0].elements, divisor);
 }
 
-/* Under the lock: carry out a call that `ends_at_once`. Returns the ranks in its result; NULL with an exception set. */
+/* Under the lock: copy the result of a call that is over to `flat`. Returns the ranks in it; NULL with an exception set. */
+static PyObject *take_result(Rounds *self, const Call *call, const Py_buffer *flat, int64_t aim)
+{
+    int64_t block = call->kept[KEPT_BLOCK], lag = minus(call->kept[KEPT_NUMBER], aim);
+    const char *memory = rounds_find_memory(self, block);
+    if (block != NONE && !memory)
+        return rounds_corrupt("block", block), NULL;
+    if (lag < 0 || lag >= ENGINE_CELLS - LAGS)
+        return rounds_corrupt("lag", lag), NULL;
+    if (memory)
+        rounds_copy_out(self, memory, flat);
+    PyObject *ranks = rounds_contributors_of(self, block, call->kept[KEPT_ACTIVE]);
+    if (ranks)
+        rounds_drop_block(self, block);
+    return ranks;
+}
+
+/* With the lock, which is released: carry out a call that `ends_at_once`. Returns as `take_result`. */
 static PyObject *carry_out(Rounds *self, Call *call, const Py_buffer *flat, int64_t aim)
 {
     call->number = self->head[HEAD_LATEST] < aim ? aim : 0;
     rounds_count_late(self, aim, call->came_ns);
-    if (rounds_stage(self, call, flat, 1.0) < 0 || rounds_come(self, call, aim) < 0 ||
-        rounds_copy_result(self, call, flat) < 0)
+    int64_t block = rounds_fill_block(self, flat);
+    if (block < 0)
         return NULL;
-    int64_t block = call->kept[KEPT_BLOCK], lag = minus(call->kept[KEPT_NUMBER], aim);
-    if (lag < 0 || lag >= ENGINE_CELLS - LAGS)
-        return rounds_corrupt("lag", lag), NULL;
-    PyObject *ranks = rounds_contributors_of(self, block, call->kept[KEPT_ACTIVE]);
-    if (ranks)
-        rounds_drop_block(self, block);
+    rounds_put(self, call, block, self->addresses[block], 1.0);
+    PyObject *ranks = rounds_come(self, call, aim) < 0 ? NULL : take_result(self, call, flat, aim);
+    leave_lock(self, ranks);
     return ranks;
 }
 
@@ -171,9 +185,7 @@ static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *
     call.now_ns = clock_ns();
     bool ends = outcome == 0 && ends_at_once(self, aim);
     PyObject *ranks = ends ? carry_out(self, &call, flat, aim) : NULL;
-    if (ends)
-        leave_lock(self, ranks);
-    else if (outcome == 0)
+    if (!ends && outcome == 0)
         control_block_unlock(self->block);
     if (!ranks)
         return ends ? NULL : Py_NewRef(Py_None);

@@ -22,6 +22,7 @@ from asyncoll.runtime.receives import FromAny, Receives, pair_context
 from asyncoll.runtime.signature import Signature, Site
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.reductions import Array
+from asyncoll.tensors.registered import RegisteredMemory
 from asyncoll.tensors.staged import Arriving, Staged
 
 T = TypeVar("T")
@@ -36,12 +37,13 @@ class _Numbers:
 class Calls:
     """Starts the collective and pair calls of one rank. Implements `seam.Host`."""
 
-    def __init__(self, member: Member, backend: Backend, pending: PendingCalls, unused: Sized) -> None:
+    def __init__(self, member: Member, backend: Backend, pending: PendingCalls, memory: RegisteredMemory) -> None:
         self._member = member
         self._trace = member.trace
         self._backend = backend
         self.unstarted: Signature | None = None
-        self.unused = unused
+        self._memory = memory
+        self.unused: Sized = memory.unused
         self._sends: defaultdict[int, Numbering] = defaultdict(Numbering)  # by dest
         self._receives = Receives(member)
         self._pending = pending
@@ -62,9 +64,13 @@ class Calls:
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """Number the next call. All checks that raise UsageError come before: a number that is taken must be used.
 
+        Before each call, memory of tensors that are gone is given back.
+
         `count` is the number of elements, -1 if it does not matter. Raises UsageError in a thread without a running
         loop. Aborts the communicator if the last call was numbered and never started.
         """
+        if self.unused:
+            self._memory.give_back()
         self._member.check_caller()
         self.check_started()
         number, epoch = self._numbers.last + 1, self._member.group.epoch

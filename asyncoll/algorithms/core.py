@@ -70,7 +70,7 @@ class Core:
         self.backend = choose(member)
         self.pending = pending = PendingCalls(member.endpoint, member.group, member.post)
         self.memory = self.family.memory_of(self.backend.memory, member.endpoint.rank)
-        self.calls = calls = Calls(member, self.backend, pending, self.memory.unused)
+        self.calls = calls = Calls(member, self.backend, pending, self.memory)
         self.messages = Messages(member, calls)
         self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()

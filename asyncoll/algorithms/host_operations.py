@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from asyncoll.algorithms.rounds.activation import edges
@@ -39,7 +38,7 @@ class HostMemory:
         context = digest(group.communicator, "rounds between hosts")
         self._registry = OperationRegistry(cast(Arena, self._lease), group.size, group.rank, context)
         self._give_back: Callable[[], None] | None = None  # the memory of the lease, once it has ended
-        host.endpoint.on_depart(self._registry.depart)
+        host.endpoint.at_depart.append(self._registry.depart)
 
     def rounds(self, port: Port, operation: Operation, hosts: Hosts, describe: Callable[[], str]) -> HostRounds:
         """The rounds of `operation` at this rank. On the runtime's loop; never waits.
@@ -51,11 +50,10 @@ class HostMemory:
         arena, endpoint = cast(Arena, self._lease), self._host.endpoint
         memory = Memory(arena, self._registry, self._host.group)
         setting = Setting(memory, describe, port.trace, lambda: bool(endpoint.membership.lost))
-        check = partial(endpoint.failures.check, self._host.communicator)
 
         def drive(work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
             # Raises what `work` raises. A cancellation and a failure are thrown into it, where it waits (`SharedWork`).
-            return SharedWork(arena, work, check, describe).finish()
+            return SharedWork(arena, work, self._host.check, describe).finish()
 
         return HostRounds(setting, operation, port, hosts, drive)
 
@@ -65,7 +63,7 @@ class HostMemory:
             self._registry.depart()
 
     def finished(self) -> None:
-        self._host.endpoint.off_depart(self._registry.depart)
+        self._host.endpoint.at_depart.remove(self._registry.depart)
         self._give_back = self._lease.end()
 
     def forget(self) -> None:

@@ -216,12 +216,12 @@ class MemoryBackend:
         endpoint.at_end += [block.end for block in self._blocks]
         member.post(partial(endpoint.failures.on_failure, group.communicator, self._failed))
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
-        self._check = partial(endpoint.failures.check, group.communicator)
+        self._work: Callable[..., SharedWork[Any]] = partial(SharedWork, lease, check=member.check)
         self._compiled: CompiledCalls | None = None
-        endpoint.on_depart(self._registry.depart)
-        endpoint.executions.on_dispute(group.communicator, self._describe)
-        endpoint.membership.on_trace(self._trace)
-        member.at_end(lambda: endpoint.executions.off_dispute(group.communicator))
+        endpoint.at_depart.append(self._registry.depart)
+        endpoint.executions.described[group.communicator] = self._describe
+        endpoint.membership.traces.append(self._trace)
+        member.at_end(lambda: endpoint.executions.described.pop(group.communicator, None))
 
     def short_calls(self, host: Host) -> ShortCalls | None:
         core, member, note = self.memory.native, self._member, self._recent.append
@@ -270,16 +270,13 @@ class MemoryBackend:
 
         A long copy or reduction in the caller's thread would block the program's event loop.
         """
-        driven = self._work(work, describe)
+        driven = self._work(work, what=describe)
         if nbytes > self._area.sizes.long and not self._member.runner.may_block():
             return self._member.runner.start(driven.finish(), discarded)
         return self._member.runner.drive(driven, discarded)
 
     def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
-        return self._work(work, describe).finish()
-
-    def _work(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> SharedWork[T]:
-        return SharedWork(self._area.arena, work, self._check, describe)
+        return self._work(work, what=describe).finish()
 
     async def open(self, operation: Operation, site: str) -> Rounds:
         """Make `operation`, or join it if another rank has made it.
@@ -291,11 +288,11 @@ class MemoryBackend:
         group, endpoint = member.group, member.endpoint
         context = digest(member.communicator, "persistent", operation.name)
         # Before the registry is entered: a rank that finds the entry may ask at once for the call of this rank.
-        endpoint.executions.on_dispute(context, lambda _: (group.members, text))
-        member.at_end(lambda: endpoint.executions.off_dispute(context))
+        endpoint.executions.described[context] = lambda _: (group.members, text)
+        member.at_end(lambda: endpoint.executions.described.pop(context, None))
         try:
             memory = Memory(cast(Arena, self._lease), self._registry, group)
-            setting = Setting(memory, lambda: text, member.trace, lambda: bool(endpoint.membership.lost))
+            setting = Setting(memory, text.__str__, member.trace, lambda: bool(endpoint.membership.lost))
             rounds = rounds_in_memory(setting, operation, self._area.sizes.long)
         except DisagreementError as disagreement:
             _dispute(member, context, 1, text, disagreement.rank)
@@ -319,8 +316,8 @@ class MemoryBackend:
 
     def finished(self) -> None:
         endpoint = self._member.endpoint
-        endpoint.off_depart(self._registry.depart)
-        endpoint.membership.off_trace(self._trace)
+        endpoint.at_depart.remove(self._registry.depart)
+        endpoint.membership.traces.remove(self._trace)
         for block in self._blocks:
             block.shut()
         self._give_back = self._lease.end()
@@ -342,7 +339,7 @@ class MemoryBackend:
     def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
         member = self._member
         context = digest(member.communicator, "rpc")
-        return MemoryCarrier(self.memory, context, member.group.ranks, self._check, broken)
+        return MemoryCarrier(self.memory, context, member.group.ranks, member.check, broken)
 
     # -- reports: disagreements of ranks, and the last call of a lost rank ------------------------
 

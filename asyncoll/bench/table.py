@@ -16,12 +16,12 @@ import asyncoll
 from asyncoll.bench.plan import BenchPlan, Row
 from asyncoll.bench.runs import TRANSPORTS
 
-Column = tuple[str, str, str]  # key, heading, format
+ColumnForm = tuple[str, str, str]  # key, heading, format
 
-_DENSE: list[Column] = [("size", "size (B)", "d"), ("count", "count", "d"), ("type", "type", "s")]
-_TIMES: list[Column] = [("time_us", "time (us)", ".1f"), ("p99_us", "p99 (us)", ".1f")]
-_WRONG: Column = ("wrong", "#wrong", "d")
-COLUMNS: dict[str, list[Column]] = {
+_DENSE: list[ColumnForm] = [("size", "size (B)", "d"), ("count", "count", "d"), ("type", "type", "s")]
+_TIMES: list[ColumnForm] = [("time_us", "time (us)", ".1f"), ("p99_us", "p99 (us)", ".1f")]
+_WRONG: ColumnForm = ("wrong", "#wrong", "d")
+COLUMNS: dict[str, list[ColumnForm]] = {
     "allreduce": [
         *_DENSE,
         ("redop", "redop", "s"),
@@ -67,12 +67,7 @@ def headline(plan: BenchPlan) -> str:
 def show(plan: BenchPlan, rows: Sequence[Row], *, as_json: bool) -> None:
     """Print the rows of a benchmark to stdout."""
     if as_json:
-        common = {
-            "benchmark": plan.benchmark,
-            "ranks": plan.ranks,
-            "transport": plan.transport,
-            "device": plan.device,
-        }
+        common = {name: getattr(plan, name) for name in ("benchmark", "ranks", "transport", "device")}
         for row in rows:
             click.echo(json.dumps(common | row))
         return
@@ -82,11 +77,9 @@ def show(plan: BenchPlan, rows: Sequence[Row], *, as_json: bool) -> None:
     headings = [heading for _, heading, _ in columns]
     if sys.stdout.isatty():
         from rich.console import Console
-        from rich.table import Table
+        from rich.table import Column, Table
 
-        table = Table()
-        for heading in headings:
-            table.add_column(heading, justify="right")
+        table = Table(*(Column(heading, justify="right") for heading in headings))
         for line in cells:
             table.add_row(*line)
         Console().print(table)

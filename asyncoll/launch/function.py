@@ -136,7 +136,7 @@ def _be_rank(act: Callable[[], None], channel: socket.socket) -> None:
         sys.modules["torch"].set_num_threads(int(count))
     code = 0
     try:
-        rank.run(_Act(act), channel)
+        rank.run(act, channel)
     except BaseException as error:
         code = rank.exit_code(error) & 0xFF
     finally:
@@ -157,8 +157,3 @@ def _redirect_logging(before: tuple[object, object], now: tuple[IO[Any], IO[Any]
 
 def _refuse_input(*_: object, **__: object) -> str:
     raise EOFError("a rank has no standard input: ask in the notebook, and pass the answer to main")
-
-
-class _Act:
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = run

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -167,24 +168,18 @@ class Outcome(NamedTuple):
     pids: Mapping[int, int]  # by rank
 
 
+@dataclass(eq=False)
 class Launcher:
-    def __init__(
-        self,
-        placement: Placement,
-        timeout: float | None,
-        grace_s: float,
-        transport: str | None,
-        output: Output,
-        signals: socket.socket,
-        sources: Sources,
-    ) -> None:
-        self._placement = placement
-        self._timeout = timeout
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._transport = transport
-        self._output = output
-        self._signals = signals
-        self._sources = sources
+    placement: Placement
+    timeout: float | None  # seconds for the whole job
+    grace_s: float  # for a rank that is stopped when all others have ended
+    transport: str | None
+    output: Output
+    signals: socket.socket  # of the user
+    sources: Sources
+
+    def __post_init__(self) -> None:
+        self._deadline = None if self.timeout is None else time.monotonic() + self.timeout
         self._hosts: Mapping[str, LaunchedHost] = {}
         self._addresses: dict[str, tuple[str, int]] = {}  # of the hosts that are ready: an address, and a free port
         self._refusals: dict[str, str] = {}
@@ -194,8 +189,8 @@ class Launcher:
         self._stopped_by: int | None = None
         self._give_up_at: float | None = None  # when hosts that have not ended are given up
         self._look_at: float | None = None  # the time of the next look at the states of the ranks that still run
-        self._supervisor = Supervisor(placement.size, time.monotonic(), self._order, grace_s)
-        sources.watch(signals, self._hear_user)
+        self._supervisor = Supervisor(self.placement.size, time.monotonic(), self._order, self.grace_s)
+        self.sources.watch(self.signals, self._hear_user)
 
     def run(self, hosts: Mapping[str, LaunchedHost]) -> Outcome:
         """Run the job. Raises UsageError if a host cannot start its ranks."""
@@ -211,7 +206,7 @@ class Launcher:
         self._end(hosts.values())
         for name, why in self._refusals.items():
             raise UsageError(f"host {name}: {why}")
-        words = explain(supervisor, [stream.last for stream in self._output.err], self._pids, self._host_names())
+        words = explain(supervisor, [stream.last for stream in self.output.err], self._pids, self._host_names())
         exit_code = supervisor.exit_code
         if exit_code is None:
             exit_code = supervisor.root.exit_code if supervisor.root else 0
@@ -226,7 +221,7 @@ class Launcher:
             self._turn()
 
     def _check_reachable(self) -> None:
-        first = self._placement.host_of(0)
+        first = self.placement.host_of(0)
         address, _ = self._addresses[first]
         if not is_reachable(address, [place for place, _ in self._addresses.values()]):
             self._refusals[first] = (
@@ -236,17 +231,17 @@ class Launcher:
 
     def _start(self) -> None:
         """Ask for all ranks. Templates fork them when they have loaded."""
-        address, port = self._addresses[self._placement.host_of(0)]
+        address, port = self._addresses[self.placement.host_of(0)]
         for name, host in self._hosts.items():
-            for rank in self._placement.ranks_of(name):
-                variables = rank_environment(rank, self._placement, address, port, self._transport)
+            for rank in self.placement.ranks_of(name):
+                variables = rank_environment(rank, self.placement, address, port, self.transport)
                 host.tell({"fork": rank, "environment": variables})
 
     def _turn(self) -> None:
         """Wait until an event comes or is due, and handle it."""
         times = self._deadline, self._look_at, self._give_up_at, self._supervisor.wake_at()
         due = [at for at in times if at is not None]
-        self._sources.wait(min(max(0.0, min(due) - time.monotonic()), WAIT_MAX_S) if due else None)
+        self.sources.wait(min(max(0.0, min(due) - time.monotonic()), WAIT_MAX_S) if due else None)
         self._look()
         self._supervisor.tick(time.monotonic())
         if self._deadline is not None and time.monotonic() >= self._deadline:
@@ -261,7 +256,7 @@ class Launcher:
         if supervisor.running and not supervisor.stopping:
             supervisor.stop(signal.SIGTERM, TIMEOUT_CODE, time.monotonic())
             late = f"{were(supervisor.stopped)} still running"
-            self._last_words.append(f"the job ran into its timeout of {self._timeout:g} s; {late}")
+            self._last_words.append(f"the job ran into its timeout of {self.timeout:g} s; {late}")
 
     def _look(self) -> None:
         """Ask for the states of the ranks that still run while others have ended.
@@ -292,13 +287,13 @@ class Launcher:
 
     def _host_names(self) -> dict[int, str]:
         """The host of each rank; nothing in a job of this host alone."""
-        return {} if self._placement.is_here else {rank: self._placement.host_of(rank) for rank in self._pids}
+        return {} if self.placement.is_here else {rank: self.placement.host_of(rank) for rank in self._pids}
 
     def _running_on(self, name: str) -> list[int]:
-        return sorted(self._supervisor.running.intersection(self._placement.ranks_of(name)))
+        return sorted(self._supervisor.running.intersection(self.placement.ranks_of(name)))
 
     def _hear_user(self) -> None:
-        for signum in self._signals.recv(64):
+        for signum in self.signals.recv(64):
             if signum == SUSPENDING:
                 self._suspend()
                 continue
@@ -330,11 +325,11 @@ class Launcher:
         """Take the news of the host `name`. Raises ProtocolError if they are of a rank that is not on it."""
         now = time.monotonic()
         for word in ("output", "started", "exited", "rank"):
-            if word in news and news[word] not in self._placement.ranks_of(name):
+            if word in news and news[word] not in self.placement.ranks_of(name):
                 raise ProtocolError(f"news of rank {news[word]}, which is not on it")
         match news:
             case {"output": rank, "error": is_error, "data": data}:
-                self._show((self._output.err if is_error else self._output.out)[rank], data)
+                self._show((self.output.err if is_error else self.output.out)[rank], data)
             case {"ready": port, "address": address}:
                 self._addresses[name] = address, port
             case {"refused": why}:
@@ -350,7 +345,7 @@ class Launcher:
             case {"ended": why}:
                 self._lose(name, why)
             case _:
-                self._output.log_error(news["rank"], news["traceback"])
+                self.output.log_error(news["rank"], news["traceback"])
                 self._supervisor.failed(Failure(after_s=now - self._supervisor.started_at, **news))
 
     def _show(self, stream: OutputStream, data: bytes) -> None:
@@ -373,7 +368,7 @@ class Launcher:
 
     def _order(self, signum: int, ranks: Sequence[int]) -> None:
         for name, host in self._hosts.items():
-            if chosen := sorted(set(ranks).intersection(self._placement.ranks_of(name))):
+            if chosen := sorted(set(ranks).intersection(self.placement.ranks_of(name))):
                 host.tell({"signal": signum, "ranks": chosen})
 
 

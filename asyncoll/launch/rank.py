@@ -13,7 +13,7 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Protocol
+from collections.abc import Callable
 
 from asyncoll.errors import reported_failure
 from asyncoll.launch import control
@@ -27,24 +27,21 @@ MACHINERY = os.path.dirname(__file__)
 def main() -> None:
     """The entry of a rank that is started anew, because the template could not be forked."""
     channel, module, *argv = sys.argv[2:]
-    run(Program(tuple(argv), bool(int(module))), socket.socket(fileno=int(channel)))
+    run(Program(tuple(argv), bool(int(module))).run, socket.socket(fileno=int(channel)))
 
 
-class Runnable(Protocol):
-    """What a rank runs: a program, or a function of the process that it is a fork of."""
+def run(program: Callable[[], None], channel: socket.socket) -> None:
+    """Run a program in this process: that of the user, or a function of the process that this one is a fork of.
 
-    def run(self) -> None: ...
-
-
-def run(program: Runnable, channel: socket.socket) -> None:
-    """Run the program in this process. Returns or raises at its end; the caller must let either pass."""
+    Returns or raises at its end; the caller must let either pass.
+    """
     pid = os.getpid()
     os.set_inheritable(channel.fileno(), False)
     _settle_in()
     with channel:
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, [])
-            program.run()
+            program()
         except BaseException as error:
             # Not in a child that the program has forked.
             if os.getpid() == pid:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,11 +85,8 @@ def remote_host(
             )
         except OSError as error:
             raise UsageError(f"cannot start ssh: {error.strerror}; --hosts needs OpenSSH's client") from error
-        opened.callback(process.wait)
+        opened.enter_context(process)  # which closes its pipes, and waits for its end
         opened.callback(process.kill)
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            assert pipe is not None
-            opened.callback(pipe.close)
         death = opened.enter_context(death_of(process))
         job = {
             "argv": program.argv,
@@ -103,30 +101,24 @@ def remote_host(
         yield host
 
 
+@dataclass(eq=False)
 class RemoteHost:
     """Implements `LaunchedHost` for another host. The connection is a child process: its death ends the host."""
 
-    def __init__(
-        self,
-        name: str,
-        process: subprocess.Popen[bytes],
-        death: socket.socket,
-        job: dict[str, Any],
-        sources: Sources,
-        hear: Hear,
-    ) -> None:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self.has_ended = False
-        self._name = name
-        self._ssh = process
-        self._stdin, self._stdout, self._stderr = process.stdin, process.stdout.fileno(), process.stderr.fileno()
-        self._death = death
-        self._job = job
-        self._sources = sources
-        self._hear = hear
-        self._messages = OutputStream(f"{name}: ".encode(), sys.stderr.buffer)  # of ssh and the agent
+    name: str
+    ssh: subprocess.Popen[bytes]
+    death: socket.socket  # of ssh
+    job: dict[str, Any]  # the first message to the agent
+    sources: Sources
+    hear: Hear
+    has_ended: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.ssh.stdin is not None
+        assert self.ssh.stdout is not None
+        assert self.ssh.stderr is not None
+        self._stdin, self._stdout, self._stderr = self.ssh.stdin, self.ssh.stdout.fileno(), self.ssh.stderr.fileno()
+        self._messages = OutputStream(f"{self.name}: ".encode(), sys.stderr.buffer)  # of ssh and the agent
         self._greeting: bytes | None = b""  # what has arrived of it; None once it is complete
         self._frames = frames.Frames()
         self._why = ""  # why the host has ended, if its agent has said it, or has said what cannot be understood
@@ -134,14 +126,14 @@ class RemoteHost:
         self._is_last = False  # it has been told to kill its ranks
         for pipe, read in ((self._stdout, self._read), (self._stderr, self._read_messages)):
             os.set_blocking(pipe, False)
-            sources.watch(pipe, read)
-        sources.watch(death, self._bury)
+            self.sources.watch(pipe, read)
+        self.sources.watch(self.death, self._bury)
 
     def tell(self, order: dict[str, Any]) -> None:
         kills = order.get("signal") == signal.SIGKILL
         # It is not connected, and orders before that are to end it; or it has not done as it was told.
         if self._greeting is not None or (kills and self._is_last):
-            self._ssh.kill()
+            self.ssh.kill()
             return
         self._is_last = self._is_last or kills
         # The process may be gone, which `_bury` deals with, or be told to end.
@@ -152,27 +144,27 @@ class RemoteHost:
         self._is_ending = self._is_last = True
         self._stdin.close()
         if self._greeting is not None:
-            self._ssh.kill()
+            self.ssh.kill()
 
     def close(self) -> None:
-        for source in (self._stdout, self._stderr, self._death):
-            self._sources.unwatch(source)
+        for source in (self._stdout, self._stderr, self.death):
+            self.sources.unwatch(source)
 
     def _read(self) -> bool:
         """Take what the agent has written. False at its end. Raises BlockingIOError if there is nothing."""
         data = os.read(self._stdout, READ_BYTES)
         if not data:
-            self._sources.unwatch(self._stdout)
+            self.sources.unwatch(self._stdout)
         try:
             for news in self._frames.feed(data if self._greeting is None else self._greet(data)):
                 if "ended" in news:
                     self._why = news["ended"]
                 elif news:
-                    self._hear(news)
+                    self.hear(news)
         except ProtocolError as error:
             self._why = f"what comes from it is not of an agent: {error}"
-            self._sources.unwatch(self._stdout)
-            self._ssh.kill()
+            self.sources.unwatch(self._stdout)
+            self.ssh.kill()
             return False
         return bool(data)
 
@@ -190,17 +182,17 @@ class RemoteHost:
         self._show(before)
         if version.decode(errors="replace") != asyncoll.__version__:
             told = version.decode(errors="replace")
-            self._hear(
+            self.hear(
                 {"refused": f"it has asyncoll {told}, and this host has {asyncoll.__version__}: install the same"}
             )
         else:
-            self.tell(self._job)
+            self.tell(self.job)
         return after
 
     def _read_messages(self) -> bool:
         data = os.read(self._stderr, READ_BYTES)
         if not data:
-            self._sources.unwatch(self._stderr)
+            self.sources.unwatch(self._stderr)
         self._show(data)
         return bool(data)
 
@@ -210,7 +202,7 @@ class RemoteHost:
 
     def _bury(self) -> None:
         """The connection has ended: tell what is left to tell."""
-        code = self._ssh.wait()
+        code = self.ssh.wait()
         for read in (self._read_messages,) if self._why else (self._read, self._read_messages):
             # A master connection that ssh has started keeps its stderr open.
             with suppress(BlockingIOError):
@@ -218,7 +210,7 @@ class RemoteHost:
                     pass
         self.close()
         self.has_ended = True
-        self._hear({"ended": "" if self._is_ending else self._why or self._what_failed(code)})
+        self.hear({"ended": "" if self._is_ending else self._why or self._what_failed(code)})
 
     def _what_failed(self, code: int) -> str:
         last = [line.decode(errors="replace") for line in self._messages.last]
@@ -228,7 +220,7 @@ class RemoteHost:
         if code == SSH_FAILED:
             return (
                 f"ssh cannot run a program there{said}; it must do so without a question, as in "
-                f"`ssh -o BatchMode=yes {self._name} true`"
+                f"`ssh -o BatchMode=yes {self.name} true`"
             )
         if code in NO_PROGRAM:
             return f"it has no {sys.executable}{said}; Python must be at the same path on all hosts"

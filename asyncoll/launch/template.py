@@ -53,7 +53,7 @@ def main() -> None:
     # A fork has no copies of the template's other threads. This looks after the fork, because OpenBLAS ends its threads
     # before a fork.
     if loaded and len(os.listdir(f"/proc/{os.getppid()}/task")) == 1:
-        rank.run(program, template.channel)
+        rank.run(program.run, template.channel)
     else:
         os.set_inheritable(template.channel.fileno(), True)
         os.execv(sys.executable, command("rank", template.channel.fileno(), program))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Deliver
-from asyncoll.rpc.segments import Segments
+from asyncoll.rpc.segments import SegmentCarrier
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages.service_protocol import ClientEnd, ServiceEnd, SocketOwner
@@ -44,10 +44,8 @@ def _is_plain(url: str, key: Key | None) -> bool:
     return key is None and isinstance(url, str) and url.startswith("ipc://")
 
 
-class SocketCarrier:
-    """A `Carrier` over one socket, which it owns. The socket calls `received` and `lost`."""
-
-    sends_in_any_thread = False
+class SocketCarrier(SegmentCarrier):
+    """The carrier over one socket, which it owns. The socket calls `room`, `received` and `lost`."""
 
     def __init__(
         self,
@@ -56,23 +54,24 @@ class SocketCarrier:
         lost: Callable[[int, str], None],
     ) -> None:
         """`make` opens the socket. `broken` handles peers that violate the protocol, `lost` peers that are gone."""
+        super().__init__()
         self._make = make
         self._broken = broken
         self._lost = lost
 
     def open(self, deliver: Deliver) -> None:
-        # Here and not in `__init__`: the socket delivers from now on, and needs `deliver` for that.
-        self._segments = Segments(self, deliver)
+        super().open(deliver)
+        # Not in `__init__`: the socket delivers from now on.
         self.socket = self._make(self)
 
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
         # A message to a peer that is gone is dropped, so it counts as sent: its calls fail by the loss.
-        return not self.socket.has(dest) or self._segments.send_nowait(dest, head, arrays)
+        return not self.socket.has(dest) or super().send_nowait(dest, head, arrays)
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """Send a message in order, and return when `arrays` may change. One to a peer that is gone is dropped."""
         if self.socket.has(dest):
-            await self._segments.send(dest, head, arrays)
+            await super().send(dest, head, arrays)
 
     async def close(self) -> None:
         self.socket.close()
@@ -83,22 +82,14 @@ class SocketCarrier:
     async def flush(self, dest: int) -> None:
         await self.socket.flush(dest)
 
-    def room(self, peer: int, kind: int, number: int, nbytes: int) -> memoryview | None:
-        """The socket is about to receive a long segment."""
-        return self._segments.room(peer, kind, number, nbytes)
-
     def received(self, peer: int, kind: int, number: int, payload: Buffer) -> None:
         """The socket has received a segment."""
         try:
-            self._segments.received(peer, kind, number, payload)
+            super().received(peer, kind, number, payload)
         except ProtocolError as error:
             self._broken(peer, error)
 
-    def forget(self, peer: int) -> None:
-        """Drop the state of a peer that the owner has disconnected."""
-        self._segments.forget(peer)
-
     def lost(self, peer: int, cause: str) -> None:
         """The socket has lost a peer."""
-        self._segments.forget(peer)
+        self.forget(peer)
         self._lost(peer, cause)

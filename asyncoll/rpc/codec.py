@@ -21,7 +21,7 @@ import numpy as np
 from asyncoll.errors import AsyncollError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import ARRAYS_MAX
 from asyncoll.tensors import reductions
-from asyncoll.tensors.operands import as_operand, is_in_mode, is_tensor
+from asyncoll.tensors.operands import as_operand, has_memory, is_in_mode, is_tensor
 from asyncoll.tensors.reductions import BFLOAT16, DTYPES, MAX_DIMENSIONS, Array, torch_maker, torch_view
 from asyncoll.tensors.staged import Staged, hidden, is_hidden
 
@@ -184,7 +184,7 @@ def _as_numpy(tensor: Any) -> Array | None:
     if (hidden and is_hidden(tensor)) or is_in_mode():
         return None
     try:
-        array: Array = tensor.numpy()
+        array: Array | None = tensor.numpy() if has_memory(tensor) else None
     # It is of another device or layout, or has a gradient, or a dtype that numpy does not have.
     except (RuntimeError, TypeError):
         return _as_numpy(tensor.detach()) if tensor.requires_grad else None

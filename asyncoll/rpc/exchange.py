@@ -20,7 +20,8 @@ from asyncoll.tensors.reductions import Array
 class RpcExchange:
     """One end of RPC. All of it runs on the loop on which it was made.
 
-    In: messages of peers (`_deliver`, called by the carrier), and the calls of `client`. Out: `Carrier.send`.
+    In: messages of peers (`_deliver`, called by the carrier), the calls of `client`, and what `server` is told of peers
+    that are gone. Out: `Carrier.send`.
     """
 
     def __init__(
@@ -41,26 +42,19 @@ class RpcExchange:
         self._carrier = carrier
         self._sender, self._reader = Sender(carrier, route), Reader(route)
         self.client = Client(carrier, self._sender, rank_of, name, patience_s)
-        self._server = Server(carrier, self._sender, registry, broken)
+        self.server = Server(carrier, self._sender, registry, broken)
         carrier.open(self._deliver)
 
     def fail(self, make: Callable[[], AsyncollError]) -> None:
         """End all calls from here, and every later one, with the exception `make()`. Cancel all calls to here."""
         self.client.fail(make)
-        self._server.stop()
-
-    def answer_notifications(self) -> None:
-        self._server.answer_notifications()
-
-    def forget(self, peer: int) -> None:
-        """Cancel the calls of a peer that is gone. This end has made no calls to it."""
-        self._server.forget(peer)
+        self.server.stop()
 
     async def close(self) -> None:
         """End all calls, and wait until those that run here have ended. Idempotent."""
         try:
             await self.client.close()
-            await self._server.close()
+            await self.server.close()
             await self._sender.close()
             await self._reader.close()
         finally:
@@ -70,14 +64,14 @@ class RpcExchange:
         """Dispatch one message. Raises ProtocolError if it violates the protocol."""
         message, arrays = protocol.decode(head, arrays)
         if message.kind in (CALL, NOTIFY, STREAM):
-            self._server.begin(peer, message, arrays)
+            self.server.begin(peer, message, arrays)
         elif message.kind == CANCEL:
-            self._server.cancel(peer, message.call)
+            self.server.cancel(peer, message.call)
         elif message.kind == CREDIT:
-            self._server.taken(peer, message.call, message.number)
+            self.server.taken(peer, message.call, message.number)
         elif message.kind == SHOW_RESULT:
             self._reader.read(peer, message.body, self.client.arrivals(peer, message.call))
         elif message.kind == SHOW_ARGUMENT:
-            self._reader.read(peer, message.body, self._server.arrivals(peer, message))
+            self._reader.read(peer, message.body, self.server.arrivals(peer, message))
         else:
             self.client.received(peer, message, arrays)

@@ -32,6 +32,7 @@ from asyncoll.rpc.carrier import HEAD_BYTES, Deliver
 from asyncoll.rpc.packing import Packing, unpack
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena, Wait
+from asyncoll.transport.futures import settle
 from asyncoll.transport.memory.lending import Borrower, Lender
 from asyncoll.transport.memory.ring import RETURNED, Inbox, InboxClosedError, RingMessage, encode, encode_head
 
@@ -188,7 +189,7 @@ class MemoryCarrier:
 
     def _has_work(self) -> bool:
         inbox = self._inbox
-        return inbox.has_messages() or inbox.has_announcements() or self._borrower.has_dropped()
+        return inbox.has_messages() or inbox.has_announcements() or bool(self._borrower.dropped)
 
     def _receive(self) -> None:
         for message in self._inbox.take():
@@ -347,8 +348,7 @@ class _Outbox:
                     # `done` means that the sender was cancelled.
                     while self._queue and (self._queue[0][1].done() or self._try_put(self._queue[0][0])):
                         _, put = self._queue.popleft()
-                        if not put.done():
-                            put.set_result(None)
+                        settle(put)
                 if self._queue:
                     await self._until(partial(self.inbox.has_room, len(self._queue[0][0].raw)))
         except Exception as error:

@@ -11,26 +11,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Deliver
-from asyncoll.rpc.segments import Segments
+from asyncoll.rpc.segments import SegmentCarrier
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.router import Router
-from asyncoll.tensors.reductions import Array
+from asyncoll.transport.futures import settle
 from asyncoll.transport.wire import Buffer
 
 _DIRECT_BYTES = 1 << 13  # payloads that the caller's thread sends; ZeroMQ copies as many into one frame
 
 
-class MessageCarrier:
-    """A `Carrier` between the ranks of a group. Peers are world ranks."""
-
-    sends_in_any_thread = False
+class MessageCarrier(SegmentCarrier):
+    """The carrier between the ranks of a group. Peers are world ranks."""
 
     def __init__(
         self,
@@ -40,6 +38,7 @@ class MessageCarrier:
         broken: Callable[[int, ProtocolError], None],
     ) -> None:
         """`post` schedules a callback on the runtime's loop. `broken` handles a rank that violates the protocol."""
+        super().__init__()
         self._router = router
         self._ranks = frozenset(group.ranks)
         self._context = digest(group.communicator, "rpc")
@@ -52,15 +51,9 @@ class MessageCarrier:
         self._is_closed = False
 
     def open(self, deliver: Deliver) -> None:
+        super().open(deliver)
         self._loop = asyncio.get_running_loop()
-        self._segments = Segments(self, deliver)
         self._post_to_runtime(partial(self._router.on_signal, self._context, self._on_signal))
-
-    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
-        return self._segments.send_nowait(dest, head, arrays)
-
-    async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
-        await self._segments.send(dest, head, arrays)
 
     async def close(self) -> None:
         self._is_closed = True
@@ -90,7 +83,7 @@ class MessageCarrier:
         if self._is_closed:
             return
         passed = self._loop.create_future()
-        self._post_to_runtime(lambda: self._post_to_caller(_settle, passed))
+        self._post_to_runtime(lambda: self._post_to_caller(settle, passed))
         await passed
 
     def _on_signal(self, source: int, number: int, step: int, fingerprint: int, payload: Buffer) -> None:
@@ -120,11 +113,6 @@ class MessageCarrier:
             try:
                 if source not in self._ranks:
                     raise ProtocolError("a message on a communicator that it does not belong to")
-                self._segments.received(source, kind, number, payload)
+                self.received(source, kind, number, payload)
             except ProtocolError as error:
                 self._broken(source, error)
-
-
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)

@@ -96,17 +96,17 @@ class _ServiceExchange:
         return self._socket
 
     async def close(self) -> None:
-        self._exchange.answer_notifications()
+        self._exchange.server.answer_notifications()
         await self._exchange.close()
 
     def _broken(self, client: int, error: ProtocolError) -> None:
         self._dropped_clients.log(f"dropped client {client}, which broke the protocol: {error}")
         self._socket.drop(client, f"it dropped this client, which broke the protocol: {error}")
         self._carrier.forget(client)
-        self._exchange.forget(client)
+        self._exchange.server.forget(client)
 
     def _lost(self, client: int, cause: str) -> None:
-        self._exchange.forget(client)
+        self._exchange.server.forget(client)
 
 
 @contextlib.asynccontextmanager

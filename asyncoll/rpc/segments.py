@@ -1,4 +1,4 @@
-"""Messages of any length over a link that carries segments of at most 1 MiB.
+"""Carriers that send messages of any length as segments of at most 1 MiB.
 
 A short message is one segment. A long message begins with a segment that announces the lengths of its arrays; the
 receiver checks them before it allocates memory. The bytes of the arrays follow in segments, between which segments of
@@ -12,15 +12,17 @@ import asyncio
 import contextlib
 import itertools
 import struct
+from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import ARRAYS_MAX, HEAD_BYTES, Deliver
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport.futures import settle
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 WINDOW_BYTES = 8 * SEGMENT_BYTES
@@ -32,16 +34,6 @@ _LONG_MAX = 4  # long messages under way to one peer at a time
 _WHOLE, _FIRST, _PART, _DROP, _CREDIT = range(5)
 _TABLE = struct.Struct("<II")  # number of arrays, bytes of the head; then the bytes of each array
 _SIZE = 8  # bytes of an entry of the table
-
-
-class SegmentLink(Protocol):
-    """Carries segments, in order for each peer."""
-
-    def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
-        """Send a segment of at most SEGMENT_BYTES, now or soon. The payload must not change before `flush` returns."""
-
-    async def flush(self, dest: int) -> None:
-        """Wait until the payloads of all segments that were posted to `dest` may be changed."""
 
 
 class _SegmentPeer:
@@ -59,8 +51,7 @@ class _SegmentPeer:
         """Let all senders that wait for credit look again."""
         waiters, self.waiters = self.waiters, deque()
         for room in waiters:
-            if not room.done():
-                room.set_result(None)
+            settle(room)
 
 
 class _Partial:
@@ -93,22 +84,32 @@ class _Partial:
         return not self._empty
 
 
-class Segments:
-    """The messages to and from all peers of one carrier, on the carrier's loop.
+class SegmentCarrier(ABC):
+    """A `Carrier` whose subclasses carry segments, in order for each peer. All of it runs on the carrier's loop.
 
-    In: `send` (tasks of this rank) and `received` (segments of peers). Out: `SegmentLink.post`, and `deliver` for each
-    message.
+    In: `send` (tasks of this rank) and `received` (segments of peers). Out: `post`, and `deliver` for each message.
     """
 
-    def __init__(self, link: SegmentLink, deliver: Deliver) -> None:
-        self._link = link
-        self._deliver = deliver
+    sends_in_any_thread = False
+
+    def __init__(self) -> None:
         self._numbers = itertools.count()
         self._peers: defaultdict[int, _SegmentPeer] = defaultdict(_SegmentPeer)
 
+    def open(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+
+    @abstractmethod
+    def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
+        """Send a segment of at most SEGMENT_BYTES, now or soon. The payload must not change before `flush` returns."""
+
+    @abstractmethod
+    async def flush(self, dest: int) -> None:
+        """Wait until the payloads of all segments that were posted to `dest` may be changed."""
+
     # -- sending ----------------------------------------------------------------------------------
 
-    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array]) -> bool:
+    def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
         """Send a message if it is short and the window of `dest` has room for it; returns whether it was done."""
         peer = self._peers[dest]
         nbytes = _TABLE.size + len(head)
@@ -119,10 +120,10 @@ class Segments:
         if peer.outstanding + nbytes + _COST > WINDOW_BYTES:
             return False
         peer.outstanding += nbytes + _COST
-        self._link.post(dest, _WHOLE, 0, _joined(_begin(head, arrays), arrays))
+        self.post(dest, _WHOLE, 0, _joined(_begin(head, arrays), arrays))
         return True
 
-    async def send(self, dest: int, head: bytes, arrays: Sequence[Array]) -> None:
+    async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """Send a message in segments, as the window of `dest` has room. The caller may change `arrays` afterwards."""
         first, nbytes = _begin(head, arrays), sum(array.size for array in arrays)
         peer = self._peers[dest]
@@ -138,11 +139,11 @@ class Segments:
                     for start in range(0, array.size, SEGMENT_BYTES):
                         await self._post(peer, dest, _PART, number, array[start : start + SEGMENT_BYTES])
             except BaseException:
-                self._link.post(dest, _DROP, number, b"")  # the receiver frees the memory of the message
+                self.post(dest, _DROP, number, b"")  # the receiver frees the memory of the message
                 raise
             finally:
                 # Also if this is cancelled: the caller may change its arrays as soon as this returns.
-                await _to_the_end(self._link.flush(dest))
+                await _to_the_end(self.flush(dest))
 
     async def _post(self, peer: _SegmentPeer, dest: int, kind: int, number: int, payload: Buffer) -> None:
         cost = len(payload) + _COST
@@ -152,7 +153,7 @@ class Segments:
             await room
         if not peer.is_gone:
             peer.outstanding += cost
-            self._link.post(dest, kind, number, payload)
+            self.post(dest, kind, number, payload)
 
     # -- receiving --------------------------------------------------------------------------------
 
@@ -179,11 +180,11 @@ class Segments:
         peer.earned += len(payload) + _COST
         # The segment is consumed; credit goes out in batches.
         if peer.earned >= WINDOW_BYTES // 4:
-            self._link.post(source, _CREDIT, peer.earned, b"")
+            self.post(source, _CREDIT, peer.earned, b"")
             peer.earned = 0
 
     def room(self, source: int, kind: int, number: int, nbytes: int) -> memoryview | None:
-        """The memory for the payload of a segment, if the link can receive it there; it is `received` then."""
+        """The memory for the payload of a segment, if it can be received there; it is `received` then."""
         peer = self._peers.get(source)
         partial = peer.partial.get(number) if peer is not None and kind == _PART else None
         return None if partial is None else partial.room(nbytes)

@@ -97,6 +97,7 @@ class _Call:
         "peer",
         "placing",
         "task",
+        "timer",
     )
 
     def __init__(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
@@ -112,6 +113,7 @@ class _Call:
         self.landed = NONE_LANDED  # those that have been
         self.placing: Placing | None = None  # of arguments, for the thread of a plain function
         self.task: asyncio.Task[None] | None = None
+        self.timer: asyncio.TimerHandle | None = None  # for the deadline of a plain function in a thread
 
 
 class Server:
@@ -301,6 +303,8 @@ class Server:
         """The call is over: free its place."""
         if self._fetching:
             fetching.join(self._fetching.pop(call.key, ()))
+        if call.timer is not None:
+            call.timer.cancel()
         level = call.level
         del self._calls[call.key]
         count = self._counts[level] - 1
@@ -400,10 +404,9 @@ class Server:
         elif runs_here:
             call.task = leader
             return self._first_step(call, function, args, kwargs, context)
-        elif call.ends_s < math.inf:
-            wait = partial(self._wait_for_thread, call, function, args, kwargs)
-            self._finish(call, self._to_its_end(call, function, wait), context)
         else:
+            if call.ends_s < math.inf:
+                call.timer = self._loop.call_later(message.seconds, self._expire, call, function)
             work = partial(self._run_in_thread, call, function, args, kwargs, context)
             self._in_a_thread(work, partial(self._returned, call, function, context))
         return None
@@ -460,8 +463,7 @@ class Server:
         """Await the work of a function under its caller's deadline, and answer."""
         try:
             if call.ends_s < math.inf:
-                late = partial(LateError, f"{function.name} was cancelled at its caller's deadline")
-                async with Limit(call.ends_s - self._now_s(), late):
+                async with Limit(call.ends_s - self._now_s(), partial(_late, function)):
                     result = await work()
             else:
                 result = await work()
@@ -564,18 +566,12 @@ class Server:
         self._begin_to_answer(call, encoded[2])
         return _EncodedResult(encoded)
 
-    async def _wait_for_thread(self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Run a plain function in a thread and wait for it."""
-        returned: asyncio.Future[tuple[Any, BaseException | None]] = self._loop.create_future()
-
-        def done(result: Any, error: BaseException | None) -> None:
-            if not returned.done():
-                returned.set_result((result, error))
-            else:
-                _drop(result)
-
-        self._in_a_thread(partial(contextvars.copy_context().run, self._encoded, call, function, args, kwargs), done)
-        return await _outcome(*await returned)
+    def _expire(self, call: _Call, function: Function) -> None:
+        """The deadline of a plain function has come. The function runs to its end, and its result is dropped."""
+        assert self._threads is not None
+        self._threads.settle()  # its thread may have answered
+        if self._calls.get(call.key) is call and call.task is None:
+            self._finish(call, self._failed(call, _late(function)))
 
     # -- answers ----------------------------------------------------------------------------------
 
@@ -696,6 +692,10 @@ def _plain(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> A
     # In a coroutine it would count as the end of that.
     except StopIteration as error:
         raise RuntimeError(f"{fn!r} raised StopIteration") from error
+
+
+def _late(function: Function) -> LateError:
+    return LateError(f"{function.name} was cancelled at its caller's deadline")
 
 
 def _drop(result: Any) -> None:

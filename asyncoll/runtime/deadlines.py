@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from asyncoll.errors import UsageError
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
-expiry: ContextVar[float | None] = ContextVar("asyncoll_deadline", default=None)  # by `now_s`; None: no deadline
+expiry: ContextVar[float | None] = ContextVar("asyncoll_deadline", default=None)  # its end by `now_s`, if any
 
 
 @contextlib.contextmanager
@@ -52,11 +52,6 @@ def deadline(seconds: float) -> Iterator[None]:
 def lift() -> None:
     """Remove the deadline from the current context, for background work that outlives the call that creates it."""
     expiry.set(None)
-
-
-def expires_s() -> float | None:
-    """The end of the deadline of the current context, as a time of `now_s`; None without a deadline."""
-    return expiry.get()
 
 
 def remaining_s() -> float | None:

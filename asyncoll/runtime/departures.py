@@ -54,15 +54,16 @@ class CommunicatorLife(Protocol):
 class Departures:
     """The departures of this rank and of its peers.
 
-    In: `opened`, in any thread; and on the runtime's loop `forget`, `ending` and `answered` (of the endpoint), and
-    `leave_world`. Out: messages through the router, and the calls of `CommunicatorLife`.
+    In: `opened`, in any thread; and on the runtime's loop `open`, from which `lifetime` takes a communicator, `ending`
+    and `answered` (of the endpoint), and `leave_world`. Out: messages through the router, and the calls of
+    `CommunicatorLife`.
     """
 
     def __init__(self, router: Router, membership: Membership, failures: Failures) -> None:
         self._router = router
         self._membership = membership
         self._failures = failures
-        self._open: dict[int, CommunicatorLife] = {}  # those of this rank that are not forgotten
+        self.open: dict[int, CommunicatorLife] = {}  # those of this rank that are not forgotten, by number
         self._ended: dict[int, Ending] = {}  # by rank that has left the world
         self._unanswered: set[int] = set()  # ranks that have not answered the Ending of this rank
         self._all_answered = asyncio.Event()
@@ -70,27 +71,19 @@ class Departures:
 
     def opened(self, number: int, communicator: CommunicatorLife) -> None:
         """Add a communicator of this rank. Peers may have left the world already."""
-        self._open[number] = communicator
+        self.open[number] = communicator
         for rank, ending in list(self._ended.items()):
             communicator.ended(rank, ending)
-
-    def count(self) -> int:
-        """The communicators of this rank that are not forgotten, that of the world among them. In any thread."""
-        return len(self._open)
-
-    def forget(self, number: int) -> None:
-        """All ranks are through with this communicator."""
-        self._open.pop(number, None)
 
     # -- this rank leaves -------------------------------------------------------------------------
 
     def is_settled(self) -> bool:
         """Whether no numbered call of this rank is pending on any communicator. In any thread."""
-        return all(communicator.is_settled() for communicator in list(self._open.values()))
+        return all(communicator.is_settled() for communicator in list(self.open.values()))
 
     def returned(self) -> None:
         """The program of this rank has ended, and the rank waits for the others to end theirs."""
-        for communicator in list(self._open.values()):
+        for communicator in list(self.open.values()):
             communicator.returned()
 
     def unsettled(self, *, has_begun: bool) -> list[CommunicatorLife]:
@@ -99,7 +92,7 @@ class Departures:
         With `has_begun`, a call may have begun that is not counted as pending yet: then all that have not failed.
         """
         return [
-            each for each in list(self._open.values()) if not (each.has_failed() if has_begun else each.is_settled())
+            each for each in list(self.open.values()) if not (each.has_failed() if has_begun else each.is_settled())
         ]
 
     async def settle(self) -> None:
@@ -108,7 +101,7 @@ class Departures:
             await asyncio.sleep(_PAUSE_S)
 
     async def _idle(self) -> None:
-        while not all(communicator.is_idle() for communicator in list(self._open.values())):
+        while not all(communicator.is_idle() for communicator in list(self.open.values())):
             await asyncio.sleep(_PAUSE_S)
 
     async def leave_world(self, reason: Reason | None) -> None:
@@ -118,7 +111,7 @@ class Departures:
         that this one knows hears of it first.
         """
         self._failures.pass_on()
-        for communicator in list(self._open.values()):
+        for communicator in list(self.open.values()):
             communicator.leave_at_once(reason)
         # Before the Ending: after it the others may use the memory of this rank again.
         with contextlib.suppress(TimeoutError):
@@ -154,7 +147,7 @@ class Departures:
         # First: the connection may end while the communicators are told.
         self._membership.ended.add(source)
         self._ended[source] = ending
-        for communicator in list(self._open.values()):
+        for communicator in list(self.open.values()):
             communicator.ended(source, ending)
         # Otherwise that rank takes the Ending of this one for the answer.
         if source not in self._unanswered:

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from asyncoll import forks
@@ -80,7 +81,8 @@ class Endpoint:
         self.departures = Departures(self.router, self.membership, self.failures)
         self.returns = Returns()
         self._services: set[asyncio.Task[None]] = set()
-        self._at_last_call: list[Callable[[], None]] = []
+        # Called once this rank has made its last call. From then on it only takes part in the rounds of others.
+        self.at_depart: list[Callable[[], None]] = []
         self.at_part: list[Callable[[], None]] = []  # called once every rank has made its last call
         # Awaited when no call is under way here, before devices and the arena close: see `end`.
         self.at_end: list[Callable[[], Coroutine[Any, Any, None]]] = []
@@ -88,7 +90,7 @@ class Endpoint:
         self.departed = False  # this rank has made its last call
         self.closed = False
         self._parent: int | None = None  # in a forked child: the process id of the rank
-        self.membership.on_trace(self.executions.trace)
+        self.membership.traces.append(self.executions.trace)
         if arena is not None:
             self.failures.on_failure(WORLD, lambda *_: arena.recheck())
         forks.register(self)
@@ -172,21 +174,10 @@ class Endpoint:
             if peer != self.rank:
                 self.router.tell(peer, me)
 
-    def on_depart(self, callback: Callable[[], None]) -> None:
-        """Register `callback`, which is called once this rank has made its last call.
-
-        From then on the rank only takes part in the wait-avoiding rounds of others.
-        """
-        self._at_last_call.append(callback)
-
-    def off_depart(self, callback: Callable[[], None]) -> None:
-        """Undo `on_depart`."""
-        self._at_last_call.remove(callback)
-
     def depart(self) -> None:
-        """Mark that this rank has made its last call, and run the callbacks of `on_depart`."""
+        """Mark that this rank has made its last call, and run the callbacks of `at_depart`."""
         self.departed = True
-        for callback in tuple(self._at_last_call):
+        for callback in tuple(self.at_depart):
             callback()
 
     def part(self) -> None:
@@ -204,9 +195,9 @@ class Endpoint:
         """
         task = self._loop.create_task(service)
         self._services.add(task)
-        task.add_done_callback(lambda task: self._served(task, communicator))
+        task.add_done_callback(partial(self._served, communicator))
 
-    def _served(self, task: asyncio.Task[None], communicator: int) -> None:
+    def _served(self, communicator: int, task: asyncio.Task[None]) -> None:
         self._services.discard(task)
         if task.cancelled() or (error := task.exception()) is None:
             return
@@ -274,7 +265,7 @@ class Endpoint:
             self.standstill.received(source, message)
         elif isinstance(message, wire.Ending):
             self.departures.ending(source, message)
-            self.standstill.left()
+            self.standstill.wake()
         elif isinstance(message, wire.EndingSeen):
             self.departures.answered(source)
         else:

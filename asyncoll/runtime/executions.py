@@ -24,6 +24,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -35,6 +36,7 @@ from asyncoll.runtime.matching import Key, Mailbox, Receive
 from asyncoll.runtime.router import Router
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Buffer, Transport, wire
+from asyncoll.transport.futures import settle
 from asyncoll.transport.wire import SEGMENT_BYTES
 
 WINDOW_BYTES = 64 * SEGMENT_BYTES  # short arrays from one rank to another that the receiver has not consumed
@@ -65,32 +67,38 @@ def marked(fingerprint: int, communicator: int) -> int:
     return communicator & _MARK | fingerprint & ~_MARK
 
 
-class Execution:
-    """One execution of one operation at this rank; `identity` is None until this rank opens it."""
+class EarlyExecution:
+    """An execution of which messages have come, and that this rank has not opened."""
 
-    __slots__ = (
-        "checked",
-        "early_fingerprints",
-        "early_piggybacks",
-        "granted",
-        "identity",
-        "is_undone",
-        "mailbox",
-        "piggyback",
-        "serial",
-        "waits",
-    )
+    __slots__ = ("fingerprints", "granted", "is_undone", "mailbox", "piggybacks", "serial")
 
     def __init__(self, serial: int) -> None:
         """`serial` is the order in which executions became known here."""
         self.serial = serial
-        self.identity: Identity | None = None
         self.is_undone = False  # its segments are granted or credited already
         self.mailbox = Mailbox()
-        self.piggyback: Array | None = None  # sent with every message; holds the maximum of all that have come
-        self.early_piggybacks: list[tuple[int, Buffer]] = []  # source and bytes, before `open`
-        self.early_fingerprints: dict[int, int] = {}  # by source, before `open`
         self.granted: set[Key] = set()  # destinations whose receive is posted
+        self.fingerprints: dict[int, int] = {}  # by source
+        self.piggybacks: list[tuple[int, Buffer]] = []  # source and bytes
+
+    def is_of(self, communicator: int) -> bool:
+        """Whether what has come is of a call (`marked`) on `communicator`."""
+        return any(marked(each, communicator) == each for each in self.fingerprints.values())
+
+
+class Execution:
+    """One execution of one operation that is open at this rank."""
+
+    __slots__ = ("checked", "granted", "identity", "is_undone", "mailbox", "piggyback", "serial", "waits")
+
+    def __init__(self, identity: Identity, piggyback: Array | None, serial: int, early: EarlyExecution | None) -> None:
+        """`serial` is the order in which executions became known here: that of `early`, if it was known before."""
+        self.identity = identity
+        self.piggyback = piggyback  # sent with every message; holds the maximum of all that have come
+        self.serial = serial
+        self.is_undone = early is not None and early.is_undone
+        self.mailbox = Mailbox() if early is None else early.mailbox
+        self.granted: set[Key] = set() if early is None else early.granted
         self.waits: dict[asyncio.Future[None], Key | None] = {}  # the waits of this rank; the key if for a grant
         self.checked: set[int] = set()  # the world ranks that were asked whether they are in this call (`checks`)
 
@@ -99,11 +107,6 @@ class Execution:
         if not self.waits:
             return set()
         return {rank for rank, _ in (*self.mailbox.posted, *filter(None, self.waits.values()))}
-
-    def is_early_of(self, communicator: int) -> bool:
-        """Whether it is not open, and what has come is of a call (`marked`) on `communicator`."""
-        fingerprints = self.early_fingerprints.values()
-        return self.identity is None and any(marked(each, communicator) == each for each in fingerprints)
 
 
 class _FlowControl:
@@ -141,17 +144,21 @@ class Executions:
         self._transport = transport
         self._router = router
         self._failures = failures
-        self._current: dict[tuple[int, int], Execution] = {}  # open here, or known from an early message
+        self._open: dict[tuple[int, int], Execution] = {}
+        self._early: dict[tuple[int, int], EarlyExecution] = {}
         self._finished: dict[tuple[int, int], Identity] = {}  # the last _RECENT_MAX
         self._abandoned: dict[tuple[int, int], int] = {}  # ended by an exception: their communicators
         self._links: dict[int, _FlowControl] = {}
         # Executions that callers have carried out in their threads, until the runtime's loop needs to know of them.
         self._sent_directly: deque[Identity] = deque(maxlen=_RECENT_MAX)
-        self._described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
+        # By context, for executions that this class does not keep (rounds): a function that returns the world ranks of
+        # the one with a number, and its text; None if it is unknown.
+        self.described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
         self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution of its last message
         self._known = 0  # executions that became known here
-        self._early: dict[int, Callable[[], None]] = {}  # by context: called for each early message
-        self._checks = Checks(self._current.values, self._check)
+        # By context: called after each message that comes before its execution is open.
+        self.on_early: dict[int, Callable[[], None]] = {}
+        self._checks = Checks(self._open.values, self._check)
         failures.on_failure(WORLD, self._break_off)
 
     def open(self, identity: Identity, piggyback: Array | None = None) -> Execution:
@@ -162,30 +169,35 @@ class Executions:
         """
         self._failures.check(identity.communicator)
         key = (identity.context, identity.number)
-        execution = self._get_or_create(key)
-        assert execution.identity is None, f"{identity.describe()} is already open"
-        execution.identity, execution.piggyback = identity, piggyback
-        for source, fingerprint in execution.early_fingerprints.items():
-            if fingerprint != identity.fingerprint:
-                # These segments belong to another call than this one.
-                execution.mailbox.forget(source)
-                self._dispute(source, identity)
+        assert key not in self._open, f"{identity.describe()} is already open"
+        early = self._early.pop(key, None)
+        execution = self._open[key] = Execution(identity, piggyback, early.serial if early else self._serial(), early)
+        if early is not None:
+            self._compare(early, execution)
         # Peers that asked about this execution before it was open here are answered now, if the calls differ.
         for source, fingerprint in self._checks.kept(key).items():
             if fingerprint != identity.fingerprint:
                 self._dispute(source, identity)
-        # Until now there was nothing here to merge them with.
-        for source, early in execution.early_piggybacks:
-            if execution.early_fingerprints[source] == identity.fingerprint:
-                self._merge_piggyback(source, execution, early)
         return execution
+
+    def _compare(self, early: EarlyExecution, execution: Execution) -> None:
+        """Dispute what has come early for another call than this one, and merge the piggybacks of the rest."""
+        identity = execution.identity
+        for source, fingerprint in early.fingerprints.items():
+            if fingerprint != identity.fingerprint:
+                # These segments belong to another call than this one.
+                execution.mailbox.forget(source)
+                self._dispute(source, identity)
+        # Until now there was nothing here to merge them with.
+        for source, piggyback in early.piggybacks:
+            if early.fingerprints[source] == identity.fingerprint:
+                self._merge_piggyback(source, execution, piggyback)
 
     def end(self, execution: Execution, *, completed: bool) -> None:
         """Forget an execution. If it was not `completed`, messages that still arrive for it are dropped."""
         identity = execution.identity
-        assert identity is not None
         key = (identity.context, identity.number)
-        del self._current[key]
+        del self._open[key]
         # Peers go on sending until they learn of the failure. What they send must not open the execution again.
         if not completed:
             self._abandoned[key] = identity.communicator
@@ -201,8 +213,6 @@ class Executions:
 
         Raises ProtocolError, or the error of the communicator, if segments that came early do not fit.
         """
-        identity = execution.identity
-        assert identity is not None
         try:
             early = execution.mailbox.post((source, step), receive)
             # A second credit for the same bytes would let the sender exceed the window.
@@ -213,7 +223,7 @@ class Executions:
                 _check_whole(receive)
         except ProtocolError as error:
             self._failures.broken(source, error)
-            self._failures.check(identity.communicator)
+            self._failures.check(execution.identity.communicator)
             raise
         # The sender of a long array waits until this rank has memory for it. A short one has come out of the window.
         if receive.into.nbytes > SEGMENT_BYTES:
@@ -224,12 +234,11 @@ class Executions:
 
     async def wait(self, execution: Execution, *receives: Receive) -> None:
         """Wait until one of `receives`, none of which is complete yet, is. Raises the error of the communicator."""
-        assert execution.identity is not None
         # A failure ends the waits that it finds. It would not end one that begins afterwards.
         self._failures.check(execution.identity.communicator)
         future = asyncio.get_running_loop().create_future()
         for receive in receives:
-            receive.on_complete = lambda: _set(future)
+            receive.on_complete = partial(settle, future)
         execution.waits[future] = None
         self._checks.waits()
         try:
@@ -272,9 +281,8 @@ class Executions:
         """Enter the executions that callers have carried out in their threads."""
         while self._sent_directly:
             identity = self._sent_directly.popleft()
-            execution = self._current.get((identity.context, identity.number))
             # An open one is of the same call, which the transport has refused to send directly.
-            if not self._failures.any and (execution is None or execution.identity is None):
+            if not self._failures.any and (identity.context, identity.number) not in self._open:
                 self.end(self.open(identity), completed=True)
 
     async def send(self, execution: Execution, dest: int, step: int, data: Array, *, offers: bool = False) -> None:
@@ -303,7 +311,6 @@ class Executions:
         """Announce a long array to world rank `dest`, and return once its receive is posted: `send` follows."""
         if (dest, step) not in execution.granted:
             identity = execution.identity
-            assert identity is not None
             self._failures.check(identity.communicator)
             header = wire.encode(wire.OFFER, identity.context, identity.number, step, identity.fingerprint)
             self._router.send(dest, [header])
@@ -311,16 +318,14 @@ class Executions:
 
     def grant(self, execution: Execution, source: int, step: int) -> None:
         """Tell world rank `source` that this rank takes `step`, before it posts the receive of a long array."""
-        identity = execution.identity
-        assert identity is not None
         # Otherwise the array has been granted already.
         if not execution.is_undone:
+            identity = execution.identity
             header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
             self._router.send(source, [header])
 
     async def _wait_for_credit(self, execution: Execution, dest: int) -> None:
         identity = execution.identity
-        assert identity is not None
         what = f"{identity.describe()}: rank {dest} has not consumed what it was sent"
         # Not among the waits of the execution, about which `checks` asks: the window is shared by all calls, and the
         # peer may fail to consume another one.
@@ -330,7 +335,6 @@ class Executions:
 
     async def _wait_for_grant(self, execution: Execution, dest: int, step: int) -> None:
         key = (dest, step)
-        assert execution.identity is not None
         self._failures.check(execution.identity.communicator)
         if key not in execution.granted:
             future = asyncio.get_running_loop().create_future()
@@ -344,8 +348,8 @@ class Executions:
     def waiting(self) -> list[str]:
         """One line for each receive and each grant that this rank waits for."""
         lines = []
-        for execution in self._current.values():
-            if execution.identity is None or not execution.waits:
+        for execution in self._open.values():
+            if not execution.waits:
                 continue
             what = execution.identity.describe()
             lines += [f"{what}: step {step} from rank {source}" for source, step in execution.mailbox.waiting_for()]
@@ -356,28 +360,20 @@ class Executions:
     def _break_off(self, failure: Failure, communicator: int) -> None:
         """End every wait of `communicator`; WORLD means all of them."""
         # The futures wake their tasks in a later turn of the loop, so no execution comes or goes in this loop.
-        for execution in self._current.values():
-            if execution.identity is not None and communicator in (WORLD, execution.identity.communicator):
+        for execution in self._open.values():
+            if communicator in (WORLD, execution.identity.communicator):
                 for future in execution.waits:
                     break_off(future, failure)
 
     # -- executions that wait for any of several messages -----------------------------------------
-
-    def on_early(self, context: int, wake: Callable[[], None]) -> None:
-        """Call `wake` after each message of `context` that comes before its execution is open, until `off_early`."""
-        self._early[context] = wake
-
-    def off_early(self, context: int) -> None:
-        """Undo `on_early`."""
-        del self._early[context]
 
     def serial(self, context: int, number: int, source: int) -> int | None:
         """The order in which the first message of an execution came; None if none of world rank `source` has come.
 
         The execution is not open here.
         """
-        execution = self._current.get((context, number))
-        return execution.serial if execution is not None and source in execution.early_fingerprints else None
+        early = self._early.get((context, number))
+        return early.serial if early is not None and source in early.fingerprints else None
 
     def undo(self, identity: Identity, source: int, step: int, receive: Receive) -> None:
         """Undo an execution of which this rank's part is to receive one array from world rank `source`.
@@ -387,17 +383,18 @@ class Executions:
         """
         key = (identity.context, identity.number)
         self._finished.pop(key, None)
-        execution = self._current.get(key)
+        execution = self._open.pop(key, None)
         # It was the first to come, so it is served before all that have come since: its serial is less than theirs.
-        if execution is None:
-            execution = self._current[key] = Execution(0)
-            execution.early_fingerprints[source] = identity.fingerprint
-        execution.identity, execution.is_undone = None, True
-        execution.mailbox.undo((source, step), receive)
+        early = self._early[key] = EarlyExecution(0 if execution is None else execution.serial)
+        early.fingerprints[source] = identity.fingerprint
+        early.is_undone = True
+        if execution is not None:
+            early.mailbox, early.granted = execution.mailbox, execution.granted
+        early.mailbox.undo((source, step), receive)
         self._tell_early(identity.context)
 
     def _tell_early(self, context: int) -> None:
-        wake = self._early.get(context)
+        wake = self.on_early.get(context)
         if wake is not None:
             wake()
 
@@ -440,9 +437,10 @@ class Executions:
         if execution is not None:
             key = (source, header.step)
             execution.granted.add(key)
-            for future, awaited in execution.waits.items():
-                if awaited == key:
-                    _set(future)
+            if isinstance(execution, Execution):
+                for future, awaited in execution.waits.items():
+                    if awaited == key:
+                        settle(future)
 
     def credited(self, source: int, amount: int) -> None:
         """A CREDIT message: world rank `source` has consumed `amount` bytes of short arrays.
@@ -456,12 +454,12 @@ class Executions:
         # Each of them looks again whether the window has room for its array, and may wait once more.
         waiters, link.waiters = link.waiters, []
         for future in waiters:
-            _set(future)
+            settle(future)
 
-    def _merge_piggyback(self, source: int, execution: Execution, piggyback: Buffer) -> None:
+    def _merge_piggyback(self, source: int, execution: Execution | EarlyExecution, piggyback: Buffer) -> None:
         """Take the element-wise maximum of this rank's piggyback and the one that came from `source`."""
-        if execution.identity is None:
-            execution.early_piggybacks.append((source, piggyback))
+        if isinstance(execution, EarlyExecution):
+            execution.piggybacks.append((source, piggyback))
             return
         mine = execution.piggyback
         if mine is None or len(piggyback) != mine.nbytes:
@@ -470,7 +468,7 @@ class Executions:
             return
         np.maximum(mine, np.frombuffer(piggyback, np.uint8).view(mine.dtype), out=mine)
 
-    def _matching_execution(self, source: int, header: wire.Header) -> Execution | None:
+    def _matching_execution(self, source: int, header: wire.Header) -> Execution | EarlyExecution | None:
         """The execution that a message of `source` belongs to; None if it is abandoned or the fingerprints differ."""
         key = (header.context, header.number)
         # The message may be of an execution that a caller of this rank has carried out in its thread.
@@ -484,11 +482,13 @@ class Executions:
             if self._finished[key].fingerprint != header.fingerprint:
                 self._dispute(source, self._finished[key])
             return None
-        execution = self._get_or_create(key)
         self._last_heard[source] = key
-        if execution.identity is None:
-            execution.early_fingerprints[source] = header.fingerprint
-        elif execution.identity.fingerprint != header.fingerprint:
+        execution = self._open.get(key)
+        if execution is None:
+            early = self._early.get(key) or self._early.setdefault(key, EarlyExecution(self._serial()))
+            early.fingerprints[source] = header.fingerprint
+            return early
+        if execution.identity.fingerprint != header.fingerprint:
             self._dispute(source, execution.identity)
             return None
         return execution
@@ -497,12 +497,10 @@ class Executions:
         """Flow control with world rank `peer`. From any thread: `setdefault` is one atomic step."""
         return self._links.get(peer) or self._links.setdefault(peer, _FlowControl())
 
-    def _get_or_create(self, key: tuple[int, int]) -> Execution:
-        execution = self._current.get(key)
-        if execution is None:
-            self._known += 1
-            execution = self._current[key] = Execution(self._known)
-        return execution
+    def _serial(self) -> int:
+        """The number of an execution that becomes known here."""
+        self._known += 1
+        return self._known
 
     def _earn(self, source: int, amount: int) -> None:
         """`amount` bytes of `source` have been consumed. Sends credit in batches of a quarter of the window.
@@ -520,7 +518,6 @@ class Executions:
     def _check(self, execution: Execution, rank: int) -> None:
         """Ask world rank `rank`, which `execution` waits for, whether it is in the same call."""
         identity = execution.identity
-        assert identity is not None
         header = wire.encode(wire.CHECK, identity.context, identity.number, fingerprint=identity.fingerprint)
         self._router.send(rank, [header])
 
@@ -541,17 +538,6 @@ class Executions:
         question = wire.Dispute(identity.communicator, identity.context, identity.number, identity.describe())
         self._router.tell(source, question)
 
-    def on_dispute(self, context: int, describe: Callable[[int], tuple[tuple[int, ...], str] | None]) -> None:
-        """Register `describe` for `context`, for executions that this class does not keep (rounds).
-
-        `describe(number)` returns the world ranks of that execution and its text, or None if it is unknown.
-        """
-        self._described[context] = describe
-
-    def off_dispute(self, context: int) -> None:
-        """Undo `on_dispute`: no message for `context` is under way."""
-        self._described.pop(context, None)
-
     def forget(self, communicator: int) -> None:
         """No message for an execution of `communicator` is under way."""
         for key in [key for key, identity in self._finished.items() if identity.communicator == communicator]:
@@ -559,11 +545,9 @@ class Executions:
         for key in [key for key, owner in self._abandoned.items() if owner == communicator]:
             del self._abandoned[key]
         # Messages that this rank has not received, and collectives that not all ranks have made: it has failed.
-        for key in [key for key, execution in self._current.items() if execution.is_early_of(communicator)]:
-            execution = self._current.pop(key)
-            if execution.is_undone:
-                continue
-            for source, payload in execution.mailbox.early():
+        for key in [key for key, early in self._early.items() if early.is_of(communicator)]:
+            early = self._early.pop(key)
+            for source, payload in early.mailbox.early() if not early.is_undone else ():
                 self._link(source).early_bytes -= _cost(payload)
                 self._earn(source, _cost(payload))
 
@@ -572,8 +556,8 @@ class Executions:
         self._enter_direct()
         identity = self._identity((dispute.context, dispute.number))
         known = (identity.members, identity.describe()) if identity else None
-        if known is None and dispute.context in self._described:
-            known = self._described[dispute.context](dispute.number)
+        if known is None and dispute.context in self.described:
+            known = self.described[dispute.context](dispute.number)
         members, mine = known or ((source,), "another operation, long ago")
         text = f"rank {source} called {dispute.description}, but rank {self._router.rank} called {mine}"
         self._failures.mismatch(dispute.communicator, members, text)
@@ -585,13 +569,12 @@ class Executions:
 
     def _identity(self, key: tuple[int, int]) -> Identity | None:
         """The identity of an open or recently finished execution; None if there is none."""
-        execution = self._current.get(key)
-        return (execution.identity if execution else None) or self._finished.get(key)
+        execution = self._open.get(key)
+        return execution.identity if execution is not None else self._finished.get(key)
 
 
 def _data_frames(execution: Execution, step: int, payload: Buffer) -> list[Buffer]:
     identity = execution.identity
-    assert identity is not None
     header = wire.encode(wire.DATA, identity.context, identity.number, step, identity.fingerprint)
     return [header, payload] if execution.piggyback is None else [header, payload, execution.piggyback.view(np.uint8)]
 
@@ -604,9 +587,3 @@ def _check_whole(receive: Receive) -> None:
 
 def _cost(payload: Buffer) -> int:
     return len(payload) + _MESSAGE_COST
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    # Its waiter may have failed or been cancelled in this turn of the loop, and has not run since.
-    if not future.done():
-        future.set_result(None)

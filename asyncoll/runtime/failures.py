@@ -14,16 +14,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from asyncoll.errors import (
-    AbortedError,
-    AsyncollError,
-    ClosedError,
-    DeadlineError,
-    DeadlockError,
-    MismatchError,
-    PeerLostError,
-    ProtocolError,
-)
+from asyncoll import errors
+from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.runtime.router import Router
 from asyncoll.transport import wire
 
@@ -57,24 +49,24 @@ def error_of(failure: Failure) -> AsyncollError:
     """A new exception for `failure`: each waiter raises its own object, because a traceback belongs to one raise."""
     match failure:
         case wire.Abort():
-            return AbortedError(failure.rank, failure.reason)
+            return errors.AbortedError(failure.rank, failure.reason)
         case wire.Broken():
-            return ProtocolError(failure.text, failure.source)
+            return errors.ProtocolError(failure.text, failure.source)
         case wire.Lost():
             rank, cause, host, pid, last_seen_ms, doing, ranks = failure
-            return PeerLostError(rank, cause, host, pid, last_seen_ms / 1000, doing, ranks_in(ranks))
+            return errors.PeerLostError(rank, cause, host, pid, last_seen_ms / 1000, doing, ranks_in(ranks))
         case wire.Mismatch():
-            return MismatchError(failure.text)
+            return errors.MismatchError(failure.text)
         case wire.Overdue():
-            return DeadlineError(failure.text, ranks_in(failure.arrived), ranks_in(failure.missing))
+            return errors.DeadlineError(failure.text, ranks_in(failure.arrived), ranks_in(failure.missing))
         case wire.Deadlock():
-            return DeadlockError(failure.text)
+            return errors.DeadlockError(failure.text)
         case Departed():
-            left = PeerLostError(failure.rank, failure.cause, failure.host, failure.pid)
+            left = errors.PeerLostError(failure.rank, failure.cause, failure.host, failure.pid)
             left.left_in_order = failure.in_order
             return left
         case Closed():
-            return ClosedError("this communicator is closed")
+            return errors.ClosedError("this communicator is closed")
 
 
 def ranks_in(listed: str) -> tuple[int, ...]:

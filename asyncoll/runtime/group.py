@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 
 from asyncoll.runtime.executions import Executions, Identity
@@ -22,18 +22,13 @@ class Group:
     ranks: tuple[int, ...]  # world ranks, by group rank
     rank: int  # the group rank of this process
     communicator: int  # its context: the contexts of operations derive from it, and failures belong to it
-    whole: tuple[int, ...] = ()  # the world ranks of the communicator, if the group is a subset of it
+    members: tuple[int, ...] = ()  # the world ranks of the communicator, which hear of its failures; by default `ranks`
     epoch: int = 0  # the membership of the world that its ranks are of; 0 for one that never changes
+    size: int = field(init=False)  # the number of ranks
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return len(self.ranks)
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The world ranks of the communicator, which hear of its failures."""
-        return self.whole or self.ranks
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", len(self.ranks))
+        object.__setattr__(self, "members", self.members or self.ranks)
 
     def subset(self, group_ranks: tuple[int, ...]) -> Group:
         """The group of these group ranks, in this order; the rank of this process must be one of them."""

@@ -23,10 +23,11 @@ from asyncoll import forks
 from asyncoll.arguments import real
 from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.interruption import handlers_may_run, may_interrupt
-from asyncoll.runtime.progress import ProgressThread, ignore, task_of
+from asyncoll.runtime.progress import ProgressThread, ignore, see, task_of
 from asyncoll.runtime.shared_work import BegunWork, Driven
 from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
+from asyncoll.transport.futures import settle_from_any_thread
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -205,9 +206,8 @@ class Handle(Uncopied, Awaitable[T]):
             if self._runner.is_turn_due():
                 yield
             return self._outcome()
-        loop = program_loop()
-        ended = loop.create_future()
-        key = self._add(partial(_wake, loop, ended))
+        ended = program_loop().create_future()
+        key = self._add(partial(settle_from_any_thread, ended))
         try:
             # Asked once the callback is there: a call that ends earlier is seen here, a later one wakes the future.
             if not self._is_done:
@@ -505,7 +505,7 @@ class HandleRunner(ProgressThread):
     def _take(self, work: Any, caller: asyncio.AbstractEventLoop) -> None:
         if work.claim():
             task = self._finishing[work] = self.home.create_task(work.finish())
-            task.add_done_callback(_see)
+            task.add_done_callback(see)
 
     def _adopt(self, handle: Handle[Any]) -> None:
         call = handle._call
@@ -530,7 +530,7 @@ class HandleRunner(ProgressThread):
             self._settle(handle, task)
         else:
             self._left.pop(mine, None)
-            _see(task)
+            see(task)
 
     def _settle(self, handle: Handle[T], task: asyncio.Task[T]) -> None:
         if task.cancelled():  # by `stop`
@@ -577,11 +577,6 @@ class _Run:
         self.begin()
 
 
-def _see(task: asyncio.Task[Any]) -> None:
-    if not task.cancelled():
-        task.exception()  # mark it as seen: the handle may have been dropped
-
-
 def _threads_of_program() -> list[threading.Thread]:
     """The threads that may make calls."""
     return [each for each in threading.enumerate() if each.name not in _OWN_THREADS]
@@ -591,17 +586,6 @@ def _is_waiting(thread: threading.Thread) -> bool:
     """Whether `thread` makes no call before another one ends."""
     gate = waiting_threads.get(thread.ident)
     return gate is not None and not gate.is_open
-
-
-def _wake(loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
-    # The loop is closed, and with it the task that waits.
-    with contextlib.suppress(RuntimeError):
-        loop.call_soon_threadsafe(_set, ended)
-
-
-def _set(ended: asyncio.Future[None]) -> None:
-    if not ended.done():
-        ended.set_result(None)
 
 
 def _limit_s(timeout: float | None) -> float:

@@ -52,26 +52,18 @@ class Hosts:
         """The leaders of this rank's place, by host. Only for a leader."""
         return self.teams[self.place]
 
-    def host(self, rank: int) -> int:
-        """The host of `rank`."""
-        return self._host_of[rank]
-
     def first_ranks(self, host: int, at_most: int) -> tuple[int, ...]:
         """The first ranks of `host`, at most so many."""
         return self.ranks[host][:at_most]
 
-    def carried(self, leader: int) -> Sequence[Sequence[int]]:
-        """For each host, the ranks whose blocks the leader of that place sends and receives."""
-        return self._carried[leader]
-
     # Computed once: calls ask for these again and again, and with 1,024 ranks that took 24 ms of each.
 
     @cached_property
-    def _host_of(self) -> dict[int, int]:
+    def host(self) -> dict[int, int]:
         """The host of each rank."""
         return {rank: host for host, ranks in enumerate(self.ranks) for rank in ranks}
 
     @cached_property
-    def _carried(self) -> Sequence[Sequence[Sequence[int]]]:
-        """By leader, as of `carried`."""
+    def carried(self) -> Sequence[Sequence[Sequence[int]]]:
+        """By leader: for each host, the ranks whose blocks the leader of that place sends and receives."""
         return [[ranks[leader :: self.leaders] for ranks in self.ranks] for leader in range(self.leaders)]

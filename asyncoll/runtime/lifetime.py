@@ -36,7 +36,8 @@ from asyncoll.errors import ProtocolError, Reason
 from asyncoll.runtime.departures import IN_ORDER
 from asyncoll.runtime.failures import Closed, Departed, Failure, error_of
 from asyncoll.runtime.member import Member
-from asyncoll.runtime.pending import Kind, PendingCalls
+from asyncoll.runtime.pending import PendingCalls
+from asyncoll.runtime.standstill import Kind
 from asyncoll.transport.wire import Ending, Leave, Returned, Unused
 
 _CLOSED = Reason("it has left: it has closed this communicator")
@@ -268,4 +269,4 @@ class Lifetime:
         for part in self._parts:
             part.forget()
         self._member.forget()
-        self._member.endpoint.departures.forget(self._member.communicator)
+        self._member.endpoint.departures.open.pop(self._member.communicator, None)

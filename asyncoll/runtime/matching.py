@@ -36,7 +36,10 @@ class Receive:
     def take(self, payload: Buffer) -> None:
         """Consume the next segment. Raises ProtocolError if it does not fit the rest of the array."""
         into = self.into
-        data = _as_array(payload, into)
+        raw = np.frombuffer(payload, np.uint8)
+        if raw.size % into.itemsize:
+            raise ProtocolError(f"a segment of {raw.size} bytes, not a multiple of the {into.itemsize} of an element")
+        data = raw.view(into.dtype)
         target = into[self.filled : self.filled + data.size]
         # An empty segment would never end the array.
         if target.size != data.size or (into.size and not data.size):
@@ -53,14 +56,6 @@ class Receive:
             self.complete = True
             if self.on_complete is not None:
                 self.on_complete()
-
-
-def _as_array(payload: Buffer, like: Array) -> Array:
-    """The bytes as an array of the dtype of `like`, without a copy."""
-    raw = np.frombuffer(payload, np.uint8)
-    if raw.size % like.itemsize:
-        raise ProtocolError(f"a segment of {raw.size} bytes, not a multiple of the {like.itemsize} of an element")
-    return raw.view(like.dtype)
 
 
 class Mailbox:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 from asyncoll.errors import AbortedError, AsyncollError, ClosedError, DeviceError, ProtocolError, UsageError, describe
 from asyncoll.runtime.endpoint import Endpoint
@@ -26,8 +25,6 @@ class Member:
     The methods may be called from any thread. They post their work to the runtime's loop.
     """
 
-    __slots__ = ("_aborted", "_forget", "communicator", "endpoint", "group", "is_closed", "ports", "runner", "trace")
-
     def __init__(self, endpoint: Endpoint, group: Group, runner: Runner) -> None:
         self.endpoint = endpoint
         self.group = group
@@ -36,14 +33,15 @@ class Member:
         self.trace = Trace(group.rank, group.size)
         self.is_closed = False  # this rank makes no more calls
         self.ports = 0  # open ones of operations in which the runtime takes part for the other ranks
+        self.watch = partial(endpoint.failures.watch, self.communicator)  # a future that a failure of it ends
         self._aborted: str | None = None  # the reason for which this rank has aborted the communicator
-        self._forget: list[Callable[[], None]] = []
+        self._forget: list[Callable[[], object]] = []
 
     def among(self, ranks: tuple[int, ...]) -> Member:
         """This rank as a member of a subset of the communicator: of these group ranks, in this order."""
         return Member(self.endpoint, self.group.subset(ranks), self.runner)
 
-    def at_end(self, forget: Callable[[], None]) -> None:
+    def at_end(self, forget: Callable[[], object]) -> None:
         """Call `forget` once no rank uses the communicator any more. Not at the end of the world."""
         self._forget.append(forget)
 
@@ -59,10 +57,6 @@ class Member:
         failures = self.endpoint.failures
         if failures.any:  # seldom
             failures.check(self.communicator)
-
-    def watch(self, what: str) -> contextlib.AbstractContextManager[asyncio.Future[Any]]:
-        """A future of the runtime's loop that a failure of the communicator ends: `Failures.watch`."""
-        return self.endpoint.failures.watch(self.communicator, what)
 
     @property
     def has_failed(self) -> bool:

@@ -15,7 +15,7 @@ _ENDING_S = 0.05  # time limit for a dying process to end
 class Membership:
     """The ranks of the world as this rank knows them: their processes, and which of them are lost.
 
-    In: `introduced`, for each Hello message; `on_trace`, at the start. Out: `news_of`, the message that reports a lost
+    In: `introduced`, for each Hello message; `traces`. Out: `news_of`, the message that reports a lost
     rank. The endpoint calls `culprit` and `news_of` in any thread and everything else on the runtime's loop.
     """
 
@@ -25,7 +25,8 @@ class Membership:
         self.lost: set[int] = set()  # world ranks
         self.ended: set[int] = set()  # world ranks that have left while others stay
         self._processes: dict[int, Hello] = {}
-        self._traces: list[Callable[[int], str]] = []
+        # Each returns the last known call of a rank as text, or an empty string. Later ones are asked first.
+        self.traces: list[Callable[[int], str]] = []
 
     def introduced(self, rank: int, process: Hello) -> None:
         """Record the host and the process id of world rank `rank`."""
@@ -65,23 +66,12 @@ class Membership:
         """The host and the process id of world rank `rank`; empty and 0 if they are not known."""
         return self._processes.get(rank) or Hello(self._hosts[rank] if self._hosts else "", 0)
 
-    def on_trace(self, trace: Callable[[int], str]) -> None:
-        """Register `trace`: `trace(rank)` returns the last known call of a rank as text, or an empty string.
-
-        Functions that are registered later are asked first.
-        """
-        self._traces.append(trace)
-
-    def off_trace(self, trace: Callable[[int], str]) -> None:
-        """Undo `on_trace`."""
-        self._traces.remove(trace)
-
     def news_of(self, loss: Loss, ranks: Sequence[int] = ()) -> Lost:
         """The message that reports `loss`, with the process of the lost rank and its last known call.
 
         `ranks` are all ranks that are lost with it; by default that rank alone.
         """
         host, pid = self.process(loss.rank)
-        doing = next((text for trace in tuple(reversed(self._traces)) if (text := trace(loss.rank))), "")
+        doing = next((text for trace in tuple(reversed(self.traces)) if (text := trace(loss.rank))), "")
         listed = ",".join(map(str, ranks or (loss.rank,)))
         return Lost(loss.rank, loss.cause, host, pid, round(1000 * loss.last_seen_s), doing, listed)

@@ -17,7 +17,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,7 @@ from asyncoll.runtime import deadlines
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import Departed
 from asyncoll.runtime.group import Group
-from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, ToldCall
+from asyncoll.runtime.standstill import Kind, ToldCall
 from asyncoll.tensors.staged import Arriving
 from asyncoll.transport.wire import Here, Overdue, Where
 
@@ -51,15 +50,6 @@ class Described(Protocol):
     @property
     def key(self) -> str:
         """A name of the call, of one line, that is the same at every rank."""
-
-
-class Kind(IntEnum):
-    """What a call needs of its ranks. A rank that leaves ends its part in calls of these kinds one after another."""
-
-    COLLECTIVE = 1  # all its ranks, as far as their calls with numbers go
-    PAIR = 2  # its two ranks
-    FROM_ANY = 3  # one other rank
-    ROUND = 4  # the runtime of its ranks, which serves the rounds of others after the last call
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen: that takes five times as long to make
@@ -140,7 +130,7 @@ class PendingCalls:
         world ranks that take part, by default all of the communicator. A call of certain ranks needs all of them; one
         `from_any` needs one other rank. A call that is entered late gives `since`: when it began, and its deadline.
         """
-        since_s, expires_s = (self._now_s(), deadlines.expires_s()) if since is None else since
+        since_s, expires_s = (self._now_s(), deadlines.expiry.get()) if since is None else since
         kind = Kind.COLLECTIVE if number else Kind.PAIR if ranks else Kind.FROM_ANY if from_any else Kind.ROUND
         # The patience of the world bounds every call, also where the program has set a later deadline.
         patience_s = since_s + self._patience_s
@@ -239,7 +229,7 @@ class PendingCalls:
         if pending.kind is Kind.PAIR:
             # It is the same for a send and for its receive.
             key = "{} to {}".format(*pending.ranks)
-        return ToldCall(communicator, pending.number, _NEEDS[pending.kind], len(pending.ranks), key)
+        return ToldCall(communicator, pending.number, pending.kind, len(pending.ranks), key)
 
     def among(self) -> str:
         """The ranks of the communicator, for errors; empty if all of the world are."""
@@ -279,13 +269,10 @@ class PendingCalls:
             self._timer = asyncio.get_running_loop().call_later(next_check_s - now_s, self._check_overdue)
 
     async def _give_up(self, overdue: PendingCall) -> None:
+        """Fail the communicator with the arrived and the missing ranks, unless the call ends while this rank asks."""
         # One question at a time: an answer names its call by the number alone, which is 0 for all rounds and messages.
         async with self._asking:
-            await self._report_overdue(overdue)
-
-    async def _report_overdue(self, overdue: PendingCall) -> None:
-        """Fail the communicator with the arrived and the missing ranks, unless the call ends while this rank asks."""
-        answers = await self._ask(overdue)
+            answers = await self._ask(overdue)
         # It may have ended while the others were asked. The timer was not set meanwhile.
         if overdue not in self._pending:
             self._check_overdue()
@@ -476,9 +463,6 @@ class PendingCalls:
             self._last, self._calls = call, number
             self._recent.append((number, call))
         self._idle_since_s = max(self._idle_since_s, ended_s)
-
-
-_NEEDS = {Kind.COLLECTIVE: ALL, Kind.PAIR: PAIR, Kind.FROM_ANY: ANY, Kind.ROUND: ROUND}
 
 
 def _is_message(pending: PendingCall) -> bool:

@@ -5,10 +5,8 @@ The rounds of an operation see a `Port` and not the endpoint. So the list of its
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Coroutine
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 from asyncoll.arguments import digest
 from asyncoll.errors import ProtocolError
@@ -36,6 +34,9 @@ class Port:
         self._departed: Callable[[], None] | None = None
         self._endpoint = member.endpoint
         self.post = member.post  # schedules a callback on the runtime's loop, from any thread
+        self.now_s = member.endpoint.now_s
+        self.spawn = partial(member.endpoint.spawn, communicator=member.communicator)  # a background task
+        self.check, self.watch = member.check, member.watch  # for failures of the communicator
         self.trace = member.trace
         self._context = digest(member.communicator, kind, name)
         self._fingerprint = fingerprint
@@ -61,7 +62,7 @@ class Port:
         self._endpoint.router.on_signal(self._context, signalled)
         if departed is not None:
             self._departed = departed
-            self._endpoint.on_depart(departed)
+            self._endpoint.at_depart.append(departed)
 
     def close(self) -> None:
         """The operation has ended at all ranks: no signal of it comes any more."""
@@ -91,23 +92,7 @@ class Port:
         """Whether this rank has made its last call and only serves the others."""
         return self._endpoint.departed or self._member.is_closed
 
-    def now_s(self) -> float:
-        """The time of the runtime's loop in seconds: virtual in a simulated world."""
-        return self._endpoint.now_s()
-
-    def spawn(self, task: Coroutine[Any, Any, None]) -> None:
-        """Start `task`. Its exception fails the world, unless the communicator has failed before."""
-        self._endpoint.spawn(task, self.group.communicator)
-
-    def check(self) -> None:
-        """Raise the failure of the communicator, if it has failed."""
-        self._endpoint.failures.check(self.group.communicator)
-
     @property
     def has_failed(self) -> bool:
         """Whether the communicator has failed."""
         return self._endpoint.failures.has_failed(self.group.communicator)
-
-    def watch(self, what: str) -> AbstractContextManager[asyncio.Future[Any]]:
-        """A future that ends with the failure of the communicator. `what` describes the wait, for errors."""
-        return self._endpoint.failures.watch(self.group.communicator, what)

@@ -16,10 +16,11 @@ import sys
 import threading
 import types
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Executor
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import uvloop
 
@@ -58,37 +59,41 @@ def ignore() -> None:
     """For `discarded`: nothing is lost with the result."""
 
 
-class Runner(Protocol):
+class Runner(ABC):
     """Starts the work of calls on the runtime's loop.
 
     `start` and `drive` may be called from any running loop, `post` from any thread. `home` is the loop of the program,
     on which the runner was made.
     """
 
-    home: asyncio.AbstractEventLoop
+    # Work that has begun and that its caller has not awaited yet: the caller's loop, and `turn` when it began. Whoever
+    # removes an entry goes on with the work: its caller, or the runtime, which takes it over after once to twice
+    # TAKEOVER_S. After an entry has been added, `set_timer` must be called unless `is_timer_set`. None: work that is
+    # not over at once is left to `start`, on the loop `home`.
+    held: dict[BegunWork[Any], tuple[asyncio.AbstractEventLoop, int]] | None = None
+    turn = 0  # how often the timer has expired
+    is_timer_set = False
 
-    @property
-    def held(self) -> dict[BegunWork[Any], tuple[asyncio.AbstractEventLoop, int]] | None:
-        """Work that has begun and that its caller has not awaited yet: the caller's loop, and `turn` when it began.
+    def __init__(self, home: asyncio.AbstractEventLoop, loop: asyncio.AbstractEventLoop) -> None:
+        """`loop` is the runtime's."""
+        self.home = home
+        self._loop = loop
+        # It is called on the runtime's loop with what has ended that, which goes on then.
+        self.broke: Callable[[BaseException], None] = _raise
+        self._turns = _Turns()
 
-        Whoever removes an entry goes on with the work: its caller, or the runtime, which takes it over after once to
-        twice TAKEOVER_S. After an entry has been added, `set_timer` must be called unless `is_timer_set`. None: work
-        that is not over at once is left to `start`, on the loop `home`.
-        """
-
-    turn: int  # how often the timer has expired
-    is_timer_set: bool
-    broke: Callable[[BaseException], None]  # called on the runtime's loop with what has ended it; it goes on then
-
-    def caller(self) -> asyncio.AbstractEventLoop:
-        """The loop that will await a call of this thread. Raises RuntimeError if no loop runs here, and one must."""
+    # The loop that will await a call of this thread. Raises RuntimeError if no loop runs here, and one must.
+    caller = staticmethod(asyncio.get_running_loop)
 
     def set_timer(self) -> None:
         """Arm the timer unless it is armed: a system call for each piece of work would take too long."""
+        raise AssertionError("nothing is held here")
 
     def taken(self, work: BegunWork[T]) -> Coroutine[Any, Any, T]:
         """A coroutine that waits for `work`, which the runtime has taken over."""
+        raise AssertionError("nothing is held here")
 
+    @abstractmethod
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         """Start `work` now; the returned coroutine waits for it and returns its result.
 
@@ -104,7 +109,9 @@ class Runner(Protocol):
 
     def may_block(self) -> bool:
         """Whether the calling thread waits for the call that it makes: long work there keeps nothing else waiting."""
+        return False
 
+    @abstractmethod
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         """Begin `work` in shared memory now, in the caller's thread; the returned coroutine completes it.
 
@@ -117,19 +124,23 @@ class Runner(Protocol):
 
         `discarded` is called if the result has no receiver, in any thread, between any two steps.
         """
+        return _ended(lambda: result, self._turns, discarded)
 
     def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         """For a task on `home`: a coroutine that runs `work` on the runtime's loop.
 
         Cancelling it cancels `work`, and waits until that has stopped.
         """
+        return self.start(work)
 
     def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
         """`call`, which is a coroutine; `resume` is called where its caller goes on with its outcome.
 
         It must not raise. It is called once for each thread or task that goes on. If none comes, it is not called.
         """
+        return _ResumingCoroutine(call, resume)
 
+    @abstractmethod
     def post(self, what: Callable[[], None]) -> None:
         """Schedule `what` on the runtime's loop, from any thread."""
 
@@ -138,16 +149,23 @@ class Runner(Protocol):
 
         Without effect once the loop is closed.
         """
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(what)
 
     def is_waiting(self) -> bool:
         """Whether the program waits for a call, as far as this can be known. It may have calls under way and go on."""
+        # A program on an event loop waits in one of its tasks, and the loop does not tell in which.
+        return True
 
     def is_stuck(self) -> bool:
         """Whether nothing but the end of a call wakes the program: no thread, task, timer, signal or connection.
 
         False if that is not certain. On the runtime's loop.
         """
+        # An event loop does not tell its timers and connections.
+        return False
 
+    @abstractmethod
     def computed_s(self) -> float:
         """The seconds that the threads of this process have computed, or waited for a core."""
 
@@ -337,55 +355,22 @@ class _ResumingCoroutine(Coroutine[Any, Any, T]):
             raise
 
 
-class SharedLoop:
+class SharedLoop(Runner):
     """A runner for in-process worlds: the runtime and the program share the loop on which this object is made."""
 
-    held = None
-    turn = 0
-    is_timer_set = False
-    caller = staticmethod(asyncio.get_running_loop)
-
     def __init__(self) -> None:
-        self.home = asyncio.get_running_loop()
-        self.broke: Callable[[BaseException], None] = _raise  # never: such an exception ends the program
-        self._turns = _Turns()
-
-    def is_waiting(self) -> bool:
-        # The loop does not tell whose its tasks are, so each rank may be waiting.
-        return True
-
-    def is_stuck(self) -> bool:
-        # The tasks of all ranks are on one loop, which does not tell whose they are.
-        return False
+        super().__init__(asyncio.get_running_loop(), asyncio.get_running_loop())
 
     def computed_s(self) -> float:
         return 0.0  # time may be virtual, and a world in virtual time is the same each time
-
-    def set_timer(self) -> None:
-        raise AssertionError("nothing is held here")
-
-    def taken(self, work: BegunWork[T]) -> Coroutine[Any, Any, T]:
-        raise AssertionError("nothing is held here")
-
-    def done(self, result: T, discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
-        return _ended(lambda: result, self._turns, discarded)
 
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         if asyncio.get_running_loop() is not self.home:
             return _crossed(self.home, work, discarded, set())
         task = self.home.create_task(work)
         # A program that hears of the failure elsewhere may not await the call.
-        task.add_done_callback(_see)
+        task.add_done_callback(see)
         return _BegunCoroutine(_join(task, discarded), discarded)
-
-    def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        return self.start(work)
-
-    def may_block(self) -> bool:
-        return False
-
-    def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
-        return _ResumingCoroutine(call, resume)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         # The memory of in-process worlds has no locks: only the thread of `home` may run work in it.
@@ -405,10 +390,6 @@ class SharedLoop:
         if is_home or self.home.is_closed():
             what()
         else:
-            self.home.call_soon_threadsafe(what)
-
-    def post_from_finalizer(self, what: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
             self.home.call_soon_threadsafe(what)
 
 
@@ -432,13 +413,14 @@ async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
 def _shielded(future: asyncio.Future[T]) -> asyncio.Future[T]:
     """`asyncio.shield`, without a warning if the waiter is cancelled in the turn in which the future fails."""
     shield = asyncio.shield(future)
-    shield.add_done_callback(_see)
+    shield.add_done_callback(see)
     return shield
 
 
-def _see(future: asyncio.Future[Any]) -> None:
+def see(future: asyncio.Future[Any]) -> None:
+    """Mark the exception of `future` as seen: nothing may wait for it any more."""
     if not future.cancelled():
-        future.exception()  # mark it as seen
+        future.exception()
 
 
 async def _settled(future: asyncio.Future[Any]) -> None:
@@ -446,7 +428,7 @@ async def _settled(future: asyncio.Future[Any]) -> None:
     while not future.done():
         with contextlib.suppress(BaseException):
             await _shielded(future)
-    _see(future)
+    see(future)
 
 
 def new_loop() -> asyncio.AbstractEventLoop:
@@ -455,13 +437,11 @@ def new_loop() -> asyncio.AbstractEventLoop:
         return uvloop.new_event_loop()
 
 
-class ProgressThread:
+class ProgressThread(Runner):
     """A runner for worlds of processes: the runtime has a thread and a loop of its own.
 
     The loop and the thread exist from `__init__` to `stop`. Signal handlers of Python never run on that thread.
     """
-
-    caller = staticmethod(asyncio.get_running_loop)
 
     def __init__(self, home: asyncio.AbstractEventLoop | None) -> None:
         """`home` is the loop of the program; None: the program has none, and the runtime's takes its place.
@@ -469,10 +449,9 @@ class ProgressThread:
         Raises UsageError if a library has replaced the threads of Python, or if the system refuses an event loop.
         """
         check_threads()
-        self.broke: Callable[[BaseException], None] = _raise
+        loop = new_loop()
+        super().__init__(home or loop, loop)
         self._is_stopping = False
-        self._loop = new_loop()
-        self.home = home or self._loop
         self._thread = threading.Thread(target=self._run, name="asyncoll-progress", daemon=True)
         self._switch_interval_s = sys.getswitchinterval()
         sys.setswitchinterval(min(SWITCH_INTERVAL_S, self._switch_interval_s))
@@ -482,40 +461,17 @@ class ProgressThread:
         # The crossings whose callers are not told of the end yet. After an exception in its thread the runtime looks
         # here for what that has interrupted.
         self._untold: set[_Crossing] = set()
-        self.turn = 0
-        self._turns = _Turns()
         self._timer = Timer()
-        self.is_timer_set = False
         self._loop.set_exception_handler(self._raised)
         self._loop.call_soon_threadsafe(self._loop.add_reader, self._timer.fileno(), self._take_over)
         self._thread.start()
         forks.register(self)
 
-    def done(self, result: T, discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
-        return _ended(lambda: result, self._turns, discarded)
-
     def start(self, work: Coroutine[Any, Any, T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         return _crossed(self._loop, work, discarded, self._untold)
 
-    def within(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        return self.start(work)
-
-    def may_block(self) -> bool:
-        return False
-
-    def is_waiting(self) -> bool:
-        # A program on an event loop waits for a call in one of its tasks, and this rank does not know in which.
-        return True
-
-    def is_stuck(self) -> bool:
-        # An event loop does not tell its timers and connections.
-        return False
-
     def computed_s(self) -> float:
         return runnable_s()
-
-    def resuming(self, call: Coroutine[Any, Any, T], resume: Callable[[], None]) -> Coroutine[Any, Any, T]:
-        return _ResumingCoroutine(call, resume)
 
     def drive(self, work: Driven[T], discarded: Callable[[], None] = ignore) -> Coroutine[Any, Any, T]:
         # A signal handler that raises between two steps would leave shared memory half written, and the other ranks
@@ -583,10 +539,6 @@ class ProgressThread:
 
     def post(self, what: Callable[[], None]) -> None:
         self._loop.call_soon_threadsafe(what)
-
-    def post_from_finalizer(self, what: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(what)
 
     def stop(self) -> None:
         """Cancel the work that still runs, and end the thread. Blocks until the thread has ended."""

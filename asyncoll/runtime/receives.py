@@ -24,6 +24,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport.futures import settle
 
 
 @lru_cache(maxsize=64)
@@ -43,7 +44,8 @@ class Named:
     def begin(self, source: int, number: int) -> None:
         """The receive takes message `number` of `source`."""
         self.number = number
-        _wake(self.served)
+        if self.served is not None:
+            settle(self.served)
 
 
 class FromAny:
@@ -55,7 +57,7 @@ class FromAny:
 
     def __init__(self, member: Member, call: Callable[[int, int], Signature], tag: int, into: Array) -> None:
         """`call(source, number)` describes the receive of message `number` of `source`."""
-        self.source: int | None = None  # the sender, a group rank, and the number of its message
+        self.source: int | None = None  # the sender, a group rank, once it has taken a message, and the number of that
         self.number = 0
         self.task: asyncio.Task[object] | None = None  # that carries it out
         self.is_complete = False
@@ -68,11 +70,6 @@ class FromAny:
         self._error: AsyncollError | None = None
         self.served: asyncio.Future[None] | None = None
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether it has taken a message."""
-        return self.source is not None
-
     def begin(self, source: int, number: int) -> None:
         """The receive takes message `number` of `source`."""
         member, self.source, self.number = self._member, source, number
@@ -84,7 +81,8 @@ class FromAny:
             self._receive = lane.post(source, 0, self._receive.into)
         except AsyncollError as error:  # of the communicator, or because the message does not fit
             self._error = error
-        _wake(self.served)
+        if self.served is not None:
+            settle(self.served)
 
     async def end(self) -> Lane:
         """Wait until the array is complete. Cancelling this changes nothing: `undo` follows."""
@@ -146,7 +144,7 @@ class Receives:
         self._queues[tag].append(receive)
         self._serve(tag)
         try:
-            if not receive.has_begun:
+            if receive.source is None:
                 await self._wait_in_queue(receive, tag, describe())
             return await receive.end()
         except asyncio.CancelledError:
@@ -203,9 +201,9 @@ class Receives:
         executions = self._member.endpoint.executions
         for source in self._sources():
             if until:
-                executions.off_early(self._context(source, tag))
+                del executions.on_early[self._context(source, tag)]
             else:
-                executions.on_early(self._context(source, tag), lambda: self._serve(tag))
+                executions.on_early[self._context(source, tag)] = lambda: self._serve(tag)
 
     def _first(self, tag: int) -> int | None:
         """The source whose next message came first; None if none has come."""
@@ -235,8 +233,3 @@ class Receives:
                 del self._returned[source, tag]
             return number
         return self._numbers[source].next(tag)
-
-
-def _wake(future: asyncio.Future[None] | None) -> None:
-    if future is not None and not future.done():
-        future.set_result(None)

@@ -18,6 +18,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from asyncoll.errors import ProtocolError
@@ -31,7 +32,15 @@ logger = logging.getLogger("asyncoll")
 STILL_S = 5.0
 _TICK_S = 1.0
 _IDLE = 0.5  # of the time: a thread that computes is on a core, or waits for one, all of the time
-ALL, PAIR, ANY, ROUND = "all", "pair", "any", "round"  # what a call needs: `pending.Kind`, as text
+
+
+class Kind(IntEnum):
+    """What a call needs of its ranks. A rank that leaves ends its part in calls of these kinds one after another."""
+
+    COLLECTIVE = 1  # all its ranks, as far as their calls with numbers go
+    PAIR = 2  # its two ranks
+    FROM_ANY = 3  # one other rank
+    ROUND = 4  # the runtime of its ranks, which serves the rounds of others after the last call
 
 
 class ToldCall(NamedTuple):
@@ -39,7 +48,7 @@ class ToldCall(NamedTuple):
 
     communicator: int
     number: int  # of a call of all ranks
-    needs: str  # ALL, PAIR, ANY or ROUND
+    kind: Kind
     size: int  # the number of its ranks
     key: str  # the same at all of its ranks
 
@@ -88,15 +97,15 @@ class Report(NamedTuple):
 def can_go_on(reports: Sequence[Report]) -> bool:
     """Whether some call in progress has all that it needs, as far as all ranks of the world have told."""
     shared = Counter((wait.communicator, wait.key) for report in reports for wait in set(report.waits))
-    messages = Counter(wait.communicator for report in reports for wait in report.waits if wait.needs == PAIR)
-    from_any = Counter(wait.communicator for report in reports for wait in report.waits if wait.needs == ANY)
+    messages = Counter(wait.communicator for report in reports for wait in report.waits if wait.kind is Kind.PAIR)
+    from_any = Counter(wait.communicator for report in reports for wait in report.waits if wait.kind is Kind.FROM_ANY)
 
     def is_met(wait: ToldCall) -> bool:
-        if wait.needs == ALL:
+        if wait.kind is Kind.COLLECTIVE:
             return sum(report.begun.get(wait.communicator, 0) >= wait.number for report in reports) >= wait.size
-        if wait.needs == ANY:
+        if wait.kind is Kind.FROM_ANY:
             return messages[wait.communicator] > 0
-        if wait.needs == PAIR and from_any[wait.communicator]:
+        if wait.kind is Kind.PAIR and from_any[wait.communicator]:
             return True
         return shared[wait.communicator, wait.key] >= wait.size
 
@@ -139,14 +148,13 @@ class Standstill:
     # -- a rank that may stand still --------------------------------------------------------------
 
     def wake(self) -> None:
-        """Calls have begun or ended."""
+        """Calls have begun or ended, or another rank has left the world.
+
+        Then what this one has told counts no more, and perhaps the one that it told.
+        """
         if self.is_asleep and self._waits():
             self.is_asleep = False
             self._watch()
-
-    def left(self) -> None:
-        """Another rank has left the world: what this one has told counts no more, and perhaps the one that it told."""
-        self.wake()
 
     def _watch(self) -> None:
         """From now on this rank may stand still."""
@@ -171,7 +179,7 @@ class Standstill:
             # First: from here on a change wakes this object.
             self.is_asleep = True
             self._stamp += 1
-            self._tell(self._lowest(), self._still(0))
+            self._tell(min(self._ranks()), self._still(0))
 
     def _waits(self) -> list[ToldCall]:
         return [wait for calls in self._calls for wait in calls.waits()]
@@ -198,15 +206,11 @@ class Standstill:
         return 0.0 if self.program is None else self.program.computed_s()
 
     def _still(self, question: int) -> Still:
-        waits = "\n".join(f"{w.communicator} {w.number} {w.needs} {w.size} {w.key}" for w in self._waits())
+        waits = "\n".join(f"{w.communicator} {w.number} {w.kind:d} {w.size} {w.key}" for w in self._waits())
         begun = "\n".join(f"{communicator} {number}" for communicator, number in (c.begun() for c in self._calls))
         doing = " and ".join(calls.doing() + calls.among() for calls in self._calls if calls.waits())
         is_sure = self.program is not None and self.program.is_stuck()
         return Still(self._stamp, question, int(is_sure), *self._messages(), waits, begun, doing)
-
-    def _lowest(self) -> int:
-        """The rank that is told: the lowest one that is in the world."""
-        return min(self._ranks())
 
     def _ranks(self) -> set[int]:
         """The ranks that are in the world."""
@@ -283,8 +287,8 @@ def _report(source: int, still: Still) -> Report:
     try:
         waits = []
         for line in filter(None, still.waits.split("\n")):
-            communicator, number, needs, size, key = line.split(" ", 4)
-            waits.append(ToldCall(int(communicator), int(number), needs, int(size), key))
+            communicator, number, kind, size, key = line.split(" ", 4)
+            waits.append(ToldCall(int(communicator), int(number), Kind(int(kind)), int(size), key))
         begun = (line.split(" ") for line in filter(None, still.begun.split("\n")))
         return Report(waits, {int(communicator): int(number) for communicator, number in begun})
     except ValueError as error:

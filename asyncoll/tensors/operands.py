@@ -215,7 +215,7 @@ def _plain_torch_operand(x: torch.Tensor) -> Operand | None:
     try:
         if dtype is None or x.requires_grad or not (x.is_cpu and x.is_contiguous()) or x.is_neg():
             return None
-        if not _has_memory(x):
+        if not has_memory(x):
             return None
         shape = x.shape
         return Operand(x, (x if len(shape) == 1 else x.reshape(-1)).numpy(), dtype, tuple(shape), copied=False)
@@ -319,7 +319,7 @@ def _detached(x: torch.Tensor) -> torch.Tensor:
     return plain
 
 
-def _has_memory(x: torch.Tensor) -> bool:
+def has_memory(x: torch.Tensor) -> bool:
     """Whether the storage of `x` holds all elements: a program may have resized it, as FSDP does."""
     if not x.numel():
         return True
@@ -333,7 +333,7 @@ def _strided_operand(x: torch.Tensor, dtype: str) -> Operand:
     import torch
 
     plain = _detached(x)
-    if not _has_memory(plain):
+    if not has_memory(plain):
         raise UsageError("the memory of this tensor was released: make the call while it has its elements")
     direct = plain.is_contiguous() and not plain.is_conj() and not plain.is_neg()
     packed = plain if direct else plain.resolve_conj().resolve_neg().contiguous()

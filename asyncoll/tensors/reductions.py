@@ -35,8 +35,8 @@ T = TypeVar("T")
 BFLOAT16 = "bfloat16"
 MAX_DIMENSIONS = 64
 HOST_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # a peer that announces more than this is wrong
-_HALVES = ("float16", BFLOAT16)
-_FLOATS = ("float64", "float32", *_HALVES)
+HALVES = ("float16", BFLOAT16)
+_FLOATS = ("float64", "float32", *HALVES)
 _COMPLEX = ("complex64", "complex128")
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 DTYPES = (*_FLOATS, *_COMPLEX, *_INTEGERS, "bool")
@@ -131,10 +131,10 @@ def combiner(op: ReduceOp, dtype: str) -> Combine:
     """
     if dtype == METRICS:
         return merge
-    if dtype not in _HALVES:
+    if dtype not in HALVES:
         ufunc = _UFUNCS[op]
         return lambda into, other: _quietly.run(ufunc, into, other, out=into)
-    function = _torch_function(op)
+    function = torch_function(op)
 
     def combine(into: Array, other: Array) -> None:
         target = torch_view(into, dtype)
@@ -159,10 +159,10 @@ class _Quietly(threading.local):
 _quietly = _Quietly()
 
 
-def _torch_function(op: ReduceOp) -> Any:
+def torch_function(op: ReduceOp) -> Any:
+    """The elementwise function of torch, which has the names of numpy."""
     import torch
 
-    # Torch has the names of numpy.
     return getattr(torch, _UFUNCS[op].__name__)
 
 
@@ -205,7 +205,7 @@ def into_all(reduce: Reduce, kernel: int, native: NativeCore | None) -> ReduceTo
 
 def reducer_in_python(op: ReduceOp, dtype: str) -> Reduce:
     """A reduction with numpy or torch: for dtypes that the compiled core does not know, and without it."""
-    if dtype in _HALVES:
+    if dtype in HALVES:
         return _half_reducer(op, dtype)
     if dtype == METRICS:
         return _unite
@@ -234,7 +234,7 @@ def _unite(into: Array, tables: Sequence[Array], divisor: int) -> None:
 
 
 def _half_reducer(op: ReduceOp, dtype: str) -> Reduce:
-    function = _torch_function(op)
+    function = torch_function(op)
 
     def reduce(into: Array, arrays: Sequence[Array], divisor: int) -> None:
         total = torch_view(arrays[0], dtype).float()
@@ -271,7 +271,7 @@ def torch_maker(dtype: str, shape: tuple[int, ...]) -> Callable[[bytearray | Arr
 
 def widened(flat: Array, dtype: str) -> Array:
     """`flat`; if it is of a half type, its values in float32."""
-    if dtype not in _HALVES:
+    if dtype not in HALVES:
         return flat
     wide: Array = torch_view(flat, dtype).float().numpy()
     return wide
@@ -279,7 +279,7 @@ def widened(flat: Array, dtype: str) -> Array:
 
 def accumulator(op: ReduceOp, dtype: str) -> str:
     """The dtype of partial results of `dtype`, where these are sent or kept."""
-    return "float32" if op in _AVERAGES and dtype in _HALVES else dtype
+    return "float32" if op in _AVERAGES and dtype in HALVES else dtype
 
 
 def put(into: Array, dtype: str, values: Array, divisor: float = 1) -> None:
@@ -311,7 +311,7 @@ def divide(flat: Array, dtype: str, divisor: float) -> None:
     """`flat /= divisor` in place: the last step of AVG. Tables of metrics have their own counts."""
     if dtype == METRICS:
         return
-    if dtype in _HALVES:
+    if dtype in HALVES:
         torch_view(flat, dtype).div_(divisor)
     else:
         _quietly.run(np.divide, flat, divisor, out=flat)

@@ -58,21 +58,14 @@ class Staged(Arriving, Protocol):
 
     mirror: Array  # the elements, as flat bytes, once they have arrived
 
-    @property
-    def device(self) -> str:
-        """The name of the device, for errors."""
-
-    @property
-    def opened_device(self) -> Any:
-        """Its `transport.staging.Device`."""
+    device: str  # the name of the device, for errors
+    opened_device: Any  # its `transport.staging.Device`
 
     @property
     def mark(self) -> Any:
         """Its `transport.staging.Mark`, once it has begun."""
 
-    @property
-    def is_deferred(self) -> bool:
-        """Whether the algorithm of the call fetches the elements, if it needs them at the host."""
+    is_deferred: bool  # whether the algorithm of the call fetches the elements, if it needs them at the host
 
     def defer(self, *, may_share: bool) -> None:
         """Before `begin`, which copies nothing then. `may_share`: the tensor may need no mirror, and no `room`."""
@@ -143,9 +136,7 @@ class Stager(Protocol):
 
     device: Any  # its `transport.staging.Device`
 
-    @property
-    def name(self) -> str:
-        """The name of the device."""
+    name: str  # the name of the device
 
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on the device."""
@@ -183,9 +174,7 @@ def begin_all(tensors: Sequence[Arriving], back: CopiesBack) -> None:
 class HiddenDevice(Protocol):
     """A device, such as one without hardware, whose tensors torch takes for those of the CPU."""
 
-    @property
-    def name(self) -> str:
-        """As programs give it: "fake:0"."""
+    name: str  # as programs give it: "fake:0"
 
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Any:
         """A new contiguous tensor on the device."""

@@ -29,11 +29,8 @@ def check_transport(
     to 5 ranks, and runs on a new loop from `loop_factory`.
     """
     for size, check in _CHECKS:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            try:
-                runner.run(_checked(open_world, size, check))
-            except Exception as error:
-                raise AssertionError(f"{check.__name__}: {check.__doc__}") from error
+        with checking(check, loop_factory) as runner:
+            runner.run(_checked(open_world, size, check))
 
 
 def check_arena(
@@ -45,17 +42,27 @@ def check_arena(
     a new loop from `loop_factory`.
     """
     for size, check in _ARENA_CHECKS:
-        with asyncio.Runner(loop_factory=loop_factory) as runner, open_arenas(size) as arenas:
-            try:
-                runner.run(check(arenas))
-            except Exception as error:
-                raise AssertionError(f"{check.__name__}: {check.__doc__}") from error
+        with checking(check, loop_factory) as runner, open_arenas(size) as arenas:
+            runner.run(check(arenas))
+
+
+@contextlib.contextmanager
+def checking(
+    check: Callable[..., object], loop_factory: Callable[[], asyncio.AbstractEventLoop]
+) -> Iterator[asyncio.Runner]:
+    """A runner for a check, whose docstring states a promise. Raises AssertionError, naming it, if the block fails."""
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        try:
+            yield runner
+        except Exception as error:
+            raise AssertionError(f"{check.__name__}: {check.__doc__}") from error
 
 
 async def _checked(open_world: OpenWorld, size: int, check: Callable[[_ContractWorld], Awaitable[None]]) -> None:
     with open_world(size) as transports:
         world = _ContractWorld(transports)
         try:
+            await world.start()
             await check(world)
         finally:
             for transport in transports:
@@ -102,6 +109,7 @@ class _Recorder:
 
 class _ContractWorld:
     def __init__(self, transports: Sequence[Transport]) -> None:
+        self.places = [(transport.rank, transport.size) for transport in transports]  # before they start
         self.transports = transports
         self.recorders = [_Recorder() for _ in transports]
 
@@ -112,13 +120,11 @@ class _ContractWorld:
 
 async def _knows_its_rank(world: _ContractWorld) -> None:
     """rank and size are those of the world"""
-    assert [transport.rank for transport in world.transports] == list(range(3))
-    assert {transport.size for transport in world.transports} == {3}
+    assert world.places == [(rank, 3) for rank in range(3)]
 
 
 async def _keeps_order(world: _ContractWorld) -> None:
     """messages from one rank to another arrive in order, whole and unchanged, whatever their sizes"""
-    await world.start()
     sizes = [0, 1, 3, 70_000, 2, 300_000, 0, 5] * 10
     sent = [[index.to_bytes(4, "big"), bytes([index]) * size] for index, size in enumerate(sizes)]
     for frames in sent:
@@ -128,14 +134,12 @@ async def _keeps_order(world: _ContractWorld) -> None:
 
 async def _takes_one_frame(world: _ContractWorld) -> None:
     """a message of one frame arrives as one frame"""
-    await world.start()
     world.transports[1].send(0, [b"header"])
     assert await world.recorders[0].next_messages(1) == [(1, [b"header"])]
 
 
 async def _reaches_itself(world: _ContractWorld) -> None:
     """a rank can send to itself, and receives the message after `send` has returned"""
-    await world.start()
     world.transports[0].send(0, [b"me", b"again"])
     assert not world.recorders[0].messages
     assert await world.recorders[0].next_messages(1) == [(0, [b"me", b"again"])]
@@ -143,7 +147,6 @@ async def _reaches_itself(world: _ContractWorld) -> None:
 
 async def _copies_what_it_sends(world: _ContractWorld) -> None:
     """the sender may reuse its frames as soon as `send` returns"""
-    await world.start()
     frame = bytearray(b"a" * 200_000)
     for letter in b"abc":
         frame[:] = bytes([letter]) * len(frame)
@@ -155,7 +158,6 @@ async def _copies_what_it_sends(world: _ContractWorld) -> None:
 
 async def _connects_all_ranks(world: _ContractWorld) -> None:
     """every rank reaches every rank, and each message names its source"""
-    await world.start()
     size = len(world.transports)
     for transport in world.transports:
         for dest in range(size):
@@ -167,7 +169,6 @@ async def _connects_all_ranks(world: _ContractWorld) -> None:
 
 async def _carries_the_largest_frame(world: _ContractWorld) -> None:
     """a frame of MAX_FRAME_BYTES arrives; `send` refuses a frame with one byte more, and later messages arrive"""
-    await world.start()
     with _refused(UsageError, "an oversized frame was accepted"):
         world.transports[0].send(1, [b"", bytes(MAX_FRAME_BYTES + 1)])
     world.transports[0].send(1, [b"", bytes(MAX_FRAME_BYTES)])
@@ -176,7 +177,6 @@ async def _carries_the_largest_frame(world: _ContractWorld) -> None:
 
 async def _refuses_ranks_outside_the_world(world: _ContractWorld) -> None:
     """sending to a rank outside the world is a UsageError"""
-    await world.start()
     for dest in (-1, 2):
         with _refused(UsageError, f"a message to rank {dest} of 2 was accepted"):
             world.transports[0].send(dest, [b""])
@@ -184,7 +184,6 @@ async def _refuses_ranks_outside_the_world(world: _ContractWorld) -> None:
 
 async def _sends_directly(world: _ContractWorld) -> None:
     """a message that `send_directly` accepts in another thread arrives, whole and in order; a refused one does not"""
-    await world.start()
     sender, sent = world.transports[0], []
 
     def send_directly(index: int) -> None:
@@ -207,7 +206,6 @@ async def _sends_directly(world: _ContractWorld) -> None:
 
 async def _drains(world: _ContractWorld) -> None:
     """`drain` returns when the burst has been sent, and no message of the burst is lost"""
-    await world.start()
     piece = bytes(100_000)
     for index in range(300):
         world.transports[0].send(1, [index.to_bytes(4, "big"), piece])
@@ -218,7 +216,6 @@ async def _drains(world: _ContractWorld) -> None:
 
 async def _reports_a_loss(world: _ContractWorld) -> None:
     """each peer is told once of a closed rank, after its last message; later messages to that rank are dropped"""
-    await world.start()
     for index in range(50):
         world.transports[2].send(0, [bytes([index])])
     await world.recorders[0].next_messages(50)
@@ -236,7 +233,6 @@ async def _reports_a_loss(world: _ContractWorld) -> None:
 
 async def _is_silent_when_closed(world: _ContractWorld) -> None:
     """a closed transport delivers nothing and sends nothing"""
-    await world.start()
     world.transports[0].send(1, [b"one"])
     await world.recorders[1].next_messages(1)
     await world.transports[1].close()
@@ -248,7 +244,6 @@ async def _is_silent_when_closed(world: _ContractWorld) -> None:
 
 async def _flushes(world: _ContractWorld) -> None:
     """all messages sent before `close(flush=True)` arrive, and the loss is reported after them"""
-    await world.start()
     for index in range(20):
         world.transports[0].send(1, [bytes([index]), bytes(50_000)])
     await world.transports[0].close(flush=True)

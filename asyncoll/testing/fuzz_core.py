@@ -189,6 +189,7 @@ def _kernel(draw: _Random) -> int:
     return kernel_number(op, dtype, _core.native)
 
 
+_any_array = _Argument(_array)
 _flag = _Argument(lambda draw: bool(draw.randrange(2)))
 _divisor = _Argument(lambda draw: draw.randrange(1, 5))
 
@@ -197,31 +198,22 @@ def _control_blocks(draw: _Random, shared: bool) -> _Target:
     size = draw.choice((1, 2, 5))
     image = _Image(8, size, shared=shared)
     states = [b"".join(draw.number().to_bytes(8, "little", signed=True) for _ in range(8)) for _ in range(4)]
-    cells = [SimpleNamespace(enter=_enter(block), **_methods(block)) for block in image.blocks]
+    names = {"enter": "wake", "wake": "wake", "ring_at_next_wake": "ring_at_next_wake"}
+    locked = [
+        SimpleNamespace(**{name: _locked(block, method) for name, method in names.items()}) for block in image.blocks
+    ]
     number = _Argument(lambda draw: draw.number())
-    return _Target(image, states, cells, {"enter": [], "wake": [number], "ring_at_next_wake": [number]})
+    return _Target(image, states, locked, {"enter": [], "wake": [number], "ring_at_next_wake": [number]})
 
 
-def _enter(block: Any) -> Callable[[], None]:
-    def enter() -> None:
-        with block:
-            block.wake()
+def _locked(block: Any, method: str) -> Callable[..., None]:
+    """A method of the block, which is called under its lock."""
 
-    return enter
+    def call(*arguments: Any) -> None:
+        with block, contextlib.suppress(*_ALLOWED):
+            getattr(block, method)(*arguments)
 
-
-def _methods(block: Any) -> dict[str, Callable[..., None]]:
-    """Under the lock."""
-
-    def locked(method: Callable[..., None]) -> Callable[..., None]:
-        def call(*arguments: Any) -> None:
-            with block:
-                with contextlib.suppress(*_ALLOWED):
-                    method(*arguments)
-
-        return call
-
-    return {name: locked(getattr(block, name)) for name in ("wake", "ring_at_next_wake")}
+    return call
 
 
 def _meetings(draw: _Random, shared: bool) -> _Target:
@@ -390,9 +382,6 @@ def _create(right: list[Any], draw: _Random) -> Callable[..., None]:
 
 def _reductions(draw: _Random, shared: bool) -> _Target:
     image = _Image(1, 1, shared=shared)
-    assert _core.native is not None
-    names = ("reduce", "reduce_to_all", "reduce_from_peers", "read_memory", "find_kernel")
-    functions = SimpleNamespace(**{name: getattr(_core.native, name) for name in names})
     arrays = _Argument(lambda draw: [_array(draw) for _ in range(draw.randrange(4))])
     text = _Argument(lambda draw: draw.choice(("sum", "avg", "float64", "int8", "bool", "", "x" * 99)))
     number = _Argument(lambda draw: draw.choice((_kernel(draw), draw.randrange(-2, 300))))
@@ -406,32 +395,19 @@ def _reductions(draw: _Random, shared: bool) -> _Target:
     same = np.zeros(64)
     equal = _Argument(lambda draw: [same] * draw.randrange(1, 4))
     methods = {
-        "reduce": [number, _Argument(_array), arrays, _divisor],
+        "reduce": [number, _any_array, arrays, _divisor],
         "reduce_to_all": [number, arrays, _divisor],
-        "reduce_from_peers": [
-            number,
-            pids,
-            addresses,
-            rank,
-            _Argument(_array),
-            place,
-            place,
-            _Argument(_array),
-            _divisor,
-        ],
-        "read_memory": [pid, address, _Argument(_array)],
+        "reduce_from_peers": [number, pids, addresses, rank, _any_array, place, place, _any_array, _divisor],
+        "read_memory": [pid, address, _any_array],
         "find_kernel": [text, text, _flag],
     }
     if draw.randrange(2):
         methods["reduce"] = [number, _Argument(lambda draw: np.zeros(64)), equal, _divisor]
-    return _Target(image, [bytes(8)], [functions], methods)
+    return _Target(image, [bytes(8)], [_core.native], methods)
 
 
 def _sparse(draw: _Random, shared: bool) -> _Target:
     image = _Image(1, 1, shared=shared)
-    assert _core.native is not None
-    names = ("select", "keep_largest", "count_magnitudes", "sum_parts", "common")
-    functions = SimpleNamespace(**{name: getattr(_core.native, name) for name in names})
     number = _Argument(lambda draw: draw.number(100))
     width = draw.choice((4, 8))
 
@@ -453,7 +429,7 @@ def _sparse(draw: _Random, shared: bool) -> _Target:
         "sum_parts": [arrays, arrays, number, number, array, array],
         "common": [array, array, array],
     }
-    return _Target(image, [bytes(8)], [functions], methods)
+    return _Target(image, [bytes(8)], [_core.native], methods)
 
 
 _FAMILIES = (_control_blocks, _meetings, _meetings, _rounds, _rounds, _pieces, _reductions, _sparse)

@@ -42,9 +42,8 @@ Main = Callable[[Communicator], Coroutine[Any, Any, T]]
 Carriers = tuple[Sequence[Transport], Sequence[Arena | None]]  # the transport and the arena of each rank
 
 
-@contextlib.contextmanager
-def _inproc(hosts: Sequence[object]) -> Iterator[Carriers]:
-    yield inproc.world(len(hosts)), [None] * len(hosts)
+def _inproc(hosts: Sequence[object]) -> contextlib.AbstractContextManager[Carriers]:
+    return contextlib.nullcontext((inproc.world(len(hosts)), [None] * len(hosts)))
 
 
 @contextlib.contextmanager
@@ -195,7 +194,7 @@ async def _run_all(
                 if isinstance(transport, SimulatedTransport):
                     transport.on_crash(tasks[-1].cancel)
             for crash in crashes:
-                asyncio.get_running_loop().call_at(crash.at_s, _crash, transports[crash.rank])
+                asyncio.get_running_loop().call_at(crash.at_s, transports[crash.rank].crash)  # type: ignore[attr-defined]
     except BaseExceptionGroup as group:
         failed = errors or list(group.exceptions)  # errors of the library itself
     if failed:  # raised outside of the `except`, so that the errors of other ranks are not its context
@@ -232,10 +231,6 @@ async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) ->
 
 def _has_crashed(transport: Any) -> bool:
     return isinstance(transport, SimulatedTransport) and transport.has_crashed
-
-
-def _crash(transport: Any) -> None:
-    transport.crash()
 
 
 def _deadlock(endpoints: dict[int, Endpoint]) -> DeadlockError:

@@ -17,7 +17,6 @@ from asyncoll.algorithms.seam.collectives import Body
 from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import MismatchError
 from asyncoll.runtime.handles import Handle
-from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.operands import check_devices, staged_parts
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.tensors.staged import Staged, stagers
@@ -119,7 +118,7 @@ class GroupCalls:
     ) -> Handle[Any]:
         """A call of any `body`, which runs once `staged` have arrived."""
         with self._in_order():
-            return self._start(Call(self._number(name, dtype, -1, detail), body, nbytes, staged))
+            return self._start(Call(self._calls.number(name, dtype, -1, detail, site_of_user()), body, nbytes, staged))
 
     def send(self, block: Block, dest: int, tag: int) -> Handle[None]:
         """Send `block` to another rank."""
@@ -151,18 +150,13 @@ class GroupCalls:
         """The handle of `call`, which has begun."""
         return self._runner.handle(call)  # type: ignore[no-any-return]
 
-    def _number(self, name: str, dtype: str, elements: int, detail: str) -> Signature:
-        if self._core.memory.unused:
-            self._core.memory.give_back()
-        return self._calls.number(name, dtype, elements, detail, site_of_user())
-
     def _start(self, call: Call[Any]) -> Handle[Any]:
         return self._handle(self._calls.start(call))
 
     def _start_alone(self, name: str, block: Block, detail: str, body: Body[Any]) -> Handle[Any]:
         """Start a call of one block, which is one collective: it may use the block while that arrives."""
         with self._in_order():
-            call = self._number(name, block.dtype, block.elements, detail)
+            call = self._calls.number(name, block.dtype, block.elements, detail, site_of_user())
             return self._start(Call(call, body, block.flat.nbytes, _staged([block]), block.staged))
 
     def _start_of_known_sizes(
@@ -190,7 +184,7 @@ class GroupCalls:
         staged = _staged([*inputs.blocks, *outputs.blocks])
         body = partial(bodies.exchange, move, inputs, outputs, check)
         with self._in_order():
-            call = self._number(name, inputs.dtype or outputs.dtype, -1, detail)
+            call = self._calls.number(name, inputs.dtype or outputs.dtype, -1, detail, site_of_user())
             return self._start(Call(call, body, inputs.nbytes or outputs.nbytes, staged))
 
 

@@ -115,24 +115,26 @@ def reducible(x: Tensor, *, fresh: bool = False) -> Block:
     kind = _REDUCIBLE.get(x.dtype)
     if kind is None:
         raise UsageError(f"{x.dtype} cannot be reduced: use one of {', '.join(DTYPES)}, or convert the tensor")
-    if _is_plain(x):
-        packed = x.detach().clone(memory_format=torch.contiguous_format) if fresh else x
-    elif is_on_device(x):
-        return _mirrored(x, kind[1], is_read=True)
-    else:
-        packed = _packed(x)
-    return Block(x, packed, _array(packed, kind[1]), kind[0])
+    if fresh and _is_plain(x):
+        packed = x.detach().clone(memory_format=torch.contiguous_format)
+        return Block(x, packed, _array(packed, kind[1]), kind[0])
+    return _read(x, kind[1], kind[0])
 
 
 def copyable(x: Tensor) -> Block:
     """`x` as bytes, of any dtype. Raises UsageError for tensors without plain memory."""
+    return _read(x, _BYTE, dtype_name(x.dtype))
+
+
+def _read(x: Tensor, element: np.dtype[Any], dtype: str) -> Block:
+    """`x` as an array of `element`."""
     if _is_plain(x):
         packed = x
     elif is_on_device(x):
-        return _mirrored(x, _BYTE, is_read=True)
+        return _mirrored(x, element, is_read=True)
     else:
         packed = _packed(x)
-    return Block(x, packed, _array(packed, _BYTE), dtype_name(x.dtype))
+    return Block(x, packed, _array(packed, element), dtype)
 
 
 def writable(x: Tensor) -> Block:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import asyncoll
-from asyncoll.training.replicas import weights
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 from asyncoll.training.under_way import UnderWay
@@ -59,11 +58,11 @@ class ADPSGD(Trainer):
         self._seed = seed
         self._gossip: asyncoll.Gossip | None = None  # None: this rank is alone
         self._averaging: UnderWay[int | None] | None = None  # at an even rank
-        self._change = torch.zeros_like(weights(self._flat))  # local steps that the gossip does not have yet
+        self._change = torch.zeros_like(self._flat.trainable)  # local steps that the gossip does not have yet
 
     async def _resume(self) -> None:
         if self.comm.size > 1:
-            self._gossip = await self.comm.gossip(weights(self._flat), graph=self._graph, seed=self._seed)
+            self._gossip = await self.comm.gossip(self._flat.trainable, graph=self._graph, seed=self._seed)
 
     async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)  # line 2: G = ∇F(x̂_i), at the model as it was after the last step
@@ -77,7 +76,7 @@ class ADPSGD(Trainer):
         return self._exchanged(() if partner is None else (partner,))
 
     def _step_locally(self) -> None:
-        x = weights(self._flat)
+        x = self._flat.trainable
         self._change.sub_(x)
         try:
             self._apply()
@@ -88,7 +87,7 @@ class ADPSGD(Trainer):
     async def _add_change(self, gossip: asyncoll.Gossip) -> None:
         updating = gossip.update(self._change)
         try:
-            weights(self._flat).copy_(await updating)
+            self._flat.trainable.copy_(await updating)
         finally:
             # The change is added to the model, also if this call is cancelled.
             self._change.zero_()
@@ -103,5 +102,5 @@ class ADPSGD(Trainer):
         if self._gossip is not None:
             # The change of a step that was cancelled is still to be added.
             await self._add_change(self._gossip)
-            weights(self._flat).copy_(await self._gossip.close())
+            self._flat.trainable.copy_(await self._gossip.close())
         await self._average_models()

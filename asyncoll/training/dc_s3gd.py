@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
-from asyncoll.training.replicas import weights
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 from asyncoll.training.under_way import UnderWay
@@ -60,7 +59,7 @@ class DCS3GD(Trainer):
             raise asyncoll.UsageError(f"lambda0 is a share of the gradient, at least 0, not {lambda0}")
         super().__init__(comm, model, optimizer, **options)
         self._lambda0 = lambda0
-        w = weights(self._flat)
+        w = self._flat.trainable
         self._mean = comm.empty(w.numel(), w.dtype, device=w.device)
         self._distance = torch.empty_like(self._flat.gradients)  # reused, because the first use of memory is slow
         self._averaged: UnderWay[Tensor] | None = None
@@ -81,13 +80,13 @@ class DCS3GD(Trainer):
             return False
         averaged, self._averaged = self._averaged, None
         await averaged
-        w = weights(self._flat)
+        w = self._flat.trainable
         torch.sub(self._mean, w, out=self._distance)  # D_i = mean - w_i (equation 9)
         w.copy_(self._mean)
         return True
 
     def _start_average(self) -> None:
-        self._mean.copy_(weights(self._flat))
+        self._mean.copy_(self._flat.trainable)
         self._averaged = UnderWay(self.comm.allreduce(self._mean, op=asyncoll.AVG))
 
     async def _finish(self) -> None:

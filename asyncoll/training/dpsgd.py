@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from asyncoll.training.replicas import weights
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import Trainer
 
@@ -33,7 +32,7 @@ class DPSGD(Trainer):
 
     async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)  # G = mean gradient at x_i
-        await self.comm.neighbor_average(weights(self._flat), graph="ring")  # lines 4 and 5: x = Wx
+        await self.comm.neighbor_average(self._flat.trainable, graph="ring")  # lines 4 and 5: x = Wx
         self._apply()  # line 6: x_i = mean - ηG
         return self._exchanged(self.comm.neighbors(graph="ring"))
 

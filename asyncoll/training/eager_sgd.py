@@ -9,8 +9,7 @@ collective keeps it, and it enters a later round.
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable
-from typing import ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import nn
@@ -81,7 +80,7 @@ class EagerSGD(Trainer):
         if history and average_every:
             raise asyncoll.UsageError("with history no replica drifts: average_every is for training with history=0")
         self._allreduce = functools.partial(
-            _partial_allreduce(comm, partial, candidates, quorum, seed),
+            partial_allreduce(comm, partial, candidates, quorum, seed),
             name=name,
             op=op,
             sync_every=sync_every,
@@ -192,12 +191,16 @@ class EagerSGD(Trainer):
         self._allreduce = functools.partial(self._allreduce, sync_offset=self._base)
 
 
-def _partial_allreduce(
-    comm: asyncoll.Communicator, partial: Partial, candidates: int, quorum: int | None, seed: int
-) -> Callable[..., Awaitable[asyncoll.Reduction]]:
+def partial_allreduce(
+    comm: Any, partial: Partial, candidates: int, quorum: int | None, seed: int
+) -> functools.partial[Any]:
+    """The wait-avoiding allreduce of `comm`, with the arguments that decide when a round starts.
+
+    Raises UsageError for another value of `partial`.
+    """
     match partial:
         case "solo":
-            return comm.solo_allreduce
+            return functools.partial(comm.solo_allreduce)
         case "majority":
             return functools.partial(comm.majority_allreduce, candidates=candidates, seed=seed)
         case "quorum":

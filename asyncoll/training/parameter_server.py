@@ -8,7 +8,6 @@ synchronous parallel parameter server", NeurIPS 2013, section 2.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import Any, ClassVar, Unpack
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training import saved
-from asyncoll.training.replicas import weights
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer, is_finite
 
@@ -92,18 +90,18 @@ class ParameterServerSGD(Trainer):
         if self._server is not None:
             # From here to the caller nothing is awaited, so model, optimizer and round are of one moment.
             updates, model = self._server.updates, self._server.hand_out(self.comm.rank)
-        weights(self._flat).copy_(model)  # w_m = w
+        self._flat.trainable.copy_(model)  # w_m = w
         self._skip_to(updates // self.comm.size)
-        return dataclasses.replace(self._exchanged(()), skipped=skipped)
+        return self._exchanged((), skipped)
 
     async def _finish(self) -> None:
         await self._call("leave")
         await self.comm.barrier()  # all workers have had their last answers
         updates = torch.tensor(0 if self._server is None else self._server.updates)
         if self._server is not None:
-            weights(self._flat).copy_(self._server.parameters)
+            self._flat.trainable.copy_(self._server.parameters)
             self._server.close()
-        await self.comm.broadcast(weights(self._flat))
+        await self.comm.broadcast(self._flat.trainable)
         self._skip_to(int(await self.comm.broadcast(updates)) // self.comm.size)
         await self._unite_buffers()
 
@@ -153,7 +151,7 @@ class ModelServer:
         size = trainer.comm.size
         self.updates = 0
         """How many gradients have been applied, also before a checkpoint."""
-        self.parameters = torch.empty_like(weights(trainer._flat))
+        self.parameters = torch.empty_like(trainer._flat.trainable)
         """w, one-dimensional: the trainable parameters in the order of the flat model."""
         self.gradients = torch.zeros_like(self.parameters)
         self._twins = twins(trainer.model, self.parameters, self.gradients)
@@ -191,7 +189,7 @@ class ModelServer:
 
     def begin(self) -> None:
         """The training starts, or goes on, with all workers at the model of rank 0."""
-        self.parameters.copy_(weights(self._trainer._flat))
+        self.parameters.copy_(self._trainer._flat.trainable)
         for worker in self._workers:
             self.hand_out(worker)
 

@@ -9,6 +9,7 @@ time do not wait for each other for ever: a rank that was given the newest round
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import hashlib
 import threading
@@ -33,7 +34,15 @@ class _Question(NamedTuple):
 
     needed: int  # the oldest round whose end is of use
     read: Callable[[], Any]
-    answer: asyncio.Future[Any]
+    answer: concurrent.futures.Future[Any]
+
+    def give(self) -> None:
+        """Answer it, unless the rank that asks has cancelled the call. An error is one of that rank."""
+        if self.answer.set_running_or_notify_cancel():
+            try:
+                self.answer.set_result(self.read())
+            except Exception as error:
+                self.answer.set_exception(error)
 
 
 class Recovery:
@@ -64,7 +73,6 @@ class Recovery:
         """
         if self._is_served:
             return
-        self._loop = asyncio.get_running_loop()
         self._calls = calls
         self._is_served = True
         for function in (self.offer, self.give):
@@ -92,7 +100,7 @@ class Recovery:
             due = [question for question in self._questions if question.needed <= round_]
             for question in due:
                 self._questions.remove(question)
-                self._loop.call_soon_threadsafe(_settle, question.answer, *_outcome(question.read))
+                question.give()
 
     def close(self) -> None:
         """The state changes from now on, or lacks results. Waits for a copy that another thread makes of it."""
@@ -123,10 +131,10 @@ class Recovery:
         with self._lock:
             if self._round is not None and self._round >= needed:
                 return read()
-            question = _Question(needed, read, self._loop.create_future())
+            question = _Question(needed, read, concurrent.futures.Future())
             self._questions.append(question)
         try:
-            return await question.answer
+            return await asyncio.wrap_future(question.answer)
         finally:
             # The question was answered meanwhile.
             with self._lock, contextlib.suppress(ValueError):
@@ -162,21 +170,3 @@ class Recovery:
 
     async def _ask(self, rank: int, function: str, needed: int) -> Any:
         return await self._calls.call(rank, f"{self._name}.{function}", needed)
-
-
-def _outcome(read: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    """The result of `read`, or its error, which is that of the rank that asks and not of this one."""
-    try:
-        return read(), None
-    except Exception as error:
-        return None, error
-
-
-def _settle(answer: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
-    # The rank that asks has cancelled the call.
-    if answer.done():
-        return
-    if error is None:
-        answer.set_result(result)
-    else:
-        answer.set_exception(error)

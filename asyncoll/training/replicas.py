@@ -101,11 +101,6 @@ async def average_buffers(comm: asyncoll.Communicator, model: torch.nn.Module) -
             _assign(buffer, part.view(buffer.shape).clone())
 
 
-def weights(flat: asyncoll.Flat) -> Tensor:
-    """The parameters that an update changes. Frozen ones are equal at all ranks, and averaging would round them."""
-    return flat.trainable
-
-
 async def resynchronise(
     comm: asyncoll.Communicator,
     parameters: Iterable[Tensor],

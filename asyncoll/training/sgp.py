@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import asyncoll
 from asyncoll.training import saved
-from asyncoll.training.replicas import weights
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
 from asyncoll.training.under_way import UnderWay
@@ -65,13 +64,13 @@ class SGP(Trainer):
         super().__init__(comm, model, optimizer, **options)
         self._peers = peers
         self._overlap = overlap
-        self._own = Mass(torch.empty_like(weights(self._flat)), torch.ones(1, dtype=torch.float64))
+        self._own = Mass(torch.empty_like(self._flat.trainable), torch.ones(1, dtype=torch.float64))
         self._before: Mass | None = None  # with `overlap`: the mass before the last parts were taken
         self._pushing: UnderWay[tuple[Tensor, float]] | None = None  # with `overlap`
 
     async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)  # line 3: G = ∇F(z_i)
-        z = weights(self._flat)
+        z = self._flat.trainable
         z.copy_(self._own.x)
         iteration = self.round
         self._apply()  # line 4: x_i = x_i - ηG
@@ -111,12 +110,12 @@ class SGP(Trainer):
         await self.comm.allreduce(self._own.x)
         await self.comm.allreduce(self._own.q)
         # No mass is lost: the mean of all models.
-        torch.div(self._own.x, float(self._own.q), out=weights(self._flat))
+        torch.div(self._own.x, float(self._own.q), out=self._flat.trainable)
         await self._unite_buffers()
 
     async def _resume(self) -> None:
         if not self.round:
-            self._own.x.copy_(weights(self._flat))
+            self._own.x.copy_(self._flat.trainable)
         elif self._before is not None:  # push the parts that were under way again
             self._pushing = self._push(Mass(self._before.x.clone(), self._before.q.clone()), self.round - 1)
 

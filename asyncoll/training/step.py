@@ -19,6 +19,13 @@ class Step(asyncoll.Reduction):
     """The means of the metrics in the round, by key: over the contributions that hold the key, of all ranks."""
 
 
+def step_of_ranks(round_: int, ranks: tuple[int, ...], *, synchronous: bool, skipped: int = 0, **more: Any) -> Step:
+    """The record of a round in which all of `ranks`, this one among them, took part."""
+    return Step(
+        round_, len(ranks), included=True, skipped=skipped, synchronous=synchronous, group=ranks, ranks=ranks, **more
+    )
+
+
 def step_of(reduction: asyncoll.Reduction, **changes: Any) -> Step:
     """`reduction` as a `Step`, with these attributes in place of its own."""
     return Step(**{each.name: getattr(reduction, each.name) for each in fields(reduction)} | changes)

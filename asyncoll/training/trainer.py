@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 import asyncoll
 from asyncoll.training import replicas, saved
 from asyncoll.training.scheduled import ScheduledRounds
-from asyncoll.training.step import Step, step_of
+from asyncoll.training.step import Step, step_of, step_of_ranks
 from asyncoll.training.step_metrics import StepMetrics, means_of_all
 
 T = TypeVar("T")
@@ -352,7 +352,7 @@ class Trainer(ABC):
 
     async def _average_weights(self) -> None:
         """Give all ranks the mean of their parameters. Frozen ones are equal already. Collective."""
-        await self.comm.allreduce(replicas.weights(self._flat), op=asyncoll.AVG)
+        await self.comm.allreduce(self._flat.trainable, op=asyncoll.AVG)
 
     async def _average_models(self) -> None:
         """Give all ranks one model at the end: the mean of their parameters, and one set of buffers. Collective."""
@@ -361,15 +361,11 @@ class Trainer(ABC):
 
     def _complete(self) -> Step:
         """The record of a round in which every rank took part."""
-        everyone = tuple(range(self.comm.size))
-        return Step(
-            self.round, self.comm.size, included=True, skipped=0, synchronous=True, group=everyone, ranks=everyone
-        )
+        return step_of_ranks(self.round, tuple(range(self.comm.size)), synchronous=True)
 
-    def _exchanged(self, others: tuple[int, ...]) -> Step:
+    def _exchanged(self, others: tuple[int, ...], skipped: int = 0) -> Step:
         """The record of a step whose model is an average of this rank's and those of `others`."""
-        ranks = tuple(sorted((self.comm.rank, *others)))
-        return Step(self.round, len(ranks), included=True, skipped=0, synchronous=False, group=ranks, ranks=ranks)
+        return step_of_ranks(self.round, tuple(sorted((self.comm.rank, *others))), synchronous=False, skipped=skipped)
 
     def _at_own_round(self, reduction: asyncoll.Reduction, **changes: Any) -> Step:
         """`reduction` with the round of this training, and without its result, which is in the model.
@@ -485,11 +481,7 @@ class Trainer(ABC):
     async def _check_gradient(self) -> None:
         """Raise NonFiniteError if this rank's gradient is not finite."""
         if not await wait_for_flag(finite(self._flat.gradients)):
-            raise asyncoll.NonFiniteError(
-                (self.comm.rank,),
-                f"the gradient of rank {self.comm.rank} for round {self.round + 1} holds NaN or infinity: look at the "
-                "loss of this step; nothing was sent",
-            )
+            raise non_finite_gradient(self.comm.rank, self.round + 1)
 
     def _check_options(self) -> None:
         closure = inspect.signature(type(self.optimizer).step).parameters.get("closure")
@@ -521,6 +513,15 @@ class Trainer(ABC):
 
 def _by_rank(values: Iterable[int]) -> str:
     return ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+
+
+def non_finite_gradient(rank: int, round_: int) -> asyncoll.NonFiniteError:
+    """The error of `rank`, whose gradient is not finite."""
+    return asyncoll.NonFiniteError(
+        (rank,),
+        f"the gradient of rank {rank} for round {round_} holds NaN or infinity: look at the loss of this step; nothing "
+        "was sent",
+    )
 
 
 def finite(x: Tensor) -> Tensor:

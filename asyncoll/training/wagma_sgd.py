@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
-from asyncoll.training.replicas import weights
 from asyncoll.training.step import Step
 from asyncoll.training.step_metrics import beside, means
 from asyncoll.training.trainer import Options, Trainer
@@ -79,7 +78,7 @@ class WagmaSGD(Trainer):
         self._observe = observe
         self._name = name
         self._base = 0  # rounds before this training, of which a checkpoint tells
-        self._total = torch.empty_like(weights(self._flat))
+        self._total = torch.empty_like(self._flat.trainable)
         self._has_called = False
 
     async def _update(self, weight: float | None) -> Step:
@@ -87,7 +86,7 @@ class WagmaSGD(Trainer):
         self._has_called = True
         if self._order == "step-then-average":
             self._step_optimizer()  # lines 3-7: W' = W + U(G, W, t), with G = mean gradient of b local samples at W
-        own = weights(self._flat)
+        own = self._flat.trainable
         total = self._total.copy_(own)
         metrics = self._metrics.taken()
         try:
@@ -117,7 +116,7 @@ class WagmaSGD(Trainer):
         return self._at_own_round(reduction, metrics=means(metrics))
 
     async def _finish(self) -> None:
-        own = weights(self._flat)
+        own = self._flat.trainable
         self._check_stepped(self._has_called)
         if self._has_called:
             await self.comm.join(

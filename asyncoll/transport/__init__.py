@@ -74,13 +74,8 @@ class Transport(Protocol):
     of `start`. But `close` may be called on another one if `start` was not called.
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank in the world."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks in the world."""
+    rank: int  # this rank in the world
+    size: int  # the number of ranks in the world
 
     async def start(self, receiver: Receiver) -> None:
         """Begin to receive, and return once every peer can be reached. Every rank calls this once.
@@ -131,32 +126,18 @@ class Arena(Protocol):
 
     runtime_loop: asyncio.AbstractEventLoop | None  # set by the runtime; waits on all other loops are those of callers
 
+    native: NativeCore | None  # the compiled core that this rank uses; None without one
+    polls: int  # how often a wait looks at its condition before it sleeps
+    local_rank: int  # the number of this rank among the ranks of its host, from 0
+    ranks: tuple[int, ...]  # the world ranks of this host, by local rank; equal at all of them
+    cores: int  # the number of ranks of this host that can run at the same time
+
     @property
     def segments(self) -> Sequence[Array]:
         """The memory of each rank, by local rank, all of one size: byte `address` of them in a row is at `address`.
 
         Without `native` it is empty.
         """
-
-    @property
-    def native(self) -> NativeCore | None:
-        """The compiled core that this rank uses; None without one."""
-
-    @property
-    def polls(self) -> int:
-        """How often a wait looks at its condition before it sleeps."""
-
-    @property
-    def local_rank(self) -> int:
-        """The number of this rank among the ranks of its host, from 0."""
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The world ranks of this host, by local rank. Equal at all of them."""
-
-    @property
-    def cores(self) -> int:
-        """The number of ranks of this host that can run at the same time."""
 
     def allocate(self, nbytes: int) -> int:
         """Allocate a block of `nbytes` bytes that belongs to this rank, and return its address.

@@ -15,7 +15,7 @@ import struct
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from asyncoll.errors import UsageError
@@ -60,14 +60,6 @@ def check_path(path: Path) -> None:
     """Raise UsageError if `path` is too long for a unix socket."""
     if len(bytes(path)) > _MAX_PATH:
         raise UsageError(f"the socket path {path} is longer than {_MAX_PATH} bytes: set TMPDIR to a shorter folder")
-
-
-def all_in_use(address: str, ports: Sequence[int]) -> UsageError:
-    """The error for an `address` at which none of the `ports` that a rank may use is free."""
-    return UsageError(
-        f"cannot listen on {address}: all ports of ASYNCOLL_PORTS={ports[0]}-{ports[-1]} are in use; each rank of a "
-        "host needs two of them (one with ASYNCOLL_ENCRYPT=all)"
-    )
 
 
 def refuses_connections(address: str) -> bool:

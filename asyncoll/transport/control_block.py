@@ -41,6 +41,20 @@ class Mutex(Protocol):
         """
 
 
+class RefusingMutex:
+    """A lock that nothing may use any more: `acquire` raises the error that `refusal` makes."""
+
+    def __init__(self, refusal: Callable[[], Exception]) -> None:
+        self._refusal = refusal
+
+    def acquire(self) -> None:
+        raise self._refusal()
+
+    def release(self) -> None: ...
+
+    def abandon(self) -> None: ...
+
+
 class Doorbells(Protocol):
     """The doorbells of all ranks of a host, by number."""
 
@@ -67,13 +81,9 @@ class ControlBlock(Protocol):
     @property
     def cells(self) -> memoryview: ...
 
-    @property
-    def created(self) -> bool:
-        """Whether this rank has made the control block."""
-
-    @property
-    def interleaved(self) -> bool:
-        """Whether all ranks share a thread, so that work in memory must yield explicitly: see `checkpoint`."""
+    created: bool  # whether this rank has made the control block
+    # Whether all ranks share a thread, so that work in memory must yield explicitly: see `checkpoint`.
+    interleaved: bool
 
     def __enter__(self) -> ControlBlock: ...
 

@@ -178,7 +178,7 @@ class Joining:
         return _now_s() - self._began_s
 
 
-def in_daemon_thread(operation: Callable[[], T]) -> Future[T]:
+def in_daemon_thread(operation: Callable[[], T], name: str = "asyncoll-joining") -> Future[T]:
     """The result of `operation`, called in a thread of its own. It does not delay the end of the program."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
@@ -190,7 +190,7 @@ def in_daemon_thread(operation: Callable[[], T]) -> Future[T]:
             future.set_exception(error)
 
     context = contextvars.copy_context()
-    threading.Thread(target=lambda: context.run(work), name="asyncoll-joining", daemon=True).start()
+    threading.Thread(target=lambda: context.run(work), name=name, daemon=True).start()
     return future
 
 

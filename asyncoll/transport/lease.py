@@ -7,17 +7,7 @@ from collections.abc import Callable
 
 from asyncoll.errors import AsyncollError, ClosedError
 from asyncoll.transport import Arena, ControlBlock
-
-
-class LeaseEnded:
-    """The `Mutex` of a control block whose lease has ended. Its memory may be that of another control block by now."""
-
-    def acquire(self) -> None:
-        raise ClosedError("this communicator is closed")
-
-    def release(self) -> None: ...
-
-    def abandon(self) -> None: ...
+from asyncoll.transport.control_block import RefusingMutex
 
 
 class Lease:
@@ -67,7 +57,8 @@ class Lease:
         arena, blocks = self._arena, list(self._blocks)
         made = [context for context, block in self._control_blocks.items() if block.created]
         for context, control_block in self._control_blocks.items():
-            control_block.abandon(LeaseEnded())
+            # Its memory may be that of another control block later.
+            control_block.abandon(RefusingMutex(lambda: ClosedError("this communicator is closed")))
             arena.forget_control_block(context)
         self._control_blocks.clear()
         self._blocks.clear()

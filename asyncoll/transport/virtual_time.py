@@ -16,7 +16,7 @@ import heapq
 import itertools
 import math
 import selectors
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncoll.errors import DeadlockError
@@ -27,11 +27,8 @@ class _JumpingSelector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.resolution_s = 0.0  # a timer is due so much before its time
         self.on_deadlock: Callable[[], Exception] = lambda: DeadlockError("nothing is ready and no timer is set")
-        self.ready: Sized = ()  # the loop's queue of callbacks that can run now
-        self.count_timers: Callable[[], int] = lambda: 0  # of the loop
-        self.next_timer_s: Callable[[], float] = lambda: math.inf  # when the first of them expires
+        self.loop: Any = None  # whose queue of callbacks that can run now, and whose timers it looks at
         self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._keys: dict[Any, selectors.SelectorKey] = {}
 
@@ -44,18 +41,20 @@ class _JumpingSelector(selectors.BaseSelector):
         return self._keys.pop(fileobj)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        events, ready, timers = self.events, self.ready, self.count_timers()
+        events, loop = self.events, self.loop
+        timers = loop._scheduled  # asyncio makes a new list when many of them were cancelled, but not meanwhile
+        count = len(timers)
         # asyncio waits for at most a day at a time, and would wait for a timer in a million years every day.
-        until = self.now if timeout == 0 else self.next_timer_s()
+        until = self.now if timeout == 0 else timers[0].when() if timers else math.inf
         while events and events[0][0] <= until:
             when, _, callback, args = heapq.heappop(events)
             self.now = max(when, self.now)
             callback(*args)
             # A new timer may come before `until`.
-            if ready or self.count_timers() > timers:
+            if loop._ready or len(timers) > count:
                 return []
         # A late time: to asyncio a timer of exactly this time is not yet due.
-        if until == until + self.resolution_s:
+        if until == until + loop._clock_resolution:
             until = math.nextafter(until, math.inf)
         if until == math.inf:
             raise self.on_deadlock()
@@ -77,11 +76,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
         # Debug mode measures real time, and makes a simulation several times slower.
         self.set_debug(False)
-        self._jumping.ready = self._ready  # type: ignore[attr-defined]
-        # Not the list itself: asyncio makes a new one when many of its timers were cancelled.
-        self._jumping.count_timers = lambda: len(self._scheduled)  # type: ignore[attr-defined]
-        self._jumping.next_timer_s = self._next_timer_s
-        self._jumping.resolution_s = self._clock_resolution  # type: ignore[attr-defined]
+        self._jumping.loop = self
         self._events = self._jumping.events
         self._count = itertools.count()  # events of equal time run in the order of their creation
 
@@ -91,10 +86,6 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._jumping.now
-
-    def _next_timer_s(self) -> float:
-        timers = self._scheduled  # type: ignore[attr-defined]
-        return float(timers[0].when()) if timers else math.inf
 
     def set_deadlock_reporter(self, reporter: Callable[[], Exception]) -> None:
         """Raise the error that `reporter` returns when all tasks wait and there is no event and no timer."""

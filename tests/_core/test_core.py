@@ -432,7 +432,7 @@ def arguments_of_rounds():
         group = Group((0, 1), 0, 7)
         memory = Memory(arenas[0], OperationRegistry(arenas[0], 2, 0, 7), group)
         record = RoundRecord(memory, operation, BlockLayout.of(operation), lambda into, sources: None, Trace(0, 2))
-        given = {"find_kernel": _core.native.find_kernel, "openings": _core.native.openings, "Rounds": dict}
+        given = {"find_kernel": _core.native.find_kernel, "Rounds": dict}
         arguments = rounds_of(SimpleNamespace(**given), arenas[0], group, operation, BlockLayout.of(operation), record)
         image = memoryview(bytearray(MUTEX_BYTES + control_block_bytes(len(record.cells), 2)))
         RobustMutex.initialize(image[:MUTEX_BYTES])
@@ -447,10 +447,8 @@ def arguments_of_rounds():
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"opening": -1},
-        {"opening": len(_core.native.openings) if _core.native is not None else 3},
-        {"quorum": 0},
-        {"quorum": 3},
+        {"ranks": 0},
+        {"ranks": 3},
         {"history": -1},
         {"sync_every": -1},
         {"size": 3},

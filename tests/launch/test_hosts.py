@@ -98,7 +98,8 @@ def test_frames_of_any_cut_and_none_that_is_too_long():
     for cut in (1, 3, 7, len(data)):
         frames = Frames()
         assert [m for at in range(0, len(data), cut) for m in frames.feed(data[at : at + cut])] == messages
-    for wrong in (FRAME_BYTES_MAX + 1).to_bytes(4, "little"), b"\1\0\0\0\xc1", b"\1\0\0\0\x07":
+    too_long = b"\xc6" + (FRAME_BYTES_MAX + 1).to_bytes(4, "big") + bytes(FRAME_BYTES_MAX)
+    for wrong in too_long, b"\xc1", b"\x07", b"\x80\xc1":
         with pytest.raises(ProtocolError):
             Frames().feed(wrong)
 

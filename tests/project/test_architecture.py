@@ -30,7 +30,7 @@ PACKAGES: dict[str, set[str]] = {
     # what moves bytes
     "transport": {"_core", "errors", "tensors"},
     "transport.memory": {"_core", "errors", "forks", "tensors", "transport"},
-    "transport.staging": {"errors", "forks", "tensors"},
+    "transport.staging": {"errors", "forks", "tensors", "transport"},
     "transport.messages": {"arguments", "errors", "forks", "statistics", "transport"},
     # what runs a rank
     "runtime": {"arguments", "errors", "forks", "statistics", "tensors", "transport"},
@@ -288,7 +288,7 @@ REPLACED = {
         "probe._pattern": "a tensor of CUDA, without CUDA",
     },
     "algorithms/dense/test_device_pairs.py": {
-        "DevicePair._answer": "the communicator fails at this moment",
+        "Windows.answer": "the communicator fails at this moment",
         "executions.SEGMENT_BYTES": _FAR,
         "pair_memory.PairMemory.place": "a sender that lies about its block",
         "pair_memory.SEGMENT_BYTES": _FAR,

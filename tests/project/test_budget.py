@@ -9,6 +9,8 @@ from __future__ import annotations
 import ast
 import re
 import typing
+from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 
@@ -29,16 +31,50 @@ LINES = {
     "bench": 550,
     "launch": 1_680,
     "ray": 390,
-    "rpc": 3_110,
-    "runtime": 3_740,
+    "rpc": 3_090,
+    "runtime": 3_660,
     "tensors": 1_270,
-    "testing": 5_820,
-    "torch": 2_910,
-    "training": 2_040,
-    "transport": 6_300,
+    "testing": 5_760,
+    "torch": 2_840,
+    "training": 2_020,
+    "transport": 6_210,
     "world": 1_660,
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`
+# What a way depends on beside the sizes in the tables: a function that asks one of these in a condition chooses a way.
+GROUNDS = re.compile(
+    "takes|native|core|_?compiled|_?short|repeat|is_prompt|may_block|send_directly|shares_memory|all_have_arenas"
+)
+ROOMS_OF_WAYS = ("algorithms", "communicator.py", "torch/calls.py")
+ROOMS_OF_KERNELS = ("algorithms/sparse", "algorithms/gossip")  # what they ask of the core is one step, and no way
+CHOOSERS = {  # what each chooses
+    "begin": "the table: the first way that takes a call",
+    "choose_backend": "the backend",
+    "HostsBackend.__init__": "the backend within a host, and that of rounds",
+    "MemoryBackend.start": "the thread: of the caller, or of the runtime",
+    "Calls.send_directly": "the same for a short message",
+    "Messages.send.start": "the same for a short message",
+    "Operations.start": "the same for rounds",
+    "MemoryBackend.short_calls": "core or not: whole calls",
+    "_compiled": "core or not: rounds",
+    "RendezvousArea.__init__": "core or not: copies between two private arrays",
+    "_performer": "core or not: a reduction in pieces",
+    "Calls.__init__": "whole calls, where there are any: their counts",
+    "MemoryBackend.collectives": "what the core learns, and the table of tensors on devices",
+    "CompiledCalls.learn": "what the core learns",
+    "GroupCalls.__init__": "whole calls, where there are any: their places in the program",
+    "GroupCalls.allreduce": "a whole call, or the general way",
+    "GroupCalls.barrier": "a whole call, or the general way",
+    "Communicator.allreduce": "a whole call, or the general way",
+    "Communicator.barrier": "a whole call, or the general way",
+    "Communicator._wait_avoiding": "a whole call, or the general way",
+    "Rendezvous.is_lent": "a copy of an array, or the array",
+    "SharedCall.finish_shortly": "a copy of an array, or the array",
+    "MemoryBackend.pair": "device memory of two ranks, or messages",
+    "DeviceRpc.shows": "device memory of two ranks, or messages",
+    "PairMemory.opens": "device memory of two ranks, or messages",
+    "GroupMemory.offers": "device memory of all ranks, or mirrors",
+}
 WITHOUT_CORE = re.compile(r"\b(native|core) is (not )?None\b")
 WITHOUT_CORE_MAX = 9  # places in algorithms/ that ask whether there is a core
 
@@ -96,6 +132,61 @@ def test_few_places_ask_for_the_core():
         if WITHOUT_CORE.search(line)
     ]
     assert len(places) <= WITHOUT_CORE_MAX, places
+
+
+def choosers(tree: ast.AST, outer: str = "") -> Iterator[str]:
+    """The functions in `tree`, by their qualified names, with a condition on one of GROUNDS."""
+    for node in ast.iter_child_nodes(tree):
+        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        name = f"{outer}.{node.name}".lstrip(".") if is_function or isinstance(node, ast.ClassDef) else outer
+        if is_function and any(map(GROUNDS.fullmatch, chain.from_iterable(map(asked, own_parts(node))))):
+            yield name
+        yield from choosers(node, name)
+
+
+def own_parts(function: ast.AST) -> Iterator[ast.AST]:
+    """The parts of a function, without those of the functions in it."""
+    for part in ast.iter_child_nodes(function):
+        if not isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield part
+            yield from own_parts(part)
+
+
+def asked(part: ast.AST) -> set[str]:
+    """The names that a condition ends with: `has` of `it.has`, and of `it.has()`."""
+    if not isinstance(part, ast.If | ast.IfExp | ast.While | ast.BoolOp):
+        return set()
+    nodes = list(ast.walk(part if isinstance(part, ast.BoolOp) else part.test))
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    ends = [node for node in nodes if isinstance(node, ast.Name | ast.Attribute) and id(node) not in inner]
+    return {node.attr if isinstance(node, ast.Attribute) else node.id for node in ends}
+
+
+def test_few_functions_choose_a_way():
+    """A choice belongs into a table of ways. One that cannot be made there is listed, with what it chooses."""
+    found = [
+        name
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if (place := str(path.relative_to(PACKAGE))).startswith(ROOMS_OF_WAYS)
+        and not place.startswith(ROOMS_OF_KERNELS)
+        for name in choosers(ast.parse(path.read_text()))
+    ]
+    assert sorted(found) == sorted(CHOOSERS)
+
+
+def test_a_function_that_chooses_a_way_is_found():
+    source = """
+class A:
+    def f(self, x):
+        def g():
+            return 1 if x.takes() else 2
+        return self.core.memory or g
+
+    def h(self, ways):
+        while self.member.may_block() and ways:
+            pass
+"""
+    assert list(choosers(ast.parse(source))) == ["A.f.g", "A.h"]
 
 
 @pytest.mark.parametrize(

@@ -592,7 +592,7 @@ def test_a_caller_that_shows_arguments_gives_up_at_any_moment():
                 assert not comm.rpc._exchange.client._pending
             await comm.barrier()
             await settled(comm)
-            assert not comm.rpc._exchange._server._arrivals
+            assert not comm.rpc._exchange.server._arrivals
 
     for seed in range(0, 30, 3):
         simulate(2, partial(main, seed=seed), seed=seed, shared_memory=True)
@@ -625,7 +625,7 @@ def test_a_copy_of_an_argument_fails(who, number):
                 assert not comm.rpc._exchange.client._pending
             await comm.barrier()
             await settled(comm)
-            assert not comm.rpc._exchange._server._arrivals
+            assert not comm.rpc._exchange.server._arrivals
 
     simulate(2, main, shared_memory=True)
 
@@ -711,7 +711,7 @@ def test_a_rank_that_stands_still_while_arguments_are_shown():
                 assert not comm.rpc._exchange.client._pending
             await comm.barrier()
             await settled(comm)
-            assert not comm.rpc._exchange._server._arrivals
+            assert not comm.rpc._exchange.server._arrivals
 
     for seed in range(12):
         network = Network(faults=[Pause(1, 1e-3 + seed * 7e-4, 3.0)])
@@ -759,7 +759,7 @@ def test_a_call_is_withdrawn_after_what_it_has_shown():
                 carrier.send = send
             await comm.barrier()
             await settled(comm)
-            assert not comm.rpc._exchange._server._arrivals
+            assert not comm.rpc._exchange.server._arrivals
 
     simulate(2, main, shared_memory=True)
 
@@ -774,7 +774,7 @@ def test_an_argument_that_a_function_does_not_want(name):
                 message = protocol.encode(protocol.SHOW_ARGUMENT, 7, struct.pack("<IQ", 0, 9), name=name)
                 await comm.rpc._exchange._carrier.send(1, *message)
                 assert await comm.rpc.call(1, "at_the_host", torch.ones(5)) == 5
-                assert not comm.rpc._exchange._server._arrivals
+                assert not comm.rpc._exchange.server._arrivals
             await comm.barrier()
 
     simulate(2, main, shared_memory=True)

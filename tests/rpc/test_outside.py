@@ -557,7 +557,7 @@ def test_lost_clients_leave_no_state(url, ipc):
         registry = FunctionRegistry()
         registry.add(Service())
         server = outside._ServiceExchange(registry, url, None)
-        runs = server._exchange._server
+        runs = server._exchange.server
         for _ in range(5):
             async with connect(server.url) as client:
                 hanging = [asyncio.ensure_future(client.call("hang")) for _ in range(3)]
@@ -570,7 +570,7 @@ def test_lost_clients_leave_no_state(url, ipc):
                 await client.notify("echo", 1)
                 assert await client.call("echo", 1) == 1
         socket = server._socket
-        while socket._clients or runs._calls or server._carrier._segments._peers:
+        while socket._clients or runs._calls or server._carrier._peers:
             await asyncio.sleep(0)
         assert not (
             socket._strangers or socket._dropped if url.startswith("ipc") else socket._names or socket._descriptors
@@ -684,10 +684,10 @@ def test_messages_to_a_lost_client_are_dropped(ipc):
         server = outside._ServiceExchange(registry, ipc, None)
         async with connect(ipc) as client:
             calls = [asyncio.ensure_future(client.call("echo", np.ones(40 << 20, np.uint8))) for _ in range(3)]
-            while not server._exchange._server._tasks:
+            while not server._exchange.server._tasks:
                 await asyncio.sleep(0)
         assert all(isinstance(end, ClosedError) for end in await asyncio.gather(*calls, return_exceptions=True))
-        while server._exchange._server._tasks or server._carrier._segments._peers:
+        while server._exchange.server._tasks or server._carrier._peers:
             await asyncio.sleep(0.001)
         await server.close()
 
@@ -1411,7 +1411,7 @@ def test_the_call_of_a_lost_client_is_over_with_its_function(ipc):
         await functions.ended.wait()
         for _ in range(100):
             await asyncio.sleep(0)
-        assert not server._exchange._server._calls
+        assert not server._exchange.server._calls
         await server.close()
 
     run(main())
@@ -1425,12 +1425,12 @@ def test_answers_that_wait_for_a_client_that_is_gone_end(ipc, nbytes, monkeypatc
         registry = FunctionRegistry()
         registry.add(Service())
         server = outside._ServiceExchange(registry, ipc, None)
-        runs, carrier = server._exchange._server, server._carrier
+        runs, carrier = server._exchange.server, server._carrier
         with a_connection(ipc) as hostile:
             hostile.sendall(segment(HELLO, VERSION) + segment(*a_call(0, b"\x92\x91\x01\x80", "echo")))
-            while 0 not in carrier._segments._peers:
+            while 0 not in carrier._peers:
                 await asyncio.sleep(0)
-            peer = carrier._segments._peers[0]
+            peer = carrier._peers[0]
             peer.outstanding = segments.WINDOW_BYTES - 10
             for number in range(1, 4):
                 head = protocol.encode(protocol.NOTIFY, number, b"\x92\x91\x01\x80", name="echo")[0]
@@ -1440,7 +1440,7 @@ def test_answers_that_wait_for_a_client_that_is_gone_end(ipc, nbytes, monkeypatc
             while len(peer.waiters) < 3 + (6 if nbytes == 100 else segments._LONG_MAX):
                 await asyncio.sleep(0)
         await asyncio.gather(*sends)
-        while runs._tasks or runs._calls or carrier._segments._peers:
+        while runs._tasks or runs._calls or carrier._peers:
             await asyncio.sleep(0)
         await server.close()
 

@@ -40,7 +40,7 @@ from asyncoll.arguments import digest
 from asyncoll.rpc import protocol, segments, window
 from asyncoll.rpc.service import Method
 from asyncoll.rpc.stub import Proxy
-from asyncoll.runtime.deadlines import expires_s, remaining_s
+from asyncoll.runtime.deadlines import expiry, remaining_s
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 from tests.support.cases import SIZES, looped
 from tests.support.processes import DEBUG, PATIENCE_S
@@ -840,7 +840,7 @@ def test_an_infinite_deadline_is_no_deadline():
         with deadline(5), deadline(math.inf):
             assert 4 < remaining_s() <= 5
         with deadline(math.inf):
-            assert expires_s() is None
+            assert expiry.get() is None
             await comm.rpc.call(1 - comm.rank, "wait")
 
     with pytest.raises(DeadlockError):
@@ -890,8 +890,8 @@ def test_the_call_after_a_cancelled_call_is_right(seed):
         await asyncio.sleep(1)
         exchange = comm.rpc._exchange
         assert not exchange.client._pending
-        assert not exchange._server._calls
-        assert not exchange._server._counts
+        assert not exchange.server._calls
+        assert not exchange.server._counts
         await comm.barrier()
 
     simulate(3, main, Network(latency_s=1e-3, jitter_s=1e-3, bandwidth_bytes_per_s=1e9), seed=seed)
@@ -1033,6 +1033,21 @@ def test_bad_calls(run, arguments, kind, message):
         with pytest.raises(kind, match=message):
             await comm.rpc.call(other, *arguments)
         assert await comm.rpc.call(other, "add", 1, 2) == 3
+
+    run(2, served(act))
+
+
+@pytest.mark.parametrize("elements", [4, 4000])
+def test_a_tensor_whose_memory_was_released_is_refused(run, elements):
+    """FSDP releases the storages of parameters. What is at their addresses then belongs to others."""
+
+    async def act(comm, service, other):
+        x = torch.ones(elements)
+        x.untyped_storage().resize_(0)
+        with pytest.raises(UsageError, match=r"echo: argument 1: the memory of this tensor was released"):
+            await comm.rpc.call(other, "echo", x)
+        x.untyped_storage().resize_(x.nbytes)
+        assert torch.equal(await comm.rpc.call(other, "echo", x.fill_(2.0)), x)
 
     run(2, served(act))
 

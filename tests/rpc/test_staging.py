@@ -342,9 +342,9 @@ def test_a_device_that_stands_still(transport, gives_up):
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-            while ends[0].client._pending or ends[1]._server._calls:
+            while ends[0].client._pending or ends[1].server._calls:
                 await asyncio.sleep(0)
-            assert not ends[1]._server._fetching
+            assert not ends[1].server._fetching
 
         async def main(comm):
             comm.rpc.register(Service(lambda _: increment(device, x) or x))
@@ -382,7 +382,7 @@ def test_a_function_returns_after_its_caller_has_given_up(has_deadline):
 
         async def main(comm):
             comm.rpc.register(held)
-            server = comm.rpc._exchange._server
+            server = comm.rpc._exchange.server
             with asyncoll.deadline(PATIENCE_S) if has_deadline else contextlib.nullcontext():
                 call = asyncio.ensure_future(comm.rpc.call(0, "held"))
             await until(begun.is_set)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from asyncoll import DeadlineError, deadline
-from asyncoll.runtime.pending import Kind, PendingCall
+from asyncoll.runtime.pending import PendingCall
+from asyncoll.runtime.standstill import Kind
 from asyncoll.testing import Network, Pause, run_ranks, simulate
 from asyncoll.transport.wire import Here
 

@@ -388,8 +388,9 @@ def test_nothing_is_left_of_tags_that_were_used_once():
         receives, executions = comm._calls._receives, comm._core.member.endpoint.executions
         assert not receives._queues
         assert not receives._returned
+        assert not executions.on_early
+        assert not executions._open
         assert not executions._early
-        assert not executions._current
 
     simulate(3 - 1, main)
 

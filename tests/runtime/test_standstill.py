@@ -15,7 +15,7 @@ from asyncoll import DeadlineError, DeadlockError, ProtocolError, deadline
 from asyncoll.runtime import standstill
 from asyncoll.runtime.failures import Failures
 from asyncoll.runtime.progress import SharedLoop
-from asyncoll.runtime.standstill import ALL, ANY, PAIR, ROUND, Report, ToldCall, can_go_on
+from asyncoll.runtime.standstill import Kind, Report, ToldCall, can_go_on
 from asyncoll.testing import Network, simulate
 from asyncoll.testing.laws import check_laws
 from asyncoll.transport.wire import Still, Stillness
@@ -25,6 +25,7 @@ from tests.support.properties import given, st
 
 SCRIPT = SCRIPTS / "runtime/calls_that_wait_for_each_other.py"
 WORLD = 7  # a communicator
+ALL, PAIR, ANY, ROUND = Kind
 
 
 def receiving(source, dest):
@@ -149,8 +150,8 @@ def test_a_message_that_no_rank_has_received_yet_is_waited_for(received, asks):
         size=2, rank=1, tell=lambda rank, message: asked.append((rank, message)), sent_to=[0, 0], received_from=[0, 0]
     )
     hearer = standstill.Standstill(router, Failures(router), SimpleNamespace(ended=set()))
-    hearer.received(0, Still(1, 0, 1, 3, 1, "7 0 pair 2 1 to 0", "7 0", ""))
-    hearer.received(1, Still(1, 0, 1, 1, received - 1, "7 1 all 2 barrier", "7 1", ""))
+    hearer.received(0, Still(1, 0, 1, 3, 1, "7 0 2 2 1 to 0", "7 0", ""))
+    hearer.received(1, Still(1, 0, 1, 1, received - 1, "7 1 1 2 barrier", "7 1", ""))
     assert asked == ([(0, Stillness(1, 1))] if asks else [])
 
 
@@ -164,7 +165,9 @@ def test_a_deadline_of_the_program_is_waited_for(soon, caplog):
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("waits", "begun"), [("1 2 all", ""), ("x 2 all 3 k", ""), ("", "1"), ("", "1 x")])
+@pytest.mark.parametrize(
+    ("waits", "begun"), [("1 2 1", ""), ("x 2 1 3 k", ""), ("1 2 9 3 k", ""), ("", "1"), ("", "1 x")]
+)
 def test_nonsense_of_a_peer_is_a_protocol_error(waits, begun):
     with pytest.raises(ProtocolError):
         standstill._report(0, Still(1, 0, 1, 0, 0, waits, begun, ""))

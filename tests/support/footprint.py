@@ -22,17 +22,18 @@ def footprint(comm) -> dict[str, int]:
         "listeners": len(router._listeners),
         "early": router._early_count,
         "handlers": len(router._handlers),
-        "current": len([context for context, _ in executions._current if context != world]),  # others may be ahead
+        # Others may be ahead on that of the world.
+        "current": len([context for context, _ in (*executions._open, *executions._early) if context != world]),
         "abandoned": len(executions._abandoned),
-        "described": len(executions._described),
-        "early executions": len(executions._early),
+        "described": len(executions.described),
+        "early executions": len(executions.on_early),
         "failures": len(failures._first) + len(failures._told),
         "failure listeners": len(failures._listeners),
-        "departures": len(endpoint._at_last_call),
-        "traces": len(endpoint.membership._traces),
+        "departures": len(endpoint.at_depart),
+        "traces": len(endpoint.membership.traces),
         "ledgers": len(endpoint.in_memory.sources),
         "services": len(endpoint._services),
-        "members": departures.count(),
+        "members": len(departures.open),
     }
     if arena is not None:
         found["boards here"] = len(arena._control_blocks)
@@ -48,7 +49,7 @@ def footprint(comm) -> dict[str, int]:
 
 # Objects of calls: of those under way, and of the last ones and their totals, which tables of a fixed size have.
 _OF_CALLS = {"Execution", "Identity", "Lane", "Mailbox", "MessageCall", "PendingCall", "Receive", "Signature", "Site"}
-_OF_CALLS |= {"CallStatistics", "Traffic", "Waiter"}
+_OF_CALLS |= {"CallStatistics", "EarlyExecution", "Traffic", "Waiter"}
 
 
 def objects() -> dict[str, int]:

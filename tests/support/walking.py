@@ -11,6 +11,7 @@ import asyncoll
 
 PACKAGE = str(Path(asyncoll.__file__).parent)
 TESTING = f"{PACKAGE}/testing/"
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>")  # functions in Python 3.11 only
 
 
 class Walk:
@@ -41,5 +42,7 @@ class Walk:
         if code.co_qualname in self._until:
             sys.setprofile(None)
             return
-        if event == "call" and code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(TESTING):
+        if event != "call" or code.co_name in COMPREHENSIONS:
+            return
+        if code.co_filename.startswith(PACKAGE) and not code.co_filename.startswith(TESTING):
             self.functions.add((code.co_filename, code.co_qualname))

@@ -21,7 +21,6 @@ import asyncoll
 from asyncoll.testing import Crash, Network, run_ranks, simulate
 from asyncoll.training import DCASGD, ParameterServerSGD
 from asyncoll.training.parameter_server import ModelServer
-from asyncoll.training.replicas import weights
 from tests.support.cases import case, looped
 from tests.support.places import SCRIPTS
 from tests.support.processes import PATIENCE_S, ForkedRank
@@ -480,7 +479,7 @@ def test_the_checkpoint_of_rank_0_is_the_servers_state_of_one_moment(trainer: st
             loss(model, comm.rank, step).backward()
             await sgd.step()
             if sgd._server is not None:
-                assert torch.equal(weights(sgd._flat), sgd._server.parameters)
+                assert torch.equal(sgd._flat.trainable, sgd._server.parameters)
             saved.append([copied(part.state_dict()) for part in (model, optimizer, sgd)])
         await sgd.finish()
         return saved

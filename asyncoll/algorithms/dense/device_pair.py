@@ -1,12 +1,8 @@
 """One message between two ranks of a large tensor of a device: through device memory that both read, or as bytes.
 
 The receiver says with its grant that its tensor is on a device, too. Then the sender may show the tensor in its block
-(`PairMemory`), window by window, and tells the receiver where each of them is. The receiver copies it from there, and
-answers. So the two ranks agree in each message anew, and a sender or a receiver in the memory of the host needs to know
-nothing of it.
-
-A message takes a place in the block of its sender once the streams of both tensors have come to their calls. So work of
-the program that stands still there, such as a call of NCCL that waits for another rank, holds up no other message.
+(`windows`). So the two ranks agree in each message anew, and a sender or a receiver in the memory of the host needs to
+know nothing of it.
 
 The host sees the end of each copy before it tells the other rank. The receiver writes to its own tensor only, and reads
 nothing from a rank that is lost. A call that fails does not give its place of the block back: the other rank may read
@@ -16,26 +12,19 @@ it, or may have read it and not know of the failure.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections import deque
-
-import numpy as np
 
 from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.pair_memory import PairMemory
+from asyncoll.algorithms.dense.windows import Answer, Windows, until_moved
 from asyncoll.algorithms.seam.arrival import unless_failed
-from asyncoll.errors import AsyncollError, DeviceError, ProtocolError
-from asyncoll.runtime.matching import Receive
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
-from asyncoll.transport.staging import BlockPart, Transfer, set_when_moved
+from asyncoll.transport.staging import BlockPart, Transfer
 
 _BYTES = 0  # the step of the whole array, if it goes as bytes
-_READY = 1  # the step that the receiver grants when its stream has come to the call
-_WINDOWS = 2  # the step of the first window, in both directions: where it is, and the answer
-_READ, _REFUSED = 1, 0  # answers
+_WINDOWS = 2  # that of the first window
 
 
 class DevicePair(MessageCall):
@@ -55,15 +44,19 @@ class DevicePair(MessageCall):
         if into is not None:
             await self._receive(into, source)
 
-    # -- the sender -------------------------------------------------------------------------------
+    def _windows(self, peer: int) -> Windows:
+        return Windows(self._member, self._memory, self._lane, peer, self._staged.mark.nbytes, _WINDOWS)
 
     async def _send(self, mine: Array, dest: int) -> None:
         lane, memory = self._lane, self._memory
         await lane.offer(dest, _BYTES)
         if lane.is_granted(dest, _WINDOWS) and memory.offers(self._staged.opened_device):
-            has_read = await self._show(dest)
+            windows = self._windows(dest)
+            await self._over(self._come())
+            place = await windows.place()
             # After a refusal the two ranks do not try again: this tensor and later ones go through the host.
-            memory.answered(dest, has_read=has_read)
+            has_read = await windows.show(place, self._write)
+            memory.give_back(place)
             if has_read:
                 lane.traffic.sent(mine.nbytes)
                 return
@@ -71,86 +64,42 @@ class DevicePair(MessageCall):
         await unless_failed(self._member, self._staged.arrived, "a tensor from a device")
         await lane.send(dest, _BYTES, mine)
 
-    async def _show(self, dest: int) -> bool:
-        """Show the tensor to `dest`, window by window. Returns whether it has read it; otherwise it has refused."""
-        lane, memory, mark = self._lane, self._memory, self._staged.mark
-        await self._over(mark.come())
-        await lane.offer(dest, _READY)
-        place, shown = await memory.place(), deque[tuple[Receive, Array]]()
-        # Two windows are shown at a time, so that one is written while the other is read. Until the peer has read a
-        # first one, it may refuse, and a second window would be copied in vain.
-        ahead = 2 if memory.is_read_by(dest) else 1
-        for index, start in enumerate(range(0, mark.nbytes, memory.window)):
-            if len(shown) == ahead and not await self._take_answer(*shown.popleft()):
-                memory.give_back(place)
-                return False
-            part = BlockPart(
-                lane.rank, place + index % 2 * memory.window, start, min(memory.window, mark.nbytes - start)
-            )
-            await self._over(memory.exchange.write(mark, [part]))
-            answer = np.empty(1, np.int64)
-            shown.append((lane.post(dest, _WINDOWS + index, answer), answer))
-            await lane.send(dest, _WINDOWS + index, np.array([part.offset]))
-        has_read = all([await self._take_answer(*each) for each in shown])
-        memory.give_back(place)
-        return has_read
-
-    async def _take_answer(self, receive: Receive, answer: Array) -> bool:
-        """Wait for the answer to a window. Returns whether the receiver has read it."""
-        await self._lane.wait(receive)
-        return bool(answer[0] == _READ)
-
-    # -- the receiver -----------------------------------------------------------------------------
-
     async def _receive(self, into: Array, source: int) -> None:
-        lane, where = self._lane, np.empty(1, np.int64)
-        shown = lane.post(source, _WINDOWS, where)
+        lane, windows = self._lane, self._windows(source)
+        shown = windows.expect()
         lane.grant(source, _WINDOWS)
         # The sender chooses between the two: it knows only by the grant above that this rank could read its block.
         whole = lane.post(source, _BYTES, into)
-        coming = asyncio.ensure_future(self._grant_once_ready(source))
+        coming = asyncio.ensure_future(windows.grant_once_ready(self._come))  # bytes may come meanwhile
         try:
             await lane.wait_for_one(shown, whole)
         finally:
             coming.cancel()
         if shown.complete:
             if self._memory.opens(source, self._staged.opened_device):
-                await self._read(source, where)
+                await windows.read(shown, self._read, may_end=False)
+                self._staged.has_result()
                 return
-            await self._answer(source, 0, _REFUSED)
+            await windows.answer(0, Answer.REFUSED)
         await lane.wait(whole)
 
-    async def _grant_once_ready(self, source: int) -> None:
-        """Bytes may come meanwhile. An error of the device shows in the copy that follows."""
-        try:
-            with contextlib.suppress(DeviceError):
-                await self._over(self._staged.mark.come())
-        except AsyncollError:  # of the communicator, which ends the call
-            return
-        self._lane.grant(source, _READY)
+    async def _write(self, part: BlockPart) -> bool:
+        await self._over(self._memory.exchange.write(self._staged.mark, [part]))
+        return True
 
-    async def _read(self, source: int, where: Array) -> None:
-        """Copy the windows of `source` into the tensor. The first one is shown, at byte `where` of its block."""
-        lane, memory, mark = self._lane, self._memory, self._staged.mark
-        for index, start in enumerate(range(0, mark.nbytes, memory.window)):
-            if index:
-                await lane.recv(source, _WINDOWS + index, where)
-            part = BlockPart(source, int(where[0]), start, min(memory.window, mark.nbytes - start))
-            # A peer that breaks the protocol must not make this rank read outside of the block.
-            if not 0 <= part.offset <= memory.nbytes - part.nbytes:
-                raise ProtocolError(f"byte {part.offset} of a block of device memory that has {memory.nbytes}", source)
-            await self._over(memory.exchange.read(mark, [part]))
-            await self._answer(source, index, _READ)
-        self._staged.has_result()
+    async def _read(self, part: BlockPart) -> Answer:
+        await self._over(self._memory.exchange.read(self._staged.mark, [part]))
+        return Answer.READ
 
-    async def _answer(self, source: int, index: int, answer: int) -> None:
-        await self._lane.send(source, _WINDOWS + index, np.array([answer]))
+    def _come(self) -> Transfer:
+        """It is over once the stream of the tensor has come to the call."""
+        transfer: Transfer = self._staged.mark.come()
+        self._staged.waits_for(transfer)
+        return transfer
 
     async def _over(self, transfer: Transfer) -> None:
         """Return once it is over. Raises DeviceError, and the failure of the communicator."""
         self._staged.waits_for(transfer)
-        with self._member.watch("a copy of device memory") as ended:
-            set_when_moved(transfer, transfer.nbytes, ended)
-            await ended
-        if transfer.moved < transfer.nbytes and transfer.error is not None:
-            raise self._staged.failure(transfer.error)
+        error = await until_moved(self._member, transfer)
+        if error is not None:
+            raise self._staged.failure(error)

@@ -9,8 +9,10 @@ number of ranks.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from asyncoll.runtime.group import Lane
 from asyncoll.runtime.matching import Receive
 from asyncoll.tensors.reductions import Array, Combine
 
+Allreduce = Callable[[Lane, Array, Combine], Coroutine[Any, Any, None]]
 TREE_RADIX = 8  # of the tree of an allreduce of a tiny array
 
 # Messages of an alltoall that are under way at once: the bucket of Li, Hoefler, "Near-optimal sparse allreduce for
@@ -59,13 +62,34 @@ async def tree(lane: Lane, x: Array, combine: Combine) -> None:
     await tree_broadcast(lane, x, 0, TREE_RADIX)
 
 
-async def recursive_doubling(lane: Lane, x: Array, combine: Combine) -> None:
+# Algorithms for a power of two of ranks: each rank beyond the largest power lends its array to one of the first ranks
+# before, and gets the result back after. The steps are the last ones, which no algorithm uses.
+_FOLD_STEP, _UNFOLD_STEP = (1 << 32) - 2, (1 << 32) - 1
+
+
+def _among_a_power_of_two(reduce: Callable[[Lane, Array, Combine, int], Coroutine[Any, Any, None]]) -> Allreduce:
+    """An allreduce by `reduce(lane, x, combine, power)`, which the first `power` ranks carry out."""
+
+    @functools.wraps(reduce)
+    async def allreduce(lane: Lane, x: Array, combine: Combine) -> None:
+        power = 1 << (lane.size.bit_length() - 1)
+        if lane.rank >= power:
+            await lane.send(lane.rank - power, _FOLD_STEP, x)
+            await lane.recv(lane.rank - power, _UNFOLD_STEP, x)
+            return
+        has_guest = lane.rank < lane.size - power
+        if has_guest:
+            await lane.recv(lane.rank + power, _FOLD_STEP, x, combine)
+        await reduce(lane, x, combine, power)
+        if has_guest:
+            await lane.send(lane.rank + power, _UNFOLD_STEP, x)
+
+    return allreduce
+
+
+@_among_a_power_of_two
+async def recursive_doubling(lane: Lane, x: Array, combine: Combine, power: int) -> None:
     """log2 P exchanges of the whole array: few messages, n log2 P elements sent."""
-    power, extra = _fold(lane.size)
-    if lane.rank >= power:
-        await _lend(lane, x, lane.rank - power)
-        return
-    await _borrow(lane, x, combine, power, extra)
     mine, other = x, np.empty_like(x)
     distance = 1
     while distance < power:
@@ -80,19 +104,14 @@ async def recursive_doubling(lane: Lane, x: Array, combine: Combine) -> None:
         distance *= 2
     if mine is not x:
         x[...] = mine
-    await _give_back(lane, x, power, extra)
 
 
-async def rabenseifner(lane: Lane, x: Array, combine: Combine) -> None:
+@_among_a_power_of_two
+async def rabenseifner(lane: Lane, x: Array, combine: Combine, power: int) -> None:
     """Recursive halving (reduce-scatter), then recursive doubling (allgather).
 
     2 log2 P messages and 2n(P-1)/P elements for each rank, if P is a power of two.
     """
-    power, extra = _fold(lane.size)
-    if lane.rank >= power:
-        await _lend(lane, x, lane.rank - power)
-        return
-    await _borrow(lane, x, combine, power, extra)
     edges = [start for start, _ in bounds(x.size, power)] + [x.size]
     low, high = 0, power  # the range of chunks that this rank still reduces
     distance = power // 2
@@ -112,7 +131,6 @@ async def rabenseifner(lane: Lane, x: Array, combine: Combine) -> None:
         await lane.exchange(partner, mine, partner, x[edges[theirs] : edges[theirs + distance]], power + distance)
         low = min(low, theirs)
         distance *= 2
-    await _give_back(lane, x, power, extra)
 
 
 async def ring(lane: Lane, x: Array, combine: Combine, first: int = 0) -> None:
@@ -140,31 +158,6 @@ async def rings(lane: Lane, x: Array, combine: Combine) -> None:
     """A ring for each half of `x`, at the same time: while a rank waits for one half, the other one fills the wire."""
     halves, steps = _chunks(x, 2), 2 * (lane.size - 1)
     await asyncio.gather(*(ring(lane, half, combine, turn * steps) for turn, half in enumerate(halves)))
-
-
-# Algorithms for a power of two of ranks: each rank beyond the largest power lends its array to one of the first ranks
-# before, and gets the result back after. The steps are the last ones, which no algorithm uses.
-_FOLD_STEP, _UNFOLD_STEP = (1 << 32) - 2, (1 << 32) - 1
-
-
-def _fold(size: int) -> tuple[int, int]:
-    power = 1 << (size.bit_length() - 1)
-    return power, size - power
-
-
-async def _lend(lane: Lane, x: Array, host: int) -> None:
-    await lane.send(host, _FOLD_STEP, x)
-    await lane.recv(host, _UNFOLD_STEP, x)
-
-
-async def _borrow(lane: Lane, x: Array, combine: Combine, power: int, extra: int) -> None:
-    if lane.rank < extra:
-        await lane.recv(lane.rank + power, _FOLD_STEP, x, combine)
-
-
-async def _give_back(lane: Lane, x: Array, power: int, extra: int) -> None:
-    if lane.rank < extra:
-        await lane.send(lane.rank + power, _UNFOLD_STEP, x)
 
 
 # -- one root ------------------------------------------------------------------------------------

@@ -131,12 +131,8 @@ class RendezvousArea:
         self.known_free = 0
 
     def begin(self, number: int) -> None:
-        """Note that call `number` begins at this rank."""
+        """Note that call `number` begins at this rank, here and for `begun`."""
         self._unfinished.add(number)
-        self.note(number)
-
-    def note(self, number: int) -> None:
-        """Note that this rank has made call `number`, for `begun`."""
         self.control_block.cells[self._begun + self.rank] = number
 
     def begun(self, rank: int) -> int:

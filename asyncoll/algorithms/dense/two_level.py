@@ -150,7 +150,7 @@ class TwoLevelCall:
             await self.within.reduce_scatter(window.shares, window.mine, summed, carried)
 
         async def exchange(window: _Window) -> None:
-            await self._leaders(window).reduce(window.mine, summed, carried, hosts.host(root), window.whole)
+            await self._leaders(window).reduce(window.mine, summed, carried, hosts.host[root], window.whole)
 
         async def collect(window: _Window) -> None:
             if root in hosts.here:
@@ -168,7 +168,7 @@ class TwoLevelCall:
                 await self.within.scatter(window.shares, window.mine, hosts.here.index(root))
 
         async def exchange(window: _Window) -> None:
-            await self._leaders(window).broadcast(window.mine, hosts.host(root), window.whole)
+            await self._leaders(window).broadcast(window.mine, hosts.host[root], window.whole)
 
         await self._in_windows(x, share_out, exchange, self._hand_out)
 
@@ -293,7 +293,7 @@ class TwoLevelCall:
 
     def _plans(self) -> list[list[int]]:
         """For each leader, the ranks whose blocks it carries, in the order in which these lie in its memory."""
-        return [_flat(self.hosts.carried(leader)) for leader in range(self.hosts.leaders)]
+        return [_flat(self.hosts.carried[leader]) for leader in range(self.hosts.leaders)]
 
     def _for_leaders(self, rooms: list[Array]) -> list[Array]:
         """`rooms` of the leaders, and empty ones of the other ranks of this host."""
@@ -301,13 +301,13 @@ class TwoLevelCall:
 
     def _sections(self, window: _BlockWindow) -> list[Array]:
         """For each host, the blocks of its ranks that this leader carries."""
-        carried = self.hosts.carried(self.hosts.place)
+        carried = self.hosts.carried[self.hosts.place]
         return _parts(window.mine, [sum(window.sizes[rank] for rank in ranks) for ranks in carried])
 
     def _own(self, window: _BlockWindow, section: Array) -> Iterator[tuple[int, Array]]:
         """The places of the ranks of this host that this leader carries, and the block of each in `section`."""
         hosts = self.hosts
-        ranks = hosts.carried(hosts.place)[hosts.mine]
+        ranks = hosts.carried[hosts.place][hosts.mine]
         return zip(map(hosts.here.index, ranks), _parts(section, [window.sizes[rank] for rank in ranks]), strict=True)
 
     # -- of blocks from one rank to one other -----------------------------------------------------

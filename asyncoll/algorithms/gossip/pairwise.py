@@ -36,6 +36,7 @@ from asyncoll.tensors import shapes
 from asyncoll.tensors.operands import Operand, as_operand
 from asyncoll.tensors.reductions import Array, ReduceOp, combiner, reducer
 from asyncoll.tensors.staged import Staged
+from asyncoll.transport.futures import settle
 from asyncoll.transport.wire import Buffer
 
 T = TypeVar("T")
@@ -342,8 +343,7 @@ class Gossip(Uncopied):
         async with self._turn:
             self._port.send(call.passive, call.number, 0)
             await self._swap(call.passive, call.active, call.number)
-        if not done.done():
-            done.set_result(None)
+        settle(done)
         self._settle()
 
     def _requested(self, active: int, number: int, step: int, payload: Buffer) -> None:

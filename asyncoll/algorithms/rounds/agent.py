@@ -252,7 +252,7 @@ class Agent:
 
     def _leading_host(self, number: int) -> int:
         """The host whose agents open round `number`."""
-        return self._hosts.host(self._operation.first_drawn(number, self._size))
+        return self._hosts.host[self._operation.first_drawn(number, self._size)]
 
     # -- at the opener ----------------------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Agent:
             self._send([rank], number, step_of(NEVER, attempt))
             return
         claims = opened.claims
-        claims[self._hosts.host(rank)] = rank, payload
+        claims[self._hosts.host[rank]] = rank, payload
         if number > self._record.latest:
             self._watch.learn(rank, self._port.now_s() - opened.begun_s)
         if len(claims) < len(self._hosts.ranks):

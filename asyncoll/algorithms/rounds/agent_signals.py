@@ -80,7 +80,7 @@ class SignalRules:
             return not attempt and (kind in (ASK, HERE) or (leads == self._hosts.mine and kind in EVENTS))
         if not 0 < attempt < ATTEMPTS_MAX:
             return False
-        return self._hosts.mine == leads if kind in (CLAIM, AGAIN) else self._hosts.host(rank) == leads
+        return self._hosts.mine == leads if kind in (CLAIM, AGAIN) else self._hosts.host[rank] == leads
 
     def _may_carry(self, rank: int, step: int, payload: Buffer) -> bool:
         kind, _ = kind_of(step)
@@ -94,4 +94,4 @@ class SignalRules:
         if kind == TEAM:
             is_team = len(ranks) == len(self._hosts.ranks) and all(map(contains, self._hosts.ranks, ranks))
             return self._short_bytes is None and is_team
-        return set(ranks) <= set(self._hosts.ranks[self._hosts.host(rank)])
+        return set(ranks) <= set(self._hosts.ranks[self._hosts.host[rank]])

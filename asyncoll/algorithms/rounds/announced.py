@@ -49,7 +49,7 @@ class AnnouncedOperations:
         """
         text = f"{operation} (first called by rank {caller} at {site})"
         port = Port(self._member, operation.name, operation.fingerprint())
-        rounds = self._make(port, operation, lambda: text)
+        rounds = self._make(port, operation, text.__str__)
         # A rank announces every operation that it makes, not only those that its own program calls first. The ranks on
         # its edges may be announced twice: the second announcement finds the operation known, and changes nothing.
         message = _announcement(self._member.communicator, operation, site)

@@ -126,7 +126,7 @@ class HostExchange:
 
     def _blank_list(self) -> Array:
         # Totals, because in groups a host is not told of every round of the ranks of other hosts.
-        return tally.blank(self._size, weighted=self._operation.weighted, totals=True)
+        return tally.blank_totals(self._size, weighted=self._operation.weighted)
 
     def sign(self, taken: Taken) -> Array:
         """The participation list of this host: the columns of its ranks are filled."""
@@ -222,7 +222,7 @@ class Attempt:
     async def _reduced(self, share: Share, team: Sequence[int], participation: Array) -> Share:
         """Reduce `share` between the hosts of its group. Returns it with the result, and fills in `participation`."""
         exchange, number = self._exchange, self._number
-        hosts = sorted({exchange.hosts.host(rank) for rank in share.members})
+        hosts = sorted({exchange.hosts.host[rank] for rank in share.members})
         if len(hosts) == 1:
             return share
         block = exchange.part.copied(share.block)

@@ -12,6 +12,7 @@ So each rank knows from this number which of its contributions are in the result
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -109,7 +110,7 @@ class CoordinatedRounds(WaitAvoiding):
         """
         participation = self._tally.blank(self._group.size, self._round.gone_ranks)
         total: Parts | None = None
-        for rank, payload in sorted(self._given, key=lambda given: given[0]):
+        for rank, payload in sorted(self._given, key=itemgetter(0)):
             column, *parts = self._unpacked(payload, 1)
             participation[:, rank] += column
             if total is None:

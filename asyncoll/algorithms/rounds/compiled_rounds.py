@@ -23,6 +23,7 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
 from asyncoll.algorithms.rounds.round_cells import NONE, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
+from asyncoll.algorithms.rounds.rules import rule_of
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.runtime.event_kinds import What
@@ -107,10 +108,9 @@ ROUNDS_WAYS: tuple[Way[OneSidedRounds], ...] = (
 
 
 def is_known(core: NativeCore, operation: Operation) -> bool:
-    """Whether the core carries out `operation`: it knows its opening, its options, and reductions of its dtypes."""
-    if operation.opening.value not in core.openings or not operation.options().keys() <= DECLARED:
-        return False
-    return all(core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout)
+    """Whether the core carries out `operation`: it knows its options, and reductions of its dtypes."""
+    known = operation.options().keys() <= DECLARED
+    return known and all(core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout)
 
 
 def rounds_of(
@@ -126,8 +126,7 @@ def rounds_of(
         history=operation.history,
         limit=record.blocks.limit,
         nbytes=layout.nbytes,
-        opening=core.openings.index(operation.opening.value),
-        quorum=operation.quorum,
+        **rule_of(operation)._asdict(),
         sync_every=operation.sync_every,
         sync_offset=operation.sync_offset,
         keeps=operation.group_size > 0,

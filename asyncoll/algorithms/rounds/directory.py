@@ -12,6 +12,7 @@ from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery
 from asyncoll.algorithms.seam.backend import Backend
 from asyncoll.errors import MismatchError
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.signature import Site
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena
 
@@ -89,7 +90,7 @@ class Directory:
         self._member = member
         self.known: dict[str, Rounds] = {}  # by name
 
-    def find(self, operation: Operation, caller: int, site: str) -> Rounds | None:
+    def find(self, operation: Operation, caller: int, site: Site | str) -> Rounds | None:
         """The rounds of `operation`, which rank `caller` has called at `site`; None if there are none here yet.
 
         Raises MismatchError, and ends the communicator, if its name stands for another operation.

@@ -142,7 +142,7 @@ class Engine(Generic[R]):
 
     def _skip_owed(self) -> int:
         """How many rounds are owed, all older than one that was told: they count as skipped now."""
-        return sum(self.owed.popleft()[0] for _ in range(len(self.owed)))
+        return sum([self.owed.popleft()[0] for _ in range(len(self.owed))])
 
     def take_back(self, newest: int, lag: int, rounds: int) -> None:
         """An answer of `rounds` rounds up to `newest`, which was `lag` rounds after its aim, has no receiver.

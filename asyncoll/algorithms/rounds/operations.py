@@ -261,11 +261,8 @@ class Operations:
             self.member.failed(call, error)
 
     async def _find_or_open(self, call: RoundCall | JoinCall) -> Rounds:
-        spec, site, operations = call.operation, str(call.site), self._backend.operations
-        known = operations.find(spec, self.member.group.rank, site)
-        if known is not None:
-            return known
-        return await self._backend.open(spec, site)
+        spec, site, operations = call.operation, call.site, self._backend.operations
+        return operations.find(spec, self.member.group.rank, site) or await self._backend.open(spec, str(site))
 
     def join(self, name: str, x: object, site: Site) -> Coroutine[Any, Any, Reduction | None]:
         """Start the call by which this rank joins the operation `name`. Returns a coroutine that waits for the others.

@@ -90,6 +90,16 @@ def is_synchronous(number: int, every: int, offset: int) -> bool:
     return every > 0 and (number + offset) % every == 0
 
 
+def ranks_needed(ranks: int, size: int, synchronous: bool) -> int:
+    """How many ranks have to have arrived, or be gone, before a round may begin: so many, unless it waits for all."""
+    return size if synchronous else ranks
+
+
+def needs_drawn(drawn: bool, synchronous: bool) -> bool:
+    """Whether one of them has to be drawn for the round. Then a late call of one that is drawn may open it, too."""
+    return drawn and not synchronous
+
+
 def are_enough(arrived: int, size: int) -> bool:
     """Whether so many ranks that wait are enough for a late call to open their round: at least half of all."""
     return 2 * arrived >= size

@@ -260,17 +260,13 @@ class RoundRecord:
 
         Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
         """
-        number, start = self.number, self._start_and_publish if self.reduces_at_once else self._start
-        missing = start(now_ns)
+        number, missing = self.number, self._start(now_ns)
         if not missing and self._trace.sink is not None:
             self._trace.tell(What.OPEN, self._operation, number=number)
         return missing
 
     def _start(self, now_ns: int) -> int:
-        """Open the next round, of contributions that ranks reduce together.
-
-        Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
-        """
+        """As `_open`. Ranks reduce the contributions together; short ones are reduced and published here."""
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)
@@ -301,7 +297,10 @@ class RoundRecord:
                 self.blocks.keep(dest)
             elif taken:  # lent memory is never the result: other ranks read that when the caller has its memory back
                 dest = self.blocks.take()
-                chunks += self._chunks_of_block
+                if self.reduces_at_once:
+                    self._reduce(self.blocks.address(dest), [self.blocks.address(block) for block in taken])
+                else:
+                    chunks += self._chunks_of_block
             self.blocks.sign(dest, contributors, weight)
             table[index, COLUMN.round : COLUMN.taken] = number, dest, len(taken), absent
         cells[head.chunks] = chunks
@@ -316,69 +315,11 @@ class RoundRecord:
         """Whether a contribution that is alone is the result of its round."""
         return block != LENT
 
-    def _start_and_publish(self, now_ns: int) -> int:
-        """Open the next round, of short contributions, reduce it and publish it, all in this critical section.
-
-        Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
-        """
-        cells, table, blocks, latest = self.cells, self._table, self.blocks, self._head.latest
-        number = cells[latest] + 1
-        groups = self._groups_of(number)
-        if blocks.free_count() < len(groups):
-            return len(groups)
-        cells[self._begun + number % BEGINNINGS] = now_ns
-        results, absent = self._results[number % self._kept_rounds], int(np.count_nonzero(self._gone))
-        staged = table[:, COLUMN.staged].tolist()
-        for ranks, index in groups:
-            taken, contributors, weight = [], 0, 0.0
-            for rank in ranks:
-                if staged[rank] == NONE:
-                    continue
-                taken.append(staged[rank])
-                contributors |= 1 << rank
-                row = self._row[rank]
-                weight += self._reals[row.weight]
-                cells[row.taken] = cells[row.ticket]
-            dest = self._reduced(taken)
-            blocks.sign(dest, contributors, weight)
-            cells[self._counts + len(taken)] += 1
-            results[index, : KEPT.taken] = number, dest, len(taken), absent
-        results[:, KEPT.taken] = table[:, COLUMN.taken]
-        for rank, waits_for in enumerate(table[:, COLUMN.waits_for].tolist()):
-            if waits_for == number:
-                table[rank, COLUMN.granted : COLUMN.granted_taken + 1] = results[rank]
-                blocks.keep(cells[self._row[rank].granted_block])
-        cells[latest] = number
-        if not self._keeps:  # each contribution is in one round, and there is one group
-            for row, block in zip(self._row, staged, strict=True):
-                if block != NONE:
-                    cells[row.staged] = cells[row.staged_at] = NONE
-                    # Otherwise its keeper is the one of the result now.
-                    if block != dest:
-                        blocks.drop(block)
-        self._forget(number)
-        self.control_block.wake()
-        return 0
-
     def _forget(self, number: int) -> None:
         """Round `number` is published: drop the results of the round that history keeps no longer."""
         results = self._results[(number + 1) % self._kept_rounds]  # where the next round writes its own
         for block in set(results[:, KEPT.block].tolist()):
             self.blocks.drop(block)
-
-    def _reduced(self, taken: list[int]) -> int:
-        """The block with the reduction of the blocks `taken`."""
-        blocks = self.blocks
-        # The contribution is the result: nothing to reduce.
-        if len(taken) < 2:
-            dest = taken[0] if taken else NONE
-            # The contribution stays staged, so the block has another keeper.
-            if self._keeps:
-                blocks.keep(dest)
-            return dest
-        dest = blocks.take()
-        self._reduce(blocks.address(dest), [blocks.address(block) for block in taken])
-        return dest
 
     def _groups_of(self, number: int) -> Groups:
         """The groups of a round, each with the index of its rows."""

@@ -11,7 +11,7 @@ from asyncoll.transport.wire import Buffer
 
 
 def packed(arrays: Iterable[Array]) -> bytes:
-    return b"".join(array.view(np.uint8).data for array in arrays)
+    return b"".join([array.view(np.uint8).data for array in arrays])
 
 
 def unpack(payload: Buffer, into: Iterable[Array]) -> None:

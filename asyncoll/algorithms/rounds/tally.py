@@ -62,13 +62,12 @@ class OperationStatistics:
     """By rank: the time from the beginning of the rounds that its callers aimed at until they arrived."""
 
 
-def blank(members: int, *, weighted: bool, totals: bool = False) -> Array:
-    """A participation list of a round of so many members: [row, member], with zeros.
+def blank_totals(members: int, *, weighted: bool) -> Array:
+    """A participation list of so many members, with zeros: [row, member]. Its times are those of all rounds so far.
 
-    `totals` if its times are those of all rounds so far: a float32 would count them in steps of 8 ms after a day.
+    A float32 would count them in steps of 8 ms after a day.
     """
-    rows, dtype = _shape(weighted)
-    return np.zeros((rows, members), np.float64 if totals else dtype)
+    return np.zeros((_shape(weighted)[0], members), np.float64)
 
 
 def _shape(weighted: bool) -> tuple[int, type[np.floating[Any]]]:
@@ -113,7 +112,7 @@ class Tally:
 
     def blank(self, members: int, gone: Iterable[int] = ()) -> Array:
         """A participation list of a round of so many members: [row, member], with zeros but for those that are gone."""
-        participation = blank(members, weighted=self._rows > WEIGHT)
+        participation = np.zeros((self._rows, members), self.dtype)
         for rank in gone:
             participation[GONE, rank] = 1
         return participation

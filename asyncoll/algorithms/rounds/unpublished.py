@@ -6,8 +6,7 @@ rank. Two stores commit:
 
 - `Head.latest`: the round is published, with the contributions of each rank up to the ticket in its `Kept.taken`. Its
   results are written before, and what it has used is cleared and dropped after.
-- `RankCells.taken`, while a round runs: the contribution has passed from `staged` to `source`. A round of short
-  contributions never runs as other ranks see it: until it is published, its contributions are staged.
+- `RankCells.taken`, while a round runs: the contribution has passed from `staged` to `source`.
 """
 
 from __future__ import annotations

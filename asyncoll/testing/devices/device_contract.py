@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, build, storage
+from asyncoll.testing.contract import checking
 from asyncoll.transport.staging import HANDLE_BYTES, BlockPart, Device, Mark, RefusedError, Transfer, arrived
 
 _COUNT = 50_000  # elements
@@ -50,11 +51,8 @@ def check_device(
     Every check opens a device, runs on a new loop from `loop_factory`, and closes it there.
     """
     for check in _CHECKS:
-        with asyncio.Runner(loop_factory=loop_factory) as runner:
-            try:
-                runner.run(_checked(open_device, check))
-            except Exception as error:
-                raise AssertionError(f"{check.__name__}: {check.__doc__}") from error
+        with checking(check, loop_factory) as runner:
+            runner.run(_checked(open_device, check))
 
 
 async def _checked(open_device: OpenDevice, check: Callable[[DeviceProgram], Awaitable[None]]) -> None:
@@ -79,6 +77,20 @@ def _fetched(program: DeviceProgram, x: Any) -> tuple[Mark, Array, Transfer]:
     mark = program.device.mark(x)
     into = _host(mark.nbytes)
     return mark, into, mark.fetch(0, into)
+
+
+async def _arrived(program: DeviceProgram, x: Any) -> tuple[Mark, Array]:
+    """A mark of `x`, and its bytes on the host."""
+    mark, into, transfer = _fetched(program, x)
+    await arrived(transfer)
+    return mark, into
+
+
+def _give_back(mark: Mark, into: Array) -> Transfer:
+    """Copy `into` to the tensor of `mark`, before the work that is queued from here on."""
+    put = mark.put(into, 0)
+    mark.join()
+    return put
 
 
 async def _fetches_what_was_queued(program: DeviceProgram) -> None:
@@ -133,11 +145,9 @@ async def _goes_there_and_back(program: DeviceProgram) -> None:
     x = _tensor(program, _numbers())
     for turn in range(5):
         program.add(x, 1)
-        mark, into, transfer = _fetched(program, x)
-        await arrived(transfer)
+        mark, into = await _arrived(program, x)
         into.view(np.int32)[:] += turn
-        mark.put(into, 0)
-        mark.join()
+        _give_back(mark, into)
     assert (program.values(x) == _numbers() + 5 + 10).all()
 
 
@@ -164,12 +174,10 @@ async def _packs_any_layout(program: DeviceProgram) -> None:
     for x in (whole.t(), whole[::3, 1::2], whole[2], whole[:, 3]):
         before, elements = program.values(whole), program.values(x)
         program.add(whole, 1)
-        mark, into, transfer = _fetched(program, x)
-        await arrived(transfer)
+        mark, into = await _arrived(program, x)
         assert (into.view(np.int32) == elements.reshape(-1) + 1).all()
         into.view(np.int32)[:] += 100
-        mark.put(into, 0)
-        mark.join()
+        _give_back(mark, into)
         program.add(whole, 1)
         assert (program.values(x) == elements + 102).all()
         assert program.values(whole).sum() == before.sum() + 2 * whole.numel() + 100 * x.numel()
@@ -180,10 +188,8 @@ async def _joins_again(program: DeviceProgram) -> None:
     whole = _tensor(program, _numbers(600).reshape(20, 30))
     for x in (whole.t(), whole):
         program.add(whole, 1)
-        mark, into, transfer = _fetched(program, x)
-        await arrived(transfer)
-        mark.put(into, 0)
-        mark.join()
+        mark, into = await _arrived(program, x)
+        _give_back(mark, into)
         program.add(whole, 1)
         mark.join()
         with program.stream():
@@ -202,8 +208,7 @@ async def _follows_streams(program: DeviceProgram) -> None:
             mark, into, transfer = _fetched(program, x)
         await arrived(transfer)
         into.view(np.int32)[:] *= 2
-        mark.put(into, 0)
-        mark.join()
+        _give_back(mark, into)
         with program.stream():
             program.add(x, 1)
             mark = program.device.mark(x)
@@ -217,12 +222,10 @@ async def _takes_any_size(program: DeviceProgram) -> None:
     for shape in ((0,), (3, 0), (), (1,)):
         array = np.full(shape, 5, np.int32)
         x = _tensor(program, array)
-        mark, into, transfer = _fetched(program, x)
-        await arrived(transfer)
+        mark, into = await _arrived(program, x)
         assert (into.view(np.int32) == array.reshape(-1)).all()
         into.view(np.int32)[:] = 6
-        put = mark.put(into, 0)
-        mark.join()
+        put = _give_back(mark, into)
         await arrived(put)
         assert (program.values(x) == array + 1).all()
 
@@ -233,11 +236,9 @@ async def _keeps_bits(program: DeviceProgram) -> None:
         bits = np.random.default_rng(7).integers(0, 2 if dtype == "bool" else 256, 9000, np.uint8)
         array = bits[: 9000 // 16 * 16].view(storage(dtype))
         x = _tensor(program, array, dtype)
-        mark, into, transfer = _fetched(program, x)
-        await arrived(transfer)
+        mark, into = await _arrived(program, x)
         assert (into == array.view(np.uint8)).all(), dtype
-        mark.put(into[::-1].copy() if dtype == "bool" else into, 0)
-        mark.join()
+        _give_back(mark, into[::-1].copy() if dtype == "bool" else into)
         wanted = array[::-1] if dtype == "bool" else array
         assert (program.values(x).reshape(-1).view(np.uint8) == wanted.copy().view(np.uint8)).all(), dtype
 
@@ -363,8 +364,7 @@ async def _copies_many(program: DeviceProgram) -> None:
     await asyncio.gather(*(arrived(transfer) for _, _, transfer in copies))
     for x, (mark, into, _) in zip(tensors, copies, strict=True):
         assert (into.view(np.int32) == _numbers(x.numel()) + 1).all()
-        mark.put(into, 0)
-        mark.join()
+        _give_back(mark, into)
 
 
 async def _survives_cancellation(program: DeviceProgram) -> None:

@@ -18,7 +18,7 @@ from asyncoll.forks import address_of
 from asyncoll.tensors.reductions import Array, build, dtype_name, storage, torch_view
 from asyncoll.testing.devices.fake_exchange import POISON, FakeExchange
 from asyncoll.testing.devices.order import Accesses, Order, Ticket
-from asyncoll.testing.devices.streams import Streams, StreamWork, TurnedBy
+from asyncoll.testing.devices.streams import FakeTransfer, Streams, StreamWork, TurnedBy
 from asyncoll.transport.staging import RefusedError
 from asyncoll.transport.staging.mirrors import staging
 
@@ -40,67 +40,22 @@ class _DeviceMemory:
     owner: Any = None  # keeps the memory of `decoy`
 
 
-class FakeTransfer:
-    """A `Transfer` of a fake device."""
-
-    def __init__(self, order: Order, ticket: Ticket, host: Array, lock: threading.RLock) -> None:
-        self.nbytes = host.nbytes
-        self.error: BaseException | None = None
-        self.host = host
-        self.done = 0  # bytes that have arrived; reading this tells the host nothing
-        self.is_seen = False  # whether the host knows that it is over
-        self._order = order
-        self._ticket = ticket
-        self._waiting: list[tuple[int, Callable[[], None]]] = []
-        self._lock = lock
-
-    @property
-    def is_over(self) -> bool:
-        return self.error is not None or self.done == self.nbytes
-
-    @property
-    def moved(self) -> int:
-        """Reading it tells this thread: operations that it queues from here on come after these bytes."""
-        with self._lock:
-            self._ticket.seen[threading.get_ident()] = self.done
-            if self.is_over:
-                self.is_seen = True
-                self._order.seen(self._ticket)
-            return self.done
-
-    def when_moved(self, nbytes: int, callback: Callable[[], None]) -> None:
-        with self._lock:
-            self._waiting.append((nbytes, callback))
-            self._tell()
-
-    def advance(self, done: int, error: BaseException | None = None) -> None:
-        with self._lock:
-            self.done, self.error = done, error
-            self._tell()
-
-    def _tell(self) -> None:
-        due = [each for each in self._waiting if self.error is not None or each[0] <= self.done]
-        self._waiting = [each for each in self._waiting if each not in due]
-        for _, callback in due:
-            callback()
-
-
+@dataclass(eq=False)
 class FakeMark:
     """A `Mark` of a fake device: where the elements are, packed, and the operation that comes before all copies."""
 
-    def __init__(
-        self, device: FakeDevice, x: Any, memory: _DeviceMemory, start: int, stream: str, event: StreamWork
-    ) -> None:
-        self._device = device
-        self.x = x
-        self.memory = memory
-        self.start = start
-        self.nbytes: int = x.nbytes
-        self.stream = stream
-        self.event = event
-        self.copies: list[StreamWork] = []
-        self.is_changed = False  # by a copy
-        self.unpacked: list[StreamWork] = []  # the one that has given the tensor its values
+    _device: FakeDevice
+    x: Any
+    memory: _DeviceMemory
+    start: int
+    stream: str
+    event: StreamWork
+    copies: list[StreamWork] = field(default_factory=list)
+    is_changed: bool = False  # by a copy
+    unpacked: list[StreamWork] = field(default_factory=list)  # the one that has given the tensor its values
+
+    def __post_init__(self) -> None:
+        self.nbytes = int(self.x.nbytes)
 
     @property
     def elements(self) -> Array:

@@ -11,23 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from asyncoll.tensors.reductions import Array, ReduceOp, reducer, storage
+from asyncoll.testing.devices.streams import FakeTransfer
 from asyncoll.transport.staging import HANDLE_BYTES, BlockPart, RefusedError, Transfer
 
 POISON = 0xA5  # every byte of memory that has no content, or not yet
 _lock = threading.Lock()
 _blocks: dict[bytes, _FakeBlock] = {}  # those of this process, by handle
 _freed: set[bytes] = set()  # handles
-
-
-class ObservedTransfer(Transfer, Protocol):
-    """A `Transfer` of a fake device."""
-
-    @property
-    def is_over(self) -> bool: ...
-
-    @property
-    def is_seen(self) -> bool:
-        """Whether the host knows that it is over."""
 
 
 class _SharingDevice(Protocol):
@@ -45,7 +35,7 @@ class _SharingDevice(Protocol):
         of: tuple[Any, int] | None = None,
         *,
         writes: bool = False,
-    ) -> ObservedTransfer: ...
+    ) -> FakeTransfer: ...
 
 
 @dataclass(eq=False)
@@ -55,7 +45,7 @@ class _Use:
     start: int
     stop: int
     writes: bool
-    transfer: ObservedTransfer
+    transfer: FakeTransfer
 
 
 @dataclass(eq=False)
@@ -77,7 +67,7 @@ class FakeExchange:
         self._device = device
         self._own = _FakeBlock(np.full(nbytes, POISON, np.uint8))
         self._opened: dict[int, _FakeBlock] = {}  # by rank
-        self._transfers: list[ObservedTransfer] = []
+        self._transfers: list[FakeTransfer] = []
         with _lock:
             self.handle = os.urandom(HANDLE_BYTES)
             _blocks[self.handle] = self._own
@@ -103,7 +93,7 @@ class FakeExchange:
     def write(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         return _Joint([self._write(mark, part.offset, part.start, part.nbytes) for part in parts])
 
-    def _write(self, mark: Any, offset: int, start: int, nbytes: int) -> ObservedTransfer:
+    def _write(self, mark: Any, offset: int, start: int, nbytes: int) -> FakeTransfer:
         into = self._own.content[offset : offset + nbytes]
         into[:] = POISON
         move = _mover(into, mark.elements[start : start + nbytes])
@@ -112,12 +102,12 @@ class FakeExchange:
     def read(self, mark: Any, parts: Sequence[BlockPart]) -> Transfer:
         return _Joint([self._read(mark, *part) for part in parts])
 
-    def _read(self, mark: Any, rank: int, offset: int, start: int, nbytes: int) -> ObservedTransfer:
+    def _read(self, mark: Any, rank: int, offset: int, start: int, nbytes: int) -> FakeTransfer:
         block, into = self._opened[rank], mark.elements[start : start + nbytes]
         move = _mover(into, block.content[offset : offset + nbytes])
         return self._carry_out("read", [block], offset, into, move, (mark, start))
 
-    def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> ObservedTransfer:
+    def reduce(self, op: ReduceOp, dtype: str, offset: int, nbytes: int) -> FakeTransfer:
         opened = [self._opened[rank] for rank in sorted(self._opened)]
         parts = [block.content[offset : offset + nbytes].view(storage(dtype)) for block in opened]
         into = self._own.content[offset : offset + nbytes]
@@ -130,7 +120,7 @@ class FakeExchange:
         others = [block for block in opened if block is not self._own]
         return self._carry_out("reduce", others, offset, into, move)
 
-    def under_way(self) -> list[ObservedTransfer]:
+    def under_way(self) -> list[FakeTransfer]:
         return [transfer for transfer in self._transfers if not transfer.is_over]
 
     def shut(self) -> bool:
@@ -158,7 +148,7 @@ class FakeExchange:
         into: Array,
         move: Callable[[int, int], None],
         mark: tuple[Any, int] | None = None,
-    ) -> ObservedTransfer:
+    ) -> FakeTransfer:
         """Queue `move`, which reads these bytes of `sources`, and writes to the own block unless it is a "read"."""
         transfer = self._device.queue_copy(f"exchange: {kind}", into, move, mark, writes=kind == "read")
         self._transfers = [*self.under_way(), transfer]
@@ -182,7 +172,7 @@ class FakeExchange:
 class _Joint:
     """Several transfers as one. Their bytes arrive in any order."""
 
-    def __init__(self, transfers: Sequence[ObservedTransfer]) -> None:
+    def __init__(self, transfers: Sequence[FakeTransfer]) -> None:
         self.nbytes = sum(transfer.nbytes for transfer in transfers)
         self._transfers = transfers
 

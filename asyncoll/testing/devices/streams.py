@@ -1,4 +1,4 @@
-"""The streams of a fake device: queues of operations, of which one at random goes a step on at each turn."""
+"""The streams of a fake device, and its copies: queues of operations, of which one at random goes on at each turn."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
-from asyncoll.testing.devices.order import Ticket
+from asyncoll.tensors.reductions import Array
+from asyncoll.testing.devices.order import Order, Ticket
 
 TurnedBy = Literal["thread", "loop", "program"]
 _PAUSE_S = 0.0005  # at most, between two turns
@@ -35,6 +36,51 @@ class StreamWork:
             self.is_over = True
 
 
+class FakeTransfer:
+    """A `Transfer` of a fake device."""
+
+    def __init__(self, order: Order, ticket: Ticket, host: Array, lock: threading.RLock) -> None:
+        self.nbytes = host.nbytes
+        self.error: BaseException | None = None
+        self.host = host
+        self.done = 0  # bytes that have arrived; reading this tells the host nothing
+        self.is_seen = False  # whether the host knows that it is over
+        self._order = order
+        self._ticket = ticket
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self._lock = lock
+
+    @property
+    def is_over(self) -> bool:
+        return self.error is not None or self.done == self.nbytes
+
+    @property
+    def moved(self) -> int:
+        """Reading it tells this thread: operations that it queues from here on come after these bytes."""
+        with self._lock:
+            self._ticket.seen[threading.get_ident()] = self.done
+            if self.is_over:
+                self.is_seen = True
+                self._order.seen(self._ticket)
+            return self.done
+
+    def when_moved(self, nbytes: int, callback: Callable[[], None]) -> None:
+        with self._lock:
+            self._waiting.append((nbytes, callback))
+            self._tell()
+
+    def advance(self, done: int, error: BaseException | None = None) -> None:
+        with self._lock:
+            self.done, self.error = done, error
+            self._tell()
+
+    def _tell(self) -> None:
+        due = [each for each in self._waiting if self.error is not None or each[0] <= self.done]
+        self._waiting = [each for each in self._waiting if each not in due]
+        for _, callback in due:
+            callback()
+
+
 class Streams:
     """All streams of a device. Operations of one stream are carried out in the order in which they were queued."""
 
@@ -42,11 +88,7 @@ class Streams:
         self._random = np.random.default_rng(seed)
         self._queues: dict[str, deque[StreamWork]] = {}
         self.lock = threading.RLock()
-        turners: dict[str, Callable[[Streams], _Turner]] = {
-            "thread": _TurningThread,
-            "loop": _Loop,
-            "program": _ProgramTurns,
-        }
+        turners: dict[TurnedBy, type[_Turner]] = {"thread": _TurningThread, "loop": _Loop, "program": _Turner}
         self._turner = turners[turned_by](self)
 
     def add(self, operation: StreamWork) -> None:
@@ -93,30 +135,24 @@ class Streams:
         self._turner.close()
 
 
-class _Turner(Protocol):
-    """What turns the streams."""
+class _Turner:
+    """What turns the streams. This one does not: nothing moves until the program turns them itself."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
 
     def wake(self) -> None:
         """There is a new operation."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop turning."""
 
 
-class _ProgramTurns:
-    """The program turns the streams itself: nothing moves until it does."""
-
-    def __init__(self, streams: Streams) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _TurningThread:
+class _TurningThread(_Turner):
     """A thread turns the streams, with pauses of random length."""
 
     def __init__(self, streams: Streams) -> None:
-        self._streams = streams
+        super().__init__(streams)
         self._is_closed = False
         self._changed = threading.Event()
         self._thread = threading.Thread(target=self._turn, name="asyncoll-fake-device", daemon=True)
@@ -140,12 +176,10 @@ class _TurningThread:
                     pause.wait(pause_s)
 
 
-class _Loop:
+class _Loop(_Turner):
     """Timers of the running loop turn the streams: for virtual time, in which a seed decides everything."""
 
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-        self._timer: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def wake(self) -> None:
         if self._timer is None:

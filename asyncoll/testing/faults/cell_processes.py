@@ -92,10 +92,7 @@ class _CellWorld:
         self._kind = KINDS[cell.kind]
         self._folder = folder
         self._transport = "shm" if cell.transport == MIXED else cell.transport
-        self._environment = {
-            **threads(cell.size, os.environ),
-            **os.environ,
-        }
+        self._environment = {**threads(cell.size, os.environ), **os.environ}
         self._began_s = time.monotonic()
         self._pids: dict[int, int] = {}
 

@@ -1,8 +1,12 @@
-"""The operations of the matrix. Each makes one call at every rank and checks its result."""
+"""The operations of the matrix: the public coroutine functions of this module.
+
+Each makes one call at every rank and checks its result.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -166,37 +170,6 @@ def echo(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return x
 
 
-OPERATIONS: dict[str, Operation] = {
-    each.__name__: each
-    for each in (
-        allreduce,
-        registered_allreduce,
-        broadcast,
-        reduce,
-        reduce_scatter,
-        allgather,
-        allgatherv,
-        gather,
-        scatter,
-        alltoall,
-        alltoallv,
-        barrier,
-        send_recv,
-        neighbor_average,
-        push_sum,
-        solo,
-        majority,
-        quorum,
-        group,
-        synchronous_solo,
-        sparse,
-        rpc,
-        ddp_step,
-        eager_step,
-    )
-}
-
-
 async def _rounds(size: int, call: Awaitable[Reduction], x: Array) -> None:
     """Check a round. Every contribution is 1, so all elements of a result equal the number of contributions."""
 
@@ -208,3 +181,8 @@ async def _rounds(size: int, call: Awaitable[Reduction], x: Array) -> None:
 def all_are(x: Array, value: float) -> None:
     """Check that all elements of `x` have this value."""
     assert (x == value).all(), f"a wrong result: {x[x != value][:3]} instead of {value}"
+
+
+OPERATIONS: dict[str, Operation] = {
+    name: each for name, each in list(globals().items()) if inspect.iscoroutinefunction(each) and name[0] != "_"
+}

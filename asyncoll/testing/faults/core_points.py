@@ -5,12 +5,12 @@ asyncoll/_core/native.h lists and explains them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 from asyncoll import _core
 from asyncoll.algorithms.dense.tuning import choose
+from asyncoll.testing.faults.injection_points import CountedPoints
 
 _LOCK = ("lock-taken", "lock-noted", "lock-released")
 _SLEEPERS = ("doorbell-chosen", "doorbell-rung")
@@ -20,7 +20,7 @@ _MEETING = (*_ARRIVAL, "meeting-published", "meeting-not-woken", *_END)
 _PIECE = ("piece-copied-in", "piece-reduced", "piece-copied-out", "piece-counted", "piece-awaited")
 # Only if all ranks have the core, and they are few: `Sizes.private`.
 _PEERS = ("peer-read", "peers-reduced", "peer-taken")
-_ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-reduced", "round-taken")
+_ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-taken", "round-reduced")
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
 _CHUNK = ("round-claimed", "round-helped", "round-counted")
 
@@ -62,31 +62,22 @@ def operations_passing(point: str, size: int, *, mixed: bool) -> dict[str, int]:
     return {operation: elements for (operation, elements), points in calls.items() if point in points}
 
 
-class CorePoint:
-    """A context manager that counts in `count` how often this process passes the point of this name, on all threads.
+class CorePoint(CountedPoints):
+    """Counts how often this process passes the point of this name.
 
-    It calls `passed(number)` at each passing, with numbers from 1, in the thread that passes. All ranks of a process
-    are counted. Blocks in blocks watch alone: the outer one goes on when the inner one ends.
+    All ranks of a process are counted. Blocks in blocks watch alone: the outer one goes on when the inner one ends.
     """
 
     def __init__(self, name: str, passed: Callable[[int], None] = lambda number: None) -> None:
-        self.count = 0
+        super().__init__(passed)
         self._name = name
-        self._passed = passed
-        self._numbers = itertools.count(1)  # `next` of it is atomic
-        self._before: Callable[[str], None] | None = None
 
-    def __enter__(self) -> CorePoint:
-        self._before = _native().watch(self._pass)
-        return self
+    def _watch(self) -> None:
+        self._undo.callback(_native().watch, _native().watch(self._hear))
 
-    def __exit__(self, *_: object) -> None:
-        _native().watch(self._before)
-
-    def _pass(self, name: str) -> None:
+    def _hear(self, name: str) -> None:
         if name == self._name:
-            self.count = number = next(self._numbers)
-            self._passed(number)
+            self._pass()
 
 
 def _native() -> Any:

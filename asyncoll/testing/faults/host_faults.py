@@ -6,12 +6,11 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
-from typing import ClassVar
 
 from asyncoll.errors import UsageError
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.testing.faults.host_networks import cut_cable, set_interface_down
-from asyncoll.testing.faults.injectors import FaultPlace, Kill
+from asyncoll.testing.faults.injectors import FaultPlace, Kill, OfProcess
 from asyncoll.transport.messages.simulated import SimulatedTransport
 
 
@@ -31,10 +30,8 @@ class KillHost(Kill):
 
 
 @dataclass(frozen=True, slots=True)
-class StopHost:
+class StopHost(OfProcess):
     """Stop all processes of the rank's host (SIGSTOP)."""
-
-    of_process: ClassVar[bool] = True
 
     def strike(self, place: FaultPlace) -> None:
         for pid in _pids(place.comm._core.member.endpoint):
@@ -43,20 +40,16 @@ class StopHost:
 
 
 @dataclass(frozen=True, slots=True)
-class DownHost:
+class DownHost(OfProcess):
     """Set the network interface of the rank's host down. The host is a namespace of `host_networks`."""
-
-    of_process: ClassVar[bool] = True
 
     def strike(self, place: FaultPlace) -> None:
         set_interface_down()
 
 
 @dataclass(frozen=True, slots=True)
-class CutHost:
+class CutHost(OfProcess):
     """Cut the cable of the rank's host. The host is a namespace of `host_networks`."""
-
-    of_process: ClassVar[bool] = True
 
     def strike(self, place: FaultPlace) -> None:
         cut_cable()

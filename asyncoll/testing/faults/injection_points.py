@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 from unittest import mock
 
 from asyncoll.communicator import Communicator
@@ -19,36 +19,31 @@ from asyncoll.transport import ControlBlock
 R = TypeVar("R")
 
 
-class InjectionPoints:
-    """A context manager that counts the injection points of this rank in `count`, on all threads.
+class CountedPoints:
+    """A context manager that counts in `count` how often points are passed, on all threads.
 
-    It calls `passed(number)` at each injection point, with numbers from 1, in the thread that passes it.
+    It calls `passed(number)` at each passing, with numbers from 1, in the thread that passes.
     """
 
-    def __init__(self, comm: Communicator, passed: Callable[[int], None] = lambda number: None) -> None:
+    def __init__(self, passed: Callable[[int], None] = lambda number: None) -> None:
         self.count = 0
         self._passed = passed
-        self._counting = threading.Lock()  # the loop, the progress thread and service threads all pass points
+        # The loop, the progress thread, service threads and signal handlers all pass points.
+        self._counting = threading.RLock()
         self._is_over = False
-        self._endpoint = comm._core.member.endpoint
         self._undo = contextlib.ExitStack()
 
-    def __enter__(self) -> InjectionPoints:
-        endpoint, enter = self._endpoint, self._undo.enter_context
-        for send in ("send", "send_directly"):
-            enter(mock.patch.object(endpoint.transport, send, self._passing(getattr(endpoint.transport, send))))
-        enter(mock.patch.object(endpoint, "received", self._passing(endpoint.received)))
-        if (arena := endpoint.arena) is not None:
-            make = arena.control_block  # the control blocks that are made inside the block are watched, too
-            enter(mock.patch.object(arena, "control_block", lambda *args: self._watch(make(*args))))
-            for control_block in list(arena._control_blocks.values()):  # type: ignore[attr-defined]
-                self._watch(control_block)
+    def __enter__(self) -> Self:
+        self._watch()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._undo.close()
         with self._counting:  # a thread that is inside a wrapper now must not count, or strike, after the block
             self._is_over = True
+
+    def _watch(self) -> None:
+        """Have `_pass` called at each passing until `_undo`."""
 
     def _pass(self) -> None:
         with self._counting:
@@ -57,6 +52,25 @@ class InjectionPoints:
             self.count = number = self.count + 1
         self._passed(number)
 
+
+class InjectionPoints(CountedPoints):
+    """Counts the injection points of this rank."""
+
+    def __init__(self, comm: Communicator, passed: Callable[[int], None] = lambda number: None) -> None:
+        super().__init__(passed)
+        self._endpoint = comm._core.member.endpoint
+
+    def _watch(self) -> None:
+        endpoint, enter = self._endpoint, self._undo.enter_context
+        for send in ("send", "send_directly"):
+            enter(mock.patch.object(endpoint.transport, send, self._passing(getattr(endpoint.transport, send))))
+        enter(mock.patch.object(endpoint, "received", self._passing(endpoint.received)))
+        if (arena := endpoint.arena) is not None:
+            make = arena.control_block  # the control blocks that are made inside the block are watched, too
+            enter(mock.patch.object(arena, "control_block", lambda *args: self._watch_lock(make(*args))))
+            for control_block in list(arena._control_blocks.values()):  # type: ignore[attr-defined]
+                self._watch_lock(control_block)
+
     def _passing(self, method: Callable[..., R]) -> Callable[..., R]:
         def passing(*args: Any) -> R:
             self._pass()
@@ -64,7 +78,7 @@ class InjectionPoints:
 
         return passing
 
-    def _watch(self, control_block: ControlBlock) -> ControlBlock:
+    def _watch_lock(self, control_block: ControlBlock) -> ControlBlock:
         before = control_block.passing
 
         def passing() -> None:

@@ -24,7 +24,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing.faults.core_points import CorePoint, core_points
-from asyncoll.testing.faults.injection_points import InjectionPoints
+from asyncoll.testing.faults.injection_points import CountedPoints, InjectionPoints
 from asyncoll.testing.faults.staging_points import STAGING_POINTS, StagingPoint
 from asyncoll.transport.messages.simulated import SimulatedTransport
 
@@ -92,11 +92,15 @@ class Fault(Protocol):
         """Inject the fault now. Called in the thread that passes the injection point."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
-    """Kill the process (SIGKILL). In a simulated world this is a `Crash`: the task of the rank ends."""
+class OfProcess:
+    """The faults that strike a whole process."""
 
     of_process: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class Kill(OfProcess):
+    """Kill the process (SIGKILL). In a simulated world this is a `Crash`: the task of the rank ends."""
 
     def strike(self, place: FaultPlace) -> None:
         transport = place.comm._core.member.endpoint.transport
@@ -107,14 +111,13 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Orphan:
+class Orphan(OfProcess):
     """Kill the process (SIGKILL) and leave a child, forked just before, that holds copies of all its descriptors.
 
     The child does nothing. It ends after `lives_s` seconds if it is not killed before.
     """
 
     lives_s: int = 60
-    of_process: ClassVar[bool] = True
 
     def strike(self, place: FaultPlace) -> None:
         if os.fork():
@@ -126,33 +129,30 @@ class Orphan:
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(OfProcess):
     """End the process at once from inside (`os._exit`), as C code may do."""
 
     code: int = 1
-    of_process: ClassVar[bool] = True
 
     def strike(self, place: FaultPlace) -> None:
         os._exit(self.code)
 
 
 @dataclass(frozen=True, slots=True)
-class Signal:
+class Signal(OfProcess):
     """Send a signal to the process. A handler of the program runs in the main thread, and may raise."""
 
     number: int = signal.SIGTERM
-    of_process: ClassVar[bool] = True
 
     def strike(self, place: FaultPlace) -> None:
         os.kill(os.getpid(), self.number)
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(OfProcess):
     """Stop the whole process (SIGSTOP) for `duration_s` seconds; if that is infinite, until it gets SIGCONT."""
 
     duration_s: float = math.inf
-    of_process: ClassVar[bool] = True
 
     def strike(self, place: FaultPlace) -> None:
         if self.duration_s < math.inf:
@@ -162,12 +162,11 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class Slow:
+class Slow(OfProcess):
     """Slow the whole process down by `factor` for `duration_s` seconds: it is stopped and continued in turn."""
 
     factor: float = 10.0
     duration_s: float = 1.0
-    of_process: ClassVar[bool] = True
 
     def strike(self, place: FaultPlace) -> None:
         stopped_s = _RUNNING_S * (self.factor - 1)
@@ -200,10 +199,8 @@ class Raise:
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnect:
+class Disconnect(OfProcess):
     """Shut down all connections of this rank to its peers, in both directions. The process lives on."""
-
-    of_process: ClassVar[bool] = True
 
     def strike(self, place: FaultPlace) -> None:
         transport: Any = place.comm._core.member.endpoint.transport
@@ -265,7 +262,7 @@ def fault(
         if number == injection_point:
             what.strike(place)
 
-    points: InjectionPoints | StagingPoint | CorePoint
+    points: CountedPoints
     if at in MOMENTS:
         points = InjectionPoints(comm, passed)
     else:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import uvloop
@@ -26,7 +26,7 @@ from asyncoll.launch import control
 from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, CellPlan
 from asyncoll.testing.faults.checked_calls import OPERATIONS, echo
 from asyncoll.testing.faults.injection_points import InjectionPoints
-from asyncoll.testing.faults.injectors import Fault, FaultPlace, fault
+from asyncoll.testing.faults.injectors import Fault, FaultPlace, OfProcess, fault
 from asyncoll.testing.faults.left_record import left_records
 from asyncoll.testing.faults.programs import PROGRAMS, EarlyReturn
 from asyncoll.testing.faults.staged_calls import STAGED
@@ -87,12 +87,11 @@ def _run_without_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reported:
-    """A fault that reports to the driver just before it strikes."""
+class _Reported(OfProcess):
+    """A fault that reports to the driver just before it strikes. All faults are of a process: each rank is one."""
 
     what: Fault
     part: _CellPart
-    of_process: ClassVar[bool] = True  # for all faults: each rank is a process
 
     def strike(self, place: FaultPlace) -> None:
         self.part.tell("struck")

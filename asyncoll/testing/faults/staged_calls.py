@@ -11,21 +11,21 @@ from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import build
 from asyncoll.testing.devices import FakeDevice
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.faults.checked_calls import Operation
+from asyncoll.testing.faults.checked_calls import Operation, all_are
 
 
 async def staged_allreduce(comm: Communicator, elements: int) -> None:
     with device_of(comm) as device:
         x = _full(device, elements, 1)
         await comm.allreduce(x)
-        _all_are(device, x, comm.size)
+        all_are(device.values(x), comm.size)
 
 
 async def staged_allgather(comm: Communicator, elements: int) -> None:
     with device_of(comm) as device:
         rows = await comm.allgather(_full(device, elements, comm.rank))
         for rank in range(comm.size):
-            _all_are(device, rows[rank], rank)
+            all_are(device.values(rows[rank]), rank)
 
 
 async def staged_send_recv(comm: Communicator, elements: int) -> None:
@@ -37,7 +37,7 @@ async def staged_send_recv(comm: Communicator, elements: int) -> None:
         for outcome in await asyncio.gather(receiving, sending, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 raise outcome
-        _all_are(device, x, before)
+        all_are(device.values(x), before)
 
 
 async def staged_solo(comm: Communicator, elements: int) -> None:
@@ -57,8 +57,3 @@ def _full(device: FakeDevice, elements: int, value: float) -> Any:
     x = device.tensor(build(np.empty(elements), "float64", (elements,), as_torch=True))
     device.compute(lambda array: array.fill(value), x)
     return x
-
-
-def _all_are(device: FakeDevice, x: Any, value: float) -> None:
-    found = device.values(x)
-    assert (found == value).all(), f"a wrong result: {found[found != value][:3]} instead of {value}"

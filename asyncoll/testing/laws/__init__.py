@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from asyncoll.testing.laws import dense, ending, gossip, sparse, training
-from asyncoll.testing.laws.case_runs import SIMULATED, tell
-from asyncoll.testing.laws.rounds import Breach, laws_of
-from asyncoll.testing.laws.story import DENSE, ENDING, GOSSIP, SPARSE, TRAINING, draw
-
-_OTHERS: dict[str, Iterable[Callable[[Any], Iterator[Breach]]]] = {
-    GOSSIP: gossip.LAWS,
-    DENSE: dense.LAWS,
-    SPARSE: sparse.LAWS,
-    TRAINING: training.LAWS,
-    ENDING: ending.LAWS,
-}
+from asyncoll.testing.laws.case_runs import SIMULATED, WORLD_KINDS, tell
+from asyncoll.testing.laws.rounds import Breach
+from asyncoll.testing.laws.story import draw
 
 
 class LawBroken(AssertionError):  # noqa: N818
@@ -69,7 +58,7 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise LawBroken("completion", "Every world runs to its end.", what, replay) from error
-    for law in _OTHERS.get(kind) or laws_of(kind):
+    for law in WORLD_KINDS[kind].laws:
         for breach in law(story):
             statement = (law.__doc__ or "").partition("\n")[0]
             raise LawBroken(law.__name__, statement, breach.what, replay, breach)

@@ -3,47 +3,43 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import warnings
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asyncoll import _core
-from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
-from asyncoll.tensors.reductions import Array
+from asyncoll.rpc import codec
+from asyncoll.rpc.hints import dataclasses_in
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.laws import dense, ending, gossip, sparse, training
-from asyncoll.testing.laws.dense import DenseStory
+from asyncoll.testing.laws import dense, ending, gossip, rounds, sparse, training
 from asyncoll.testing.laws.dense_program import DenseProgram
-from asyncoll.testing.laws.ending import EndingProgram, EndingStory, ProgramError
-from asyncoll.testing.laws.gossip import Gossiper, GossipStory
-from asyncoll.testing.laws.sparse import SparseProgram, SparseStory
+from asyncoll.testing.laws.ending import EndingProgram, ProgramError
 from asyncoll.testing.laws.story import (
     DENSE,
     ENDING,
     GOSSIP,
+    KINDS,
     SPARSE,
     TRAINING,
     AlarmError,
-    Cancelled,
     Case,
-    Joined,
-    MadeCall,
+    Part,
     Story,
     StoryTrainer,
+    WorldStory,
     draw,
 )
-from asyncoll.testing.laws.training import Learner, TrainingProgram, TrainingStory
 from asyncoll.testing.worlds import run_ranks, simulate
 from asyncoll.transport.messages.simulated import Network
 from asyncoll.world.join import run
@@ -57,8 +53,38 @@ PROCESSES = {"shm-processes": "shm", "zmq-processes": "zmq", MIXED: "shm"}
 _TIMEOUT_S = 120  # a case takes about a second, so a world that runs this long has a rank that waits for ever
 
 
+class WorldKind(NamedTuple):
+    """What kinds of worlds differ in, beside their cases."""
+
+    program: Callable[[Case], Any]  # of all ranks
+    rank: Callable[..., Any]  # makes one of its communicator, the case and perhaps a device; its `run` returns a part
+    part: Any  # the type of that
+    steps: Callable[[Any], float]  # in a part
+    laws: Sequence[Callable[[Any], Iterator[rounds.Breach]]]
+
+
+def _case_itself(case: Case) -> Case:
+    return case
+
+
+WORLD_KINDS = {
+    kind: WorldKind(_case_itself, StoryTrainer, Part, lambda part: 0, rounds.laws_of(kind)) for kind in KINDS
+} | {
+    GOSSIP: WorldKind(_case_itself, gossip.Gossiper, gossip.GossipPart, lambda part: part.averages / 2, gossip.LAWS),
+    DENSE: WorldKind(DenseProgram, dense.DenseCaller, dense.DensePart, lambda part: len(part.gots), dense.LAWS),
+    SPARSE: WorldKind(
+        sparse.SparseProgram, sparse.SparseCaller, sparse.SparsePart, lambda part: len(part.gots), sparse.LAWS
+    ),
+    TRAINING: WorldKind(
+        training.TrainingProgram, training.Learner, training.TrainingPart, lambda part: len(part.done), training.LAWS
+    ),
+    ENDING: WorldKind(EndingProgram, ending.Mortal, ending.EndingPart, lambda part: part.calls, ending.LAWS),
+}
+_WITH_DEVICES = (*KINDS, GOSSIP)  # kinds
+
+
 def tell(case: Case, transport: str, *, devices: bool = False) -> Any:
-    """Run the world and return its `Story`, or `GossipStory`. A real transport has no drawn network and no sleeper.
+    """Run the world and return its `Story`, or `WorldStory`. A real transport has no drawn network and no sleeper.
 
     Without `devices` no rank has one.
     """
@@ -105,40 +131,23 @@ def _in_processes(case: Case) -> Case:
 
 async def take_part(comm: Communicator, case: Case, parts: dict[int, Any]) -> None:
     """Leave in `parts` what the program of this rank has done. Raises ProgramError where programs raise."""
+    make_rank = WORLD_KINDS[case.kind].rank
     if case.kind == ENDING:
-        await ending.live(comm, case, parts)
+        await ending.live(make_rank(comm, case), parts)
+    elif comm.rank in case.on_devices and case.kind in _WITH_DEVICES:
+        with device_of(comm, case.seed) as device:
+            # At the end of the block the answers get their values.
+            parts[comm.rank] = await make_rank(comm, case, device).run()
     else:
-        parts[comm.rank] = await _part(comm, case)
+        parts[comm.rank] = await make_rank(comm, case).run()
 
 
-async def _part(comm: Communicator, case: Case) -> Any:
-    if case.kind in (DENSE, SPARSE):
-        return await (dense.DenseCaller if case.kind == DENSE else sparse.SparseCaller)(comm, case).run()
-    if case.kind == TRAINING:
-        return await Learner(comm, case).run()
-    trainer = Gossiper if case.kind == GOSSIP else StoryTrainer
-    if comm.rank not in case.on_devices:
-        return await trainer(comm, case).run()
-    with device_of(comm, case.seed) as device:
-        # At the end of the block the answers get their values.
-        return await trainer(comm, case, device).run()
-
-
-def _story(
-    case: Case, parts: list[Any], messages: int
-) -> Story | GossipStory | DenseStory | SparseStory | TrainingStory | EndingStory:
-    if case.kind == DENSE:
-        return DenseStory(DenseProgram(case), parts, messages)
-    if case.kind == SPARSE:
-        return SparseStory(SparseProgram(case), parts, messages)
-    if case.kind == TRAINING:
-        return TrainingStory(TrainingProgram(case), parts, messages)
-    if case.kind == GOSSIP:
-        return GossipStory(case, parts, messages)
-    if case.kind == ENDING:
-        return EndingStory(EndingProgram(case), parts, messages)
-    calls, cancelled, joined = zip(*parts, strict=True)
-    return Story(case, list(calls), [*chain(*cancelled)], messages, [*chain(*joined)])
+def _story(case: Case, parts: list[Any], messages: int) -> Story | WorldStory[Any, Any]:
+    if case.kind in KINDS:
+        calls, cancelled, joined = zip(*parts, strict=True)
+        return Story(case, list(calls), [*chain(*cancelled)], messages, [*chain(*joined)])
+    kind = WORLD_KINDS[case.kind]
+    return WorldStory(kind.program(case), parts, messages, round(sum(map(kind.steps, parts))))
 
 
 # -- processes -----------------------------------------------------------------------------------
@@ -195,7 +204,7 @@ def rank_main() -> None:
 
 
 def _record(folder: str, rank: int) -> Path:
-    return Path(folder) / f"rank-{rank}.json"
+    return Path(folder) / f"rank-{rank}.npz"
 
 
 def _ignore_alarms(unraisable: Any) -> None:
@@ -205,54 +214,12 @@ def _ignore_alarms(unraisable: Any) -> None:
 
 
 def write_record(record: Path, part: Any) -> None:
-    fields = [[*map(asdict, each)] for each in part] if isinstance(part, tuple) else asdict(part)
-    record.write_text(json.dumps(fields, default=_array_to_json))
+    body, arrays, _ = codec.encode(part)
+    with record.open("wb") as file:
+        np.savez(file, np.frombuffer(body, np.uint8), *arrays)
 
 
-def read_record(record: Path, kind: str = "") -> Any:
-    fields = json.loads(record.read_text(), object_hook=_array_from_json)
-    if kind == DENSE:
-        return _dense(**fields)
-    if kind == SPARSE:
-        return sparse.SparsePart(
-            [sparse.RoundGot(**got | {"thresholds": tuple(got["thresholds"])}) for got in fields["gots"]]
-        )
-    if kind == GOSSIP:
-        return _gossip(**fields)
-    if kind == ENDING:
-        return ending.EndingPart(**fields)
-    if kind == TRAINING:
-        return training.TrainingPart(fields["made"], [training.Done(**done) for done in fields["done"]])
-    calls, cancelled, joined = fields
-    return (
-        [_call(**each) for each in calls],
-        [Cancelled(**each) for each in cancelled],
-        [Joined(**each) for each in joined],
-    )
-
-
-def _array_to_json(array: Array) -> dict[str, Any]:
-    return {"dtype": str(array.dtype), "shape": array.shape, "bytes": array.tobytes().hex()}
-
-
-def _array_from_json(fields: dict[str, Any]) -> Any:
-    if fields.keys() != {"dtype", "shape", "bytes"}:
-        return fields
-    return np.frombuffer(bytes.fromhex(fields["bytes"]), fields["dtype"]).reshape(fields["shape"])
-
-
-def _dense(**fields: Any) -> dense.DensePart:
-    gots = [dense.CallGot(**got) for got in fields["gots"]]
-    return dense.DensePart(**fields | {"gots": gots, "last": dense.LastCall(**fields["last"])})
-
-
-def _gossip(**fields: Any) -> gossip.GossipPart:
-    return gossip.GossipPart(**fields | {"updates": [gossip.Update(**update) for update in fields["updates"]]})
-
-
-def _call(**fields: Any) -> MadeCall:
-    """A `MadeCall` from fields read from JSON, which has lists instead of tuples."""
-    fields["missed"] = tuple(fields["missed"])
-    reduction = fields["reduction"]
-    fields["reduction"] = Reduction(**reduction | {name: tuple(reduction[name]) for name in ("group", "ranks")})
-    return MadeCall(**fields)
+def read_record(record: Path, kind: str) -> Any:
+    with np.load(record) as stored:
+        body, *arrays = stored.values()
+    return codec.decode(body.tobytes(), arrays, dataclasses_in([WORLD_KINDS[kind].part]))

@@ -21,7 +21,7 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.testing.laws.dense_program import AT_ALL, DenseCall, DenseProgram, decoded, members
 from asyncoll.testing.laws.layouts import laid_out, stored
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import STEP_S, Case
+from asyncoll.testing.laws.story import STEP_S, Case, CaseRank, WorldStory
 
 _ROUNDS = 3  # beside the calls
 _LAST_COUNTS = (1, 2000, 200_000)  # elements of the last message of a rank
@@ -65,28 +65,15 @@ class DensePart:
     farewell: Array  # the last message that this rank has received
 
 
-@dataclass(frozen=True, slots=True)
-class DenseStory:
-    """A world that has ended."""
-
-    program: DenseProgram
-    parts: list[DensePart]  # by rank
-    messages: int = 0
-
-    @property
-    def steps(self) -> int:
-        return sum(len(part.gots) for part in self.parts)
+DenseStory = WorldStory[DenseProgram, DensePart]
 
 
-class DenseCaller:
+class DenseCaller(CaseRank):
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case) -> None:
-        self._comm = comm
-        self._case = case
+        super().__init__(comm, case, case.size)
         self._program = DenseProgram(case)
-        self._generator = np.random.default_rng([case.seed, case.size, comm.rank])
-        self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         self._counts = np.zeros(comm.size, np.int64)
         self._contributed = 0
 
@@ -121,9 +108,6 @@ class DenseCaller:
             await self._compute()
         elif under_way and self._generator.random() < _AWAITS:
             await under_way[self._generator.integers(len(under_way))]
-
-    async def _compute(self) -> None:
-        await asyncio.sleep(self._generator.exponential(self._step_s))
 
     # -- calls ------------------------------------------------------------------------------------
 
@@ -204,9 +188,9 @@ class DenseCaller:
         """Wait until this rank has forgotten all that it has dropped. Returns how many it has not."""
         departures, now = self._comm._core.member.endpoint.departures, asyncio.get_running_loop().time
         until_s = now() + _FORGOTTEN_S
-        while departures.count() > 1 and now() < until_s:
+        while len(departures.open) > 1 and now() < until_s:
             await asyncio.sleep(STEP_S)
-        return departures.count() - 1
+        return len(departures.open) - 1
 
     async def _take_leave(self) -> Array:
         """Send a last message to the next rank, without an await, and receive that of the rank before."""

@@ -17,7 +17,7 @@ import numpy as np
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, ClosedError, describe
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import STEP_S, Case
+from asyncoll.testing.laws.story import Case, CaseRank, WorldStory
 
 _CALLS = 8  # a barrier follows them
 _OPERATIONS = ("allreduce", "barrier", "exchange", "solo_allreduce", "allreduce of a split")
@@ -73,30 +73,19 @@ class EndingPart:
     culprit: int | None = None  # the rank that this names
 
 
-@dataclass(frozen=True, slots=True)
-class EndingStory:
-    """A world that has ended."""
-
-    program: EndingProgram
-    parts: list[EndingPart]  # by rank
-    messages: int = 0
-
-    @property
-    def steps(self) -> int:
-        return sum(part.calls for part in self.parts)
+EndingStory = WorldStory[EndingProgram, EndingPart]
 
 
-async def live(comm: Communicator, case: Case, parts: dict[int, EndingPart]) -> None:
-    """Make the calls of this rank, and leave its part in `parts`. Raises ProgramError if the rank raises, or a call.
+async def live(mortal: Mortal, parts: dict[int, EndingPart]) -> None:
+    """Make the calls of a rank, and leave its part in `parts`. Raises ProgramError if the rank raises, or a call.
 
     The test world cancels all ranks once one has raised. Processes would live on, so this rank does.
     """
-    mortal = _Mortal(comm, case)
     program = asyncio.ensure_future(mortal.run())
     while not program.done():
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.wait([program])
-    parts[comm.rank] = program.result()
+    parts[mortal.rank] = program.result()
     if mortal.failure is not None:
         raise mortal.failure
 
@@ -105,15 +94,14 @@ def _last_words(rank: int) -> str:
     return f"rank {rank} has had enough"
 
 
-class _Mortal:
+class Mortal(CaseRank):
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case) -> None:
-        self._comm = comm
+        super().__init__(comm, case, case.size)
+        self.rank = comm.rank
         self._program = EndingProgram(case)
         self._raiser = self._program.raisers.get(comm.rank)
-        self._generator = np.random.default_rng([case.seed, case.size, comm.rank])
-        self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         self._over = 0
         self.failure: ProgramError | None = None  # that ends the program
 
@@ -140,9 +128,6 @@ class _Mortal:
             await call
             self._over += 1
         await self._comm.barrier()
-
-    async def _compute(self) -> None:
-        await asyncio.sleep(self._generator.exponential(self._step_s))
 
     async def _call(self, part: Communicator, operation: str, count: int) -> None:
         comm, x = self._comm, np.ones(count)

@@ -18,7 +18,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices import FakeDevice
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import NAP_S, STEP_S, Case
+from asyncoll.testing.laws.story import NAP_S, Case, CaseRank, WorldStory
 from asyncoll.testing.laws.tensors import Tensors
 
 _EXACT = 1e-9  # an average rounds, and a lost update is more than that
@@ -48,32 +48,19 @@ class GossipPart:
     model: Array  # in the end
 
 
-@dataclass(frozen=True, slots=True)
-class GossipStory:
-    """A world that has ended."""
-
-    case: Case
-    parts: list[GossipPart]  # by rank
-    messages: int = 0
-
-    @property
-    def steps(self) -> int:
-        """The averages of the world."""
-        return sum(part.averages for part in self.parts) // 2
+GossipStory = WorldStory[Case, GossipPart]
 
 
 def graph_of(case: Case) -> str:
     return GRAPHS[case.seed % len(GRAPHS)]
 
 
-class Gossiper:
+class Gossiper(CaseRank):
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case, device: FakeDevice | None = None) -> None:
-        self._comm = comm
-        self._case = case
+        super().__init__(comm, case)
         self._tensors = Tensors(case.layout, comm, device)
-        self._generator = np.random.default_rng([case.seed, comm.rank])
         self._submitted = [0]
         self._updates: list[Update] = []
         self._partners: list[int | None] = []
@@ -84,9 +71,8 @@ class Gossiper:
         case, comm = self._case, self._comm
         first = self._tensors.contribution(0)
         self._gossip = gossip = await comm.gossip(first, graph=graph_of(case), seed=case.seed)
-        step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         for turn in range(case.rounds):
-            await asyncio.sleep(self._generator.exponential(step_s))
+            await self._compute()
             if comm.rank == case.sleeper and turn == case.nap_before:
                 await asyncio.sleep(NAP_S)
             await self._call_together(int(self._generator.integers(1, case.overlap + 1)))
@@ -103,10 +89,7 @@ class Gossiper:
         if self._comm.rank == self._case.impatient and self._generator.random() < 0.5:
             await asyncio.wait(calls, timeout=float(self._generator.exponential(self._case.network.jitter_s)))
             calls[int(self._generator.integers(count))].cancel()
-        await asyncio.wait(calls)
-        for call in calls:
-            if not call.cancelled():
-                call.result()
+        await self._finish(calls)
 
     def _call(self, *, alone: bool) -> Coroutine[Any, Any, None]:
         if self._generator.random() < 0.5 and self._submitted[-1] + 1 < self._case.calls:
@@ -168,7 +151,7 @@ def alone(story: GossipStory) -> Iterator[Breach]:
 
 def pairs(story: GossipStory) -> Iterator[Breach]:
     """An exchange is one average of an active rank with a passive neighbour, also if its call was cancelled."""
-    case = story.case
+    case = story.program
     for rank, part in enumerate(story.parts):
         neighbours = partners(graph_of(case), case.size, rank) if is_active(rank) else ()
         if not set(part.partners) <= set(neighbours or [None]):

@@ -21,7 +21,7 @@ from asyncoll.tensors.reductions import BFLOAT16, Array
 from asyncoll.testing.laws.dense_program import decoded, encoded
 from asyncoll.testing.laws.layouts import laid_out, stored
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import STEP_S, Case
+from asyncoll.testing.laws.story import Case, CaseRank, WorldStory
 
 _ROUNDS = 5
 _OPERATIONS = 2
@@ -110,22 +110,34 @@ _KINDS: tuple[_Kind, ...] = (
 
 
 @dataclass(frozen=True, slots=True, repr=False)
+class SumGot:
+    """The sum of a round, as a rank got it."""
+
+    round: int
+    selected: int
+    thresholds: tuple[float, float]  # of this rank, and of the sums
+    indices: Array
+    values: Array
+    included: Array
+    lost_indices: Array
+    lost_values: Array
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class RoundGot:
-    """What a round gave to a rank."""
+    """What a round gave to a rank: a sum, or a NonFiniteError."""
 
     operation: int
     number: int  # of the round, from 0 on
     before: Array  # the accumulator
     after: Array
-    refused: list[int]  # the ranks that NonFiniteError names; nothing of the rest then
-    round: int = 0
-    selected: int = 0
-    thresholds: tuple[float, float] = (0.0, 0.0)  # of this rank, and of the sums
-    indices: Array | None = None
-    values: Array | None = None
-    included: Array | None = None
-    lost_indices: Array | None = None
-    lost_values: Array | None = None
+    refused: list[int]  # the ranks that the error names
+    sum: SumGot | None = None
+
+    @property
+    def round(self) -> int:
+        """The number that the operation gives it; 0 if it was refused."""
+        return self.sum.round if self.sum else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,38 +147,21 @@ class SparsePart:
     gots: list[RoundGot]
 
 
-@dataclass(frozen=True, slots=True)
-class SparseStory:
-    """A world that has ended."""
-
-    program: SparseProgram
-    parts: list[SparsePart]  # by rank
-    messages: int = 0
-
-    @property
-    def steps(self) -> int:
-        return sum(len(part.gots) for part in self.parts)
-
-    def rounds(self) -> Iterator[tuple[Drawn, list[RoundGot]]]:
-        """The rounds of all operations, each as it was at all ranks."""
-        for gots in zip(*(part.gots for part in self.parts), strict=True):
-            yield self.program.operations[gots[0].operation], list(gots)
+SparseStory = WorldStory[SparseProgram, SparsePart]
 
 
-class SparseCaller:
+class SparseCaller(CaseRank):
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case) -> None:
-        self._comm = comm
+        super().__init__(comm, case, case.size)
         self._program = SparseProgram(case)
-        self._generator = np.random.default_rng([case.seed, case.size, comm.rank])
-        self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
         self._left = [np.zeros(operation.shape) for operation in self._program.operations]
 
     async def run(self) -> SparsePart:
         gots: list[RoundGot] = []
         for number in range(_ROUNDS):
-            await asyncio.sleep(self._generator.exponential(self._step_s))
+            await self._compute()
             gots += await asyncio.gather(*(self._begin(operation, number) for operation in self._program.operations))
         return SparsePart(gots)
 
@@ -193,9 +188,8 @@ class SparseCaller:
             self._left[index] = decoded(after, operation.dtype)
             thresholds = (found.threshold_local, found.threshold_global)
             arrays = (found.indices, found.values, found.included, found.lost_indices, found.lost_values)
-            return RoundGot(
-                index, number, before, after, [], found.round, found.selected, thresholds, *map(stored, arrays)
-            )
+            total = SumGot(found.round, found.selected, thresholds, *map(stored, arrays))
+            return RoundGot(index, number, before, after, [], total)
 
         return end()
 
@@ -203,9 +197,15 @@ class SparseCaller:
 # -- the laws ------------------------------------------------------------------------------------
 
 
+def _rounds(story: SparseStory) -> Iterator[tuple[Drawn, list[RoundGot]]]:
+    """The rounds of all operations, each as it was at all ranks."""
+    for gots in zip(*(part.gots for part in story.parts), strict=True):
+        yield story.program.operations[gots[0].operation], list(gots)
+
+
 def refusal(story: SparseStory) -> Iterator[Breach]:
     """A round fails at all ranks if an accumulator is not finite, and names only ranks with such a one."""
-    for operation, gots in story.rounds():
+    for operation, gots in _rounds(story):
         culprits = operation.culprits[gots[0].number]
         for rank, got in enumerate(gots):
             if bool(got.refused) != bool(culprits) or not set(got.refused) <= set(culprits):
@@ -214,29 +214,28 @@ def refusal(story: SparseStory) -> Iterator[Breach]:
 
 def agreement(story: SparseStory) -> Iterator[Breach]:
     """All ranks get the same round and the same sum, to the bit."""
-    for operation, gots in story.rounds():
-        first = _sum(gots[0])
+    for operation, gots in _rounds(story):
+        first = _bits(gots[0].sum)
         for rank, got in enumerate(gots):
-            if _sum(got) != first:
+            if _bits(got.sum) != first:
                 yield Breach(got.round, rank, f"{operation} gave another sum than at rank 0")
 
 
-def _sum(got: RoundGot) -> tuple[int, float, bytes, bytes]:
-    return got.round, got.thresholds[1], _bytes(got.indices), _bytes(got.values)
-
-
-def _bytes(x: Array | None) -> bytes:
-    return b"" if x is None else x.tobytes()
+def _bits(total: SumGot | None) -> tuple[object, ...]:
+    """What all ranks must have alike."""
+    if total is None:
+        return ()
+    return total.round, total.thresholds[1], total.indices.tobytes(), total.values.tobytes()
 
 
 def residual(story: SparseStory) -> Iterator[Breach]:
     """An accumulator is 0 where its values are in the sum, and keeps its bits elsewhere."""
-    for operation, gots in story.rounds():
+    for operation, gots in _rounds(story):
         for rank, got in enumerate(gots):
             kept = got.before.copy()
-            if got.included is not None and got.indices is not None:
-                kept.reshape(-1)[got.included] = 0
-                if not np.isin(got.included, got.indices, assume_unique=True).all():
+            if got.sum is not None:
+                kept.reshape(-1)[got.sum.included] = 0
+                if not np.isin(got.sum.included, got.sum.indices, assume_unique=True).all():
                     yield Breach(got.round, rank, f"{operation} cleared elements that are not in the sum")
             if got.after.tobytes() != kept.tobytes():
                 yield Breach(got.round, rank, f"{operation} left another accumulator")
@@ -244,20 +243,21 @@ def residual(story: SparseStory) -> Iterator[Breach]:
 
 def choice(story: SparseStory) -> Iterator[Breach]:
     """A rank gives its k largest elements, or those that reach a threshold, and the sums reach the global threshold."""
-    for operation, gots in story.rounds():
+    for operation, gots in _rounds(story):
         for rank, got in enumerate(gots):
-            if got.included is None or got.values is None or operation.algorithm == "dense":
+            if (total := got.sum) is None or operation.algorithm == "dense":
                 continue
-            reached = select(_wide(got.before, operation).reshape(-1), got.thresholds[0])
+            reached = select(_wide(got.before, operation).reshape(-1), total.thresholds[0])
             k = max(1, round(operation.options["density"] * operation.count))
             most = reached.size if operation.algorithm in (*_NO_CHOICE, "oktopk") else min(reached.size, k)
             is_reused = operation.algorithm == "oktopk" and operation.options["thresholds_every"] > 1
-            if got.selected > most or (not is_reused and got.selected < min(most, k) and most):
-                yield Breach(got.round, rank, f"{operation} selected {got.selected} elements, of {reached.size}, k {k}")
-            if not np.isin(got.included, reached.indices, assume_unique=True).all():
-                yield Breach(got.round, rank, f"{operation} gave elements below {got.thresholds[0]}")
-            if (np.abs(got.values) < got.thresholds[1]).any():
-                yield Breach(got.round, rank, f"{operation} has sums below {got.thresholds[1]}")
+            if total.selected > most or (not is_reused and total.selected < min(most, k) and most):
+                what = f"{operation} selected {total.selected} elements, of {reached.size}, k {k}"
+                yield Breach(got.round, rank, what)
+            if not np.isin(total.included, reached.indices, assume_unique=True).all():
+                yield Breach(got.round, rank, f"{operation} gave elements below {total.thresholds[0]}")
+            if (np.abs(total.values) < total.thresholds[1]).any():
+                yield Breach(got.round, rank, f"{operation} has sums below {total.thresholds[1]}")
 
 
 def _wide(x: Array, operation: Drawn) -> Array:
@@ -267,17 +267,17 @@ def _wide(x: Array, operation: Drawn) -> Array:
 
 def conservation(story: SparseStory) -> Iterator[Breach]:
     """At every element the accumulators before add up to the result, those after, and what gTopk reports as lost."""
-    for operation, gots in story.rounds():
-        if gots[0].indices is None or gots[0].values is None:
+    for operation, gots in _rounds(story):
+        sums = [got.sum for got in gots if got.sum is not None]
+        if not sums:
             continue
         befores, afters = ([_wide(x, operation).reshape(-1).astype("f8") for x in xs] for xs in _accumulators(gots))
         total = np.sum(afters, axis=0)
-        np.add.at(total, gots[0].indices, gots[0].values)
-        for got in gots:
-            if got.lost_indices is not None and got.lost_values is not None:
-                np.add.at(total, got.lost_indices, got.lost_values)
-                if got.lost_indices.size and operation.algorithm != _LOSING:
-                    yield Breach(got.round, 0, f"{operation} has lost elements")
+        np.add.at(total, sums[0].indices, sums[0].values)
+        for each in sums:
+            np.add.at(total, each.lost_indices, each.lost_values)
+            if each.lost_indices.size and operation.algorithm != _LOSING:
+                yield Breach(each.round, 0, f"{operation} has lost elements")
         info = np.finfo("f8" if operation.dtype == "float64" else "f4")
         bound = len(gots) * (2 * float(info.eps) * np.sum(np.abs(befores), axis=0) + float(info.smallest_subnormal))
         if (np.abs(total - np.sum(befores, axis=0)) > bound).any():

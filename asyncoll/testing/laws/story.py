@@ -11,10 +11,10 @@ import math
 import os
 import signal
 import warnings
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ _ITEM_BYTES = 8
 _CANCELS = 4  # the most calls that the impatient or the careless rank of a world gives up
 _ALARM_S = 0.0005  # mean time from the start of a call to the signal: about as long as a call takes, so many hit it
 _OVERLAPS = (1, 1, 2, 4)  # drawn: the most calls of one rank that are in flight at the same time
+Program = TypeVar("Program")
+Played = TypeVar("Played")
 STEP_S = 0.01  # mean computation of a trainer between two calls; the slow rank of a world takes five times as long
 _FORK_AT = (1, 3, 5)  # odd calls: their contributions are in registered memory
 _SLOW_BYTES_PER_S = 1e7  # a long message takes as long as some steps
@@ -268,6 +270,15 @@ class Story:
         return self.calls[rank][-1].round < number
 
 
+class WorldStory(NamedTuple, Generic[Program, Played]):
+    """A world without rounds, or with other calls beside them, that has ended."""
+
+    program: Program  # of all ranks, drawn from the case
+    parts: list[Played]  # by rank
+    messages: int
+    steps: int  # of all ranks
+
+
 class AlarmError(Exception):
     """Raised by the signal handler of a case."""
 
@@ -282,15 +293,34 @@ def _ignore_alarms(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
         loop.default_exception_handler(context)
 
 
-class StoryTrainer:
+class CaseRank:
     """One rank of a case."""
 
-    def __init__(self, comm: Communicator, case: Case, device: FakeDevice | None = None) -> None:
+    def __init__(self, comm: Communicator, case: Case, *seed: int) -> None:
+        """`seed` is that of what this rank draws while the world runs, beside that of the case."""
         self._comm = comm
         self._case = case
-        self._tensors = Tensors(case.layout, comm, device)
-        self._generator = np.random.default_rng([case.seed, comm.rank])
+        self._generator = np.random.default_rng([case.seed, *seed, comm.rank])
         self._step_s = STEP_S * (5 if comm.rank == case.slow else 1)
+
+    async def _compute(self) -> None:
+        await asyncio.sleep(self._generator.exponential(self._step_s))
+
+    @staticmethod
+    async def _finish(calls: Sequence[asyncio.Task[None]]) -> None:
+        """Wait for all calls. Raises the error of one that was not cancelled."""
+        await asyncio.wait(calls)
+        for call in calls:
+            if not call.cancelled():  # a task that was cancelled before its first step has made no call
+                call.result()
+
+
+class StoryTrainer(CaseRank):
+    """A rank that trains."""
+
+    def __init__(self, comm: Communicator, case: Case, device: FakeDevice | None = None) -> None:
+        super().__init__(comm, case)
+        self._tensors = Tensors(case.layout, comm, device)
         self._gathers = case.gathers and case.quitter is None and case.overlap == 1
         self._begun = 0  # number of calls for which a task was made
         self._lost = -1  # index of the newest call that has no receiver, and may be under way until a later one is over
@@ -302,7 +332,7 @@ class StoryTrainer:
         """Make calls at random moments until one returns the last round. Returns all answers and cancelled calls."""
         case, rank = self._case, self._comm.rank
         while self._seen() < case.rounds and not (rank == case.quitter and len(self._answers) >= case.quits_after):
-            await asyncio.sleep(self._generator.exponential(self._step_s))
+            await self._compute()
             if rank == case.sleeper and len(self._answers) == case.nap_before:
                 await asyncio.sleep(NAP_S)
             if rank == case.alarmed:
@@ -340,10 +370,7 @@ class StoryTrainer:
             else:
                 await asyncio.wait(calls, timeout=float(self._generator.exponential(STEP_S)))
                 calls[victim].cancel()
-        await asyncio.wait(calls)
-        for call in calls:
-            if not call.cancelled():  # a task that was cancelled before its first step has made no call
-                call.result()
+        await self._finish(calls)
 
     async def _call_alarmed(self) -> None:
         """Make one call in which a signal handler may raise, in the main thread, between any two bytecodes."""

@@ -17,7 +17,7 @@ import numpy as np
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.laws.rounds import Breach
-from asyncoll.testing.laws.story import NAP_S, STEP_S, Case
+from asyncoll.testing.laws.story import NAP_S, STEP_S, Case, CaseRank, WorldStory
 
 _STEPS = 40  # the most steps of a rank
 _PARTIALS = ("solo", "solo", "majority", "quorum")
@@ -65,24 +65,13 @@ class TrainingPart:
     """What one rank did."""
 
     made: list[int]  # the steps that it began, those that were cancelled among them
-    done: list[Done] = field(default_factory=list)
+    done: list[Done] = field(default_factory=list)  # the last one is the end of the training
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingStory:
-    """A world that has ended. The last `Done` of a part is the end of its training."""
-
-    program: TrainingProgram
-    parts: list[TrainingPart]  # by rank
-    messages: int = 0
-
-    @property
-    def steps(self) -> int:
-        """The steps of all ranks."""
-        return sum(len(part.done) for part in self.parts)
+TrainingStory = WorldStory[TrainingProgram, TrainingPart]
 
 
-class Learner:
+class Learner(CaseRank):
     """One rank of a case."""
 
     def __init__(self, comm: Communicator, case: Case) -> None:
@@ -90,9 +79,8 @@ class Learner:
 
         from asyncoll.training import EagerSGD
 
-        self._comm = comm
+        super().__init__(comm, case)
         self._program = TrainingProgram(case)
-        self._draw = np.random.default_rng([case.seed, comm.rank])
         self._held = torch.nn.Parameter(torch.zeros(_STEPS, comm.size))
         self._moving = torch.nn.Parameter(torch.zeros(3))
         self._optimizer = torch.optim.SGD(
@@ -109,44 +97,43 @@ class Learner:
         )
 
     async def run(self) -> TrainingPart:
-        case, program, rank = self._program.case, self._program, self._comm.rank
-        step_s = STEP_S * (5 if rank == case.slow else 1)
+        program, rank = self._program, self._comm.rank
         part = TrainingPart([])
         await self._sgd.start()
         while self._sgd.round < program.rounds[rank] and len(part.made) < _STEPS:
-            await asyncio.sleep(self._draw.exponential(step_s))
+            await self._compute()
             if len(part.made) == program.naps.get(rank):
                 await asyncio.sleep(NAP_S)
             part.made.append(len(part.made))
             done = await self._step(part.made[-1])
             if done is not None:
                 part.done.append(done)
-            if program.validates and self._draw.random() < 0.3:
-                await self._validate(step_s)
+            if program.validates and self._generator.random() < 0.3:
+                await self._validate()
         await self._sgd.finish()
         part.done.append(self._record(len(part.made), None, 0.0))
         return part
 
-    async def _validate(self, lasts_s: float) -> None:
+    async def _validate(self) -> None:
         """Await something while other weights are in the model, as a validation with averaged ones does."""
         parameters = self._held.data, self._moving.data
         own = [each.clone() for each in parameters]
         for each in parameters:
             each.fill_(1e6)
-        await asyncio.sleep(self._draw.exponential(lasts_s))
+        await self._compute()
         for each, before in zip(parameters, own, strict=True):
             each.copy_(before)
 
     async def _step(self, index: int) -> Done | None:
         """Make a step. None: the impatient rank has cancelled it."""
         program, rank, now = self._program, self._comm.rank, asyncio.get_running_loop().time
-        loss = self._held[index, rank] + (self._moving * float(self._draw.integers(-3, 4))).sum()
+        loss = self._held[index, rank] + (self._moving * float(self._generator.integers(-3, 4))).sum()
         loss.backward()
         began_s, before = now(), self._sgd.round
         metrics = program.metrics(rank, index) if program.has_metrics else None
         step = asyncio.ensure_future(self._sgd.step(metrics=metrics))
-        if rank == program.case.impatient and self._draw.random() < 0.5:
-            await asyncio.wait([step], timeout=float(self._draw.exponential(STEP_S)))
+        if rank == program.case.impatient and self._generator.random() < 0.5:
+            await asyncio.wait([step], timeout=float(self._generator.exponential(STEP_S)))
             step.cancel()
         await asyncio.wait([step])
         return None if step.cancelled() else self._record(index, step.result(), now() - began_s, before)

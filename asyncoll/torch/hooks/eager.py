@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
 from asyncoll.algorithms.rounds.reduction import Reduction
-from asyncoll.errors import NonFiniteError, UsageError
+from asyncoll.errors import UsageError
 from asyncoll.runtime.handles import Handle
 from asyncoll.tensors.reductions import ReduceOp, dtype_name
 from asyncoll.torch.hooks import agreement, refusals
@@ -27,11 +27,11 @@ from asyncoll.torch.hooks.option_schedule import OptionSchedule
 from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas, saved
 from asyncoll.training.due import Due
-from asyncoll.training.eager_sgd import Partial
+from asyncoll.training.eager_sgd import Partial, partial_allreduce
 from asyncoll.training.recovery import Recovery, State
-from asyncoll.training.step import Step, step_of
+from asyncoll.training.step import Step, step_of, step_of_ranks
 from asyncoll.training.step_metrics import beside, means, without
-from asyncoll.training.trainer import is_finite
+from asyncoll.training.trainer import is_finite, non_finite_gradient
 
 
 class EagerSGDState(HookState):
@@ -97,13 +97,11 @@ class EagerSGDState(HookState):
         refusals.check_all_reduced(ddp)
         refusals.check_without_lockstep(ddp)
         refusals.check_optimizer(ddp, optimizer)
-        _check_options(partial, history, op, clip_norm)
+        _check_options(history, op, clip_norm)
         self._partial = partial
-        self._draw: dict[str, Any] = {}  # what decides when a round starts
-        if partial != "solo":
-            needed = self._comm.size // 2 + 1 if quorum is None else quorum
-            chosen = {"candidates": candidates} if partial == "majority" else {"quorum": needed}
-            self._draw = {"seed": seed, **chosen}
+        needed = self._comm.size // 2 + 1 if quorum is None else quorum
+        self._allreduce = partial_allreduce(self._comm, partial, candidates, needed, seed)
+        self._draw = self._allreduce.keywords  # what decides when a round starts
         self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
         self._clip_norm = None if clip_norm is None else float(clip_norm)
         self._schedule = OptionSchedule(optimizer, scheduler)
@@ -152,12 +150,7 @@ class EagerSGDState(HookState):
         if is_finite(self._buckets.flat):
             return
         self._has_failed = True
-        rank = self._comm.rank
-        raise NonFiniteError(
-            (rank,),
-            f"the gradient of rank {rank} for round {self.round + 1} holds NaN or infinity: look at the loss of this "
-            "step; nothing was sent",
-        )
+        raise non_finite_gradient(self._comm.rank, self.round + 1)
 
     def _exchange(self) -> Step:
         """One round. Its number counts the rounds of this training, and those of a checkpoint."""
@@ -170,7 +163,8 @@ class EagerSGDState(HookState):
             self._base = self._rules["sync_offset"] = self.round
         metrics = self._metrics.taken()
         with self._recovery.opened(self.round):
-            reduction = without(self._call(beside(self._buckets.flat, metrics)).wait(), metrics)
+            call: Handle[Reduction] = self._allreduce(beside(self._buckets.flat, metrics), **self._rules)
+            reduction = without(call.wait(), metrics)
         self.metrics = means(metrics)
         return step_of(reduction, round=self._base + reduction.round, metrics=self.metrics)
 
@@ -204,26 +198,7 @@ class EagerSGDState(HookState):
         x, everyone = self._buckets.flat, tuple(range(self._comm.size))
         self._comm.allreduce(x, ReduceOp.AVG).wait()
         self._share_metrics()
-        return Step(
-            self.round + 1,
-            self._comm.size,
-            included=True,
-            skipped=0,
-            synchronous=True,
-            group=everyone,
-            ranks=everyone,
-            result=x,
-            metrics=self.metrics,
-        )
-
-    def _call(self, x: Any) -> Handle[Reduction]:
-        match self._partial:
-            case "solo":
-                return self._comm.solo_allreduce(x, **self._rules)
-            case "majority":
-                return self._comm.majority_allreduce(x, **self._draw, **self._rules)
-            case "quorum":
-                return self._comm.quorum_allreduce(x, **self._draw, **self._rules)
+        return step_of_ranks(self.round + 1, everyone, synchronous=True, result=x, metrics=self.metrics)
 
     # -- the step of the optimizer ----------------------------------------------------------------
 
@@ -355,14 +330,7 @@ def eager_sgd(state: EagerSGDState, bucket: GradBucket) -> torch.futures.Future[
     return checked(state, EagerSGDState)._reduce(bucket)
 
 
-def _check_options(
-    partial: str,
-    history: int,
-    op: ReduceOp,
-    clip_norm: float | None,
-) -> None:
-    if partial not in ("solo", "majority", "quorum"):
-        raise UsageError(f"partial is solo, majority or quorum, not {partial!r}")
+def _check_options(history: int, op: ReduceOp, clip_norm: float | None) -> None:
     if history < 1:
         raise UsageError(f"a rank applies the results that history has kept: it is a number above 0, not {history}")
     if op not in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE):

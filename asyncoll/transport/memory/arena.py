@@ -21,20 +21,13 @@ from asyncoll import _core, forks
 from asyncoll._core import NativeCore
 from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageError
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport import Loss
-from asyncoll.transport.control_block import (
-    DOORBELLS,
-    ControlBlock,
-    PythonControlBlock,
-    Turn,
-    Wait,
-    control_block_bytes,
-)
+from asyncoll.transport import ControlBlock, Loss, Turn, Wait
+from asyncoll.transport.control_block import DOORBELLS, PythonControlBlock, RefusingMutex, control_block_bytes
 from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory import futex
 from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
 from asyncoll.transport.memory.heap import Heap
-from asyncoll.transport.memory.mutex import AbandonedMutex, LockPolicy, RobustMutex
+from asyncoll.transport.memory.mutex import LockPolicy, RobustMutex
 from asyncoll.transport.memory.pages import check_room, commit, give_back, mib, too_much
 from asyncoll.transport.memory.segment import HEAD_BYTES, Segment, capacity_of, close_segment, make_segment, map_segment
 
@@ -122,13 +115,13 @@ class HostArena:
             self._memory = _copy(undo, segments[local_rank].memory)
             # By the number of the doorbell, which is DOORBELLS * local rank + 0 for callers, or 1 for the runtime.
             self._eventfds = [_copy(undo, doorbell) for segment in segments for doorbell in segment[1:]]
-            self._bytes = [
+            self.segments = [
                 map_segment(segment.memory, self._capacity, own=segment is segments[local_rank]) for segment in segments
             ]
             if local_rank == 0:
                 RobustMutex.initialize(self._lock_of_directory())
             self._descriptors = undo.pop_all()
-        self._base = forks.address_of(self._bytes[local_rank])
+        self._base = forks.address_of(self.segments[local_rank])
         self._turns = TurnQueue()
         self._doorbells = [
             Doorbell(number, self._eventfds[number])
@@ -171,11 +164,7 @@ class HostArena:
 
     def view(self, address: int, nbytes: int) -> Array:
         local_rank, offset = divmod(address, self._capacity)
-        return self._bytes[local_rank][offset : offset + nbytes]
-
-    @property
-    def segments(self) -> Sequence[Array]:
-        return self._bytes
+        return self.segments[local_rank][offset : offset + nbytes]
 
     def locate(self, flat: Array) -> int | None:
         offset = forks.address_of(flat) - self._base
@@ -196,10 +185,12 @@ class HostArena:
     def _directory(self) -> Iterator[Array]:
         """Hold the lock of the directory, and yield its entries: context, address and bytes.
 
-        Unused entries are zero.
+        Unused entries are zero. It is a control block for whose changes nothing waits.
         """
-        with RobustMutex(self._lock_of_directory(), self.local_rank, self.ranks, self.locks):
-            yield self.view(_DIRECTORY, 24 * _CONTROL_BLOCKS_MAX).view(np.uint64).reshape(-1, 3)
+        memory = self.view(_DIRECTORY, control_block_bytes(3 * _CONTROL_BLOCKS_MAX, 0)).data
+        mutex = RobustMutex(self._lock_of_directory(), self.local_rank, self.ranks, self.locks)
+        with PythonControlBlock(memory, 0, mutex, self, created=False) as directory:
+            yield np.frombuffer(directory.cells, np.uint64).reshape(-1, 3)
 
     def _lock_of_directory(self) -> memoryview:
         return self.view(_LOCK, MUTEX_BYTES).data
@@ -212,7 +203,7 @@ class HostArena:
         # A peer may have written this entry, and `view` checks nothing.
         _, address, nbytes = map(int, entries[entry])
         local_rank, offset = divmod(address, self._capacity)
-        if local_rank >= len(self._bytes) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
+        if local_rank >= len(self.segments) or offset + nbytes > self._capacity or nbytes < MUTEX_BYTES:
             raise ProtocolError(f"the directory of control blocks is corrupt: {nbytes} bytes at {address}")
         memory = self.view(address, nbytes).data
         mutex = RobustMutex(memory[:MUTEX_BYTES], self.local_rank, self.ranks, self.locks)
@@ -347,7 +338,7 @@ class HostArena:
         for doorbell in self._doorbells:
             doorbell.close()
         self._control_blocks.clear()
-        self._bytes.clear()
+        self.segments.clear()
         self._descriptors.close()
 
     def abandon(self, parent: int) -> None:
@@ -356,7 +347,7 @@ class HostArena:
         forks.give_up(doorbell.descriptor for doorbell in self._doorbells)
         forks.give_up(self._eventfds)
         for control_block in self._control_blocks.values():
-            control_block.abandon(AbandonedMutex(parent))
+            control_block.abandon(RefusingMutex(lambda: forks.refusal(parent)))
 
 
 def _entry_of(entries: Array, context: int) -> int | None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 
 from asyncoll.transport.control_block import Turn
+from asyncoll.transport.futures import settle, settle_from_any_thread
 
 
 class Waiter:
@@ -28,18 +29,11 @@ class Waiter:
             self._woken = self.loop.create_future()
         return self._woken
 
-    def wake(self) -> None:
-        """Wake the task. Called on its loop."""
-        if not self._woken.done():
-            self._woken.set_result(None)
-
     def wake_from_any_thread(self) -> None:
         if _running_loop() is self.loop:
-            self.wake()
-            return
-        # The loop is closed, so the task will never run again.
-        with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.wake)
+            settle(self._woken)
+        else:
+            settle_from_any_thread(self._woken)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:

@@ -8,18 +8,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from asyncoll._core import NativeCore
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.forks import address_of
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport import Loss
-from asyncoll.transport.control_block import (
-    DOORBELLS,
-    ControlBlock,
-    PythonControlBlock,
-    Turn,
-    Wait,
-    control_block_bytes,
-)
+from asyncoll.transport import ControlBlock, Loss, Turn, Wait
+from asyncoll.transport.control_block import DOORBELLS, PythonControlBlock, control_block_bytes
+from asyncoll.transport.futures import settle
 from asyncoll.transport.memory.doorbell import TurnQueue
 
 
@@ -47,8 +42,7 @@ class _InprocMemory:
     def ring(self, doorbells: Iterable[int]) -> None:
         for doorbell in doorbells:
             for future in self.waiters.pop(doorbell, ()):
-                if not future.done():
-                    future.set_result(None)
+                settle(future)
 
     def wake_futex(self, cell: memoryview) -> None:
         """No thread sleeps in a futex: all ranks share one thread."""
@@ -64,6 +58,10 @@ class _NoLock:
 
 class InprocArena:
     """An `Arena` whose peers live on the same loop. Each rank uses the first of its doorbells only."""
+
+    native: NativeCore | None = None  # the compiled core does not interleave the ranks of one thread
+    segments: Sequence[Array] = ()
+    polls = 0
 
     def __init__(
         self, local_rank: int, memory: _InprocMemory, pause_s: Callable[[], float], ranks: tuple[int, ...]
@@ -111,18 +109,6 @@ class InprocArena:
             if offset >= 0 and offset + flat.nbytes <= block.nbytes:
                 return address + offset
         return None
-
-    @property
-    def segments(self) -> tuple[()]:
-        return ()
-
-    @property
-    def native(self) -> None:
-        """No compiled core: it does not interleave the ranks of one thread."""
-
-    @property
-    def polls(self) -> int:
-        return 0
 
     def look(self, ready: Callable[[], bool], patience: int = 1) -> bool:
         return ready()

@@ -131,7 +131,7 @@ class Borrower:
         # The blocks to return: control block and cell of the lender, and address. The last reference to an array may be
         # dropped at any moment, even while this thread holds that lock. So the callback only appends to this deque, and
         # `give_back` does the rest.
-        self._dropped: deque[tuple[ControlBlock, int, int]] = deque()
+        self.dropped: deque[tuple[ControlBlock, int, int]] = deque()
 
     def borrow(self, control_block: ControlBlock, cell: int, address: int, nbytes: int) -> Array:
         """Return the block at `address` as a flat uint8 array of `nbytes` bytes.
@@ -153,16 +153,12 @@ class Borrower:
 
     def _drop(self, control_block: ControlBlock, cell: int, address: int, _: weakref.ref[Array]) -> None:
         self._held.pop(address, None)
-        self._dropped.append((control_block, cell, address))
-
-    def has_dropped(self) -> bool:
-        """Whether there are blocks to return."""
-        return bool(self._dropped)
+        self.dropped.append((control_block, cell, address))
 
     def give_back(self) -> None:
         """Return the blocks whose arrays no longer exist. A lender that is lost gets nothing."""
-        while self._dropped:
-            control_block, cell, address = self._dropped.popleft()
+        while self.dropped:
+            control_block, cell, address = self.dropped.popleft()
             # The lock has reported the loss.
             with contextlib.suppress(AsyncollError), control_block:
                 _link(self._arena.view(address, _LINK))[0] = control_block.cells[cell]

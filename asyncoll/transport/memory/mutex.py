@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from asyncoll.errors import AsyncollError, PeerLostError
-from asyncoll.forks import refusal
 from asyncoll.transport import Loss
 from asyncoll.transport.lock_cells import HOLDER_OFFSET, MUTEX_BYTES
 from asyncoll.transport.processes import is_gone, is_stopped
@@ -45,16 +44,15 @@ class _TimeSpec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-def _peer_lost(loss: Loss) -> AsyncollError:
-    return PeerLostError(loss.rank, loss.cause, last_seen_s=loss.last_seen_s)
-
-
 class LockPolicy:
     """How the locks of an arena treat a lost owner. All locks of an arena share one object."""
 
     def __init__(self, patience_s: float = math.inf) -> None:
         self.patience_s = patience_s  # how long `acquire` waits for a lock whose owner is stopped
-        self.report: Callable[[Loss], AsyncollError] = _peer_lost  # reports a loss, and returns the error to raise
+        # It reports a loss, and returns the error to raise.
+        self.report: Callable[[Loss], AsyncollError] = lambda loss: PeerLostError(
+            loss.rank, loss.cause, last_seen_s=loss.last_seen_s
+        )
 
 
 class RobustMutex:
@@ -100,20 +98,6 @@ class RobustMutex:
         _holding_gil.pthread_mutexattr_destroy(attributes)
         if failure:
             raise OSError(failure, "cannot make a robust mutex")
-
-    def __enter__(self) -> None:
-        try:
-            self.acquire()
-        # A signal handler may raise just after the lock has been acquired.
-        except BaseException:
-            self.abandon()
-            raise
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None or issubclass(kind, AsyncollError):
-            self.release()
-        else:
-            self.abandon()
 
     def acquire(self) -> None:
         failure = _try_lock(self._mutex)
@@ -197,22 +181,6 @@ class RobustMutex:
         if holder <= _INTERRUPTED:
             rank, event = _INTERRUPTED - holder, "an exception interrupted it"
         raise self._policy.report(Loss(self._ranks[rank], f"{event} while it was changing shared memory"))
-
-
-class AbandonedMutex:
-    """The `Mutex` of a forked child: its locks belong to its parent, so `acquire` raises UsageError."""
-
-    def __init__(self, parent: int) -> None:
-        self._parent = parent
-
-    def acquire(self) -> None:
-        raise refusal(self._parent)
-
-    def release(self) -> None:
-        pass
-
-    def abandon(self) -> None:
-        pass
 
 
 def _now() -> float:

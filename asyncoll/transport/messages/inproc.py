@@ -14,24 +14,21 @@ _HIGH_WATER_MARK = 64  # messages in the inbox of a rank above which `drain` mak
 def world(size: int) -> list[InprocTransport]:
     """One transport for each rank of a world inside this process."""
     transports: list[InprocTransport] = []
-    transports.extend(InprocTransport(rank, transports) for rank in range(size))
+    transports.extend(InprocTransport(rank, size, transports) for rank in range(size))
     return transports
 
 
 class InprocTransport:
     """A `Transport` whose peers live on the same loop."""
 
-    def __init__(self, rank: int, peers: list[InprocTransport]) -> None:
+    def __init__(self, rank: int, size: int, peers: list[InprocTransport]) -> None:
         self.rank = rank
+        self.size = size
         self._peers = peers
         self._inbox: deque[tuple[int, list[bytes] | None]] = deque()  # None: the source has closed
         self._receiver: Receiver | None = None
         self._scheduled = False
         self._closed = False
-
-    @property
-    def size(self) -> int:
-        return len(self._peers)
 
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver

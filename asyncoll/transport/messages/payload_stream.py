@@ -76,12 +76,7 @@ class PayloadWriter:
         """`key` is that of the reader, and of no other stream."""
         self.connection: socket.socket | None = None  # none yet: messages wait
         self._proofs = _Proofs(key)
-        self._waiting: deque[Buffer] = deque()  # copies of what the kernel had no room for
-
-    @property
-    def waits(self) -> bool:
-        """Whether something is left to be written."""
-        return bool(self._waiting)
+        self.waiting: deque[Buffer] = deque()  # copies of what the kernel had no room for
 
     def send(self, message: Long) -> None:
         """Write as much as the kernel takes, and keep a copy of the rest. Raises OSError if the connection is over."""
@@ -89,24 +84,20 @@ class PayloadWriter:
         third = len(thirds[0]) + 1 if thirds else 0
         fields = _FIELDS.pack(len(payload), third, message.before, len(first), bytes(first))
         parts: list[Buffer] = [fields + self._proofs.next(fields, *thirds), memoryview(payload), *thirds]
-        sent = self._write(parts) if not self._waiting else 0
+        sent = self._write(parts) if not self.waiting else 0
         for part in parts:
             if sent < len(part):
-                self._waiting.append(memoryview(bytes(part[sent:])))
+                self.waiting.append(memoryview(bytes(part[sent:])))
             sent = max(0, sent - len(part))
 
     def flush(self) -> None:
         """Write more of what waits. Raises OSError if the connection is over."""
-        waiting = self._waiting
+        waiting = self.waiting
         sent = self._write(list(itertools.islice(waiting, _VECTOR)))
         while waiting and sent >= len(waiting[0]):
             sent -= len(waiting.popleft())
         if sent:
             waiting[0] = waiting[0][sent:]
-
-    def drop(self) -> None:
-        """Forget what waits."""
-        self._waiting.clear()
 
     def _write(self, parts: list[Buffer]) -> int:
         if self.connection is None:

@@ -12,12 +12,15 @@ import contextlib
 import errno
 import os
 import socket
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import zmq
 
 from asyncoll.errors import PeerLostError, UsageError
 from asyncoll.transport.addresses import unacknowledged
 
+T = TypeVar("T")
 ANSWER_S = 30.0  # from the first attempt to connect; four packets may be lost in this time
 _AGAIN_S = 0.02  # until the next attempt
 _SHOWN = 4  # addresses in an error
@@ -141,6 +144,31 @@ def resolved(address: str) -> tuple[int, Any]:
     return found[0][0], (host.strip("[]"), *found[0][4][1:])
 
 
+def bind_to_one(address: str, ports: Sequence[int], bind: Callable[[str], T]) -> tuple[str, T]:
+    """Call `bind(address)`, or with `ports` bind to the first of them at `address` that is free.
+
+    Returns the address with the port, and the result. Raises UsageError if that fails.
+    """
+    for each in [f"{address}:{port}" for port in ports] or [address]:
+        try:
+            return each, bind(each)
+        except (OSError, zmq.ZMQError) as error:
+            if error.errno != errno.EADDRINUSE or not ports:
+                raise UsageError(f"cannot listen on {each}: {error}") from error
+    raise UsageError(
+        f"cannot listen on {address}: all ports of ASYNCOLL_PORTS={ports[0]}-{ports[-1]} are in use; each rank of a "
+        "host needs two of them (one with ASYNCOLL_ENCRYPT=all)"
+    )
+
+
+async def all_done(ends: Sequence[asyncio.Future[None]]) -> None:
+    """Wait for all of `ends`. Raises the error of one that has failed."""
+    await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
+    for end in ends:
+        if end.done() and not end.cancelled():
+            end.result()
+
+
 def refused(address: str) -> str:
     """The cause of the loss of a rank that has told `address` and refuses connections there."""
     if not address.startswith("tcp:"):
@@ -167,14 +195,16 @@ def another_answers(address: str, rank: int) -> str:
     )
 
 
-def why_unconnected(addresses: Sequence[str], ranks: Sequence[int], turn_away: Sequence[int]) -> str:
-    """Why this rank waits for connections: `ranks`, of all whose `addresses` are given, are not connected to it.
+def why_unconnected(addresses: Sequence[str], turn_away: Mapping[int, bool]) -> str:
+    """Why this rank waits for connections, to those ranks in `turn_away`, of all whose `addresses` are given.
 
-    Those in `turn_away` have ended connections before the handshake was over, as another program does, or a busy one.
+    `turn_away`: whether the rank has ended a connection before the handshake was over, as another program does, or a
+    busy one.
     """
-    if turn_away:
-        return f"not connected yet: {another_answers(addresses[turn_away[0]], turn_away[0])}"
-    away = [f"{addresses[rank]} of rank {rank}" for rank in ranks if addresses[rank].startswith("tcp:")]
+    if any(turn_away.values()):
+        rank = next(filter(turn_away.get, turn_away))
+        return f"not connected yet: {another_answers(addresses[rank], rank)}"
+    away = [f"{addresses[rank]} of rank {rank}" for rank in turn_away if addresses[rank].startswith("tcp:")]
     if not away:
         return "not connected yet"
     return (

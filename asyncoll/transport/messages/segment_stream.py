@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncoll.errors import ProtocolError
+from asyncoll.transport.futures import settle
 from asyncoll.transport.messages.service_protocol import BYE, CLOSED, HELLO, REASON_BYTES
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
@@ -277,8 +278,7 @@ class SegmentStream:
         """No payload of a caller is needed any more."""
         self._lends = False
         for flushed in self._flushed:
-            if not flushed.done():
-                flushed.set_result(None)
+            settle(flushed)
         self._flushed.clear()
 
     # -- receiving --------------------------------------------------------------------------------

@@ -29,21 +29,7 @@ from asyncoll.transport.messages import authentication, service_protocol
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
 from asyncoll.transport.messages.patience import Patience
 from asyncoll.transport.messages.peer_reports import DroppedClients, UnauthenticatedPeers, silence_cause
-from asyncoll.transport.messages.service_protocol import (
-    BACKLOG,
-    BYE,
-    CLOSED,
-    FOREIGN_USER,
-    HELLO,
-    REASON_BYTES,
-    REFUSED,
-    SILENT,
-    UNREAD,
-    VERSION,
-    SocketOwner,
-    forked,
-    too_many,
-)
+from asyncoll.transport.messages.service_protocol import SocketOwner
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 _FORM = struct.Struct("<BQ")  # kind, number
@@ -66,9 +52,9 @@ _KEEPALIVE = {
 _RECONNECT_MS = 2**31 - 1
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 _CAUSES = {
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): REFUSED,
-    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): REFUSED,
-    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): SILENT,
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): service_protocol.REFUSED,
+    int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): service_protocol.REFUSED,
+    int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): service_protocol.SILENT,
 }
 _Segment = tuple[int, int, Buffer]  # kind, number, payload
 
@@ -89,7 +75,7 @@ class _Socket(ABC):
         self._socket.setsockopt(zmq.RCVHWM, _BATCH)
         self._socket.setsockopt(zmq.MAXMSGSIZE, SEGMENT_BYTES + _OVERHEAD_BYTES)
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * service_protocol.HANDSHAKE_S))
-        self._socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self._socket.setsockopt(zmq.BACKLOG, service_protocol.BACKLOG)
         for option, value in _KEEPALIVE.items():
             self._socket.setsockopt(option, value)
         self._monitor = Monitor(self._socket, events, handle_event)
@@ -228,10 +214,10 @@ class ServerSocket(_Socket):
         try:
             self._send((name,), kind, number, payload)
         except zmq.Again:
-            self._dropped_clients.log(f"dropped client {peer}: {UNREAD}")
-            self.drop(peer, UNREAD)
+            self._dropped_clients.log(f"dropped client {peer}: {service_protocol.UNREAD}")
+            self.drop(peer, service_protocol.UNREAD)
             # Not now: the owner is in the middle of a call of this object.
-            self._loop.call_soon(self._owner.lost, peer, UNREAD)
+            self._loop.call_soon(self._owner.lost, peer, service_protocol.UNREAD)
         # The client is gone; the monitor reports it.
         except zmq.ZMQError:
             return
@@ -242,7 +228,7 @@ class ServerSocket(_Socket):
         if name is not None and not self._is_closed:
             # The entry remains until the connection ends, or the next segment would count as that of a new peer.
             self._clients[name] = -1
-            self._try_send(name, BYE, 0, reason.encode()[:REASON_BYTES])
+            self._try_send(name, service_protocol.BYE, 0, reason.encode()[: service_protocol.REASON_BYTES])
 
     def _try_send(self, name: bytes, kind: int, number: int, payload: bytes = b"") -> None:
         # The client is gone, or does not read.
@@ -265,7 +251,7 @@ class ServerSocket(_Socket):
 
     def _greet(self, name: bytes, descriptor: int | None, segment: _Segment | None) -> None:
         """Accept a client by its first segment, and answer it once: with a hello, or with the reason of a refusal."""
-        if descriptor is None or segment is None or segment[0] != HELLO:
+        if descriptor is None or segment is None or segment[0] != service_protocol.HELLO:
             self._unauthenticated.log("dropped a message from an unauthenticated peer")
             return
         # An earlier client may have had the same descriptor, and its end is in the monitor.
@@ -273,13 +259,13 @@ class ServerSocket(_Socket):
         self._clients[name] = -1
         self._descriptors[descriptor] = name
         if len(self._names) >= service_protocol.CLIENTS_MAX:
-            self._unauthenticated.log(f"refused a client: {too_many()}")
-            self._try_send(name, BYE, 0, too_many().encode())
+            self._unauthenticated.log(f"refused a client: {service_protocol.too_many()}")
+            self._try_send(name, service_protocol.BYE, 0, service_protocol.too_many().encode())
             return
-        if segment[1] == VERSION:
+        if segment[1] == service_protocol.VERSION:
             peer = self._clients[name] = next(self._numbers)
             self._names[peer] = name
-        self._try_send(name, HELLO, VERSION)
+        self._try_send(name, service_protocol.HELLO, service_protocol.VERSION)
 
     def _disconnected(self, _: int, descriptor: int) -> None:
         name = self._descriptors.pop(descriptor, None)
@@ -290,7 +276,7 @@ class ServerSocket(_Socket):
             self._read_rest()
         peer = self._clients.pop(name)
         if self._names.pop(peer, None) is not None:
-            self._owner.lost(peer, CLOSED)
+            self._owner.lost(peer, service_protocol.CLOSED)
 
 
 class ClientSocket(_Socket):
@@ -321,7 +307,7 @@ class ClientSocket(_Socket):
                     raise UsageError(f"cannot connect to {url}: {error}") from error
             self._start()
             undo.pop_all()
-        self.send(0, HELLO, VERSION, b"")
+        self.send(0, service_protocol.HELLO, service_protocol.VERSION, b"")
 
     def _prepare_dealer(self, dealer: zmq.Socket[bytes]) -> None:
         """Set the options of a DEALER to the service, before it connects."""
@@ -353,7 +339,7 @@ class ClientSocket(_Socket):
         segment = _segment(first, self._further())
         if segment is None:
             return True
-        if segment[0] == HELLO:
+        if segment[0] == service_protocol.HELLO:
             self._monitor.read()  # checks the user of the service first
             if self._heartbeat is None and not self._is_lost and not self._is_closed:
                 dealer = self._context.socket(zmq.DEALER)
@@ -361,14 +347,14 @@ class ClientSocket(_Socket):
                 alive = partial(self._connected, segment[1])  # the service is connected once its heartbeat runs
                 self._heartbeat = Heartbeat(dealer, self.url, Patience(service_protocol.FREEZE_S), alive, self._silent)
                 self._closing.callback(self._heartbeat.close)
-        elif segment[0] == BYE:
-            self._report_loss(bytes(segment[2])[:REASON_BYTES].decode(errors="replace"))
+        elif segment[0] == service_protocol.BYE:
+            self._report_loss(bytes(segment[2])[: service_protocol.REASON_BYTES].decode(errors="replace"))
         else:
             self._owner.received(0, *segment)
         return True
 
     def abandon(self, parent: int) -> None:
-        self._report_loss(forked(parent))
+        self._report_loss(service_protocol.forked(parent))
         super().abandon(parent)
 
     def _silent(self, limit_s: float) -> None:
@@ -377,15 +363,15 @@ class ClientSocket(_Socket):
     def _handle_event(self, event: int, value: int) -> None:
         if event == zmq.EVENT_CONNECTED:
             if self._uid is not None and user_behind(value) not in (self._uid, None):
-                self._report_loss(FOREIGN_USER)
+                self._report_loss(service_protocol.FOREIGN_USER)
             return
-        self._lose(_CAUSES.get(event, CLOSED))
+        self._lose(_CAUSES.get(event, service_protocol.CLOSED))
 
     def _stop_sending(self) -> None:
         """Lose the service because no segment can be sent: the connection is gone, or its queue is full."""
         if not self._is_closed:
             self._monitor.read()
-            self._lose(UNREAD)
+            self._lose(service_protocol.UNREAD)
 
     def _lose(self, cause: str) -> None:
         """Lose the service, after its last segments. If they contain its own reason, that counts, and not `cause`."""

@@ -28,19 +28,7 @@ from asyncoll.transport.addresses import prepare, process_of, removal, user_of
 from asyncoll.transport.messages import service_protocol
 from asyncoll.transport.messages.peer_reports import DroppedClients, FailedAccepts, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.segment_stream import Lookout, SegmentStream, UnreadError
-from asyncoll.transport.messages.service_protocol import (
-    BACKLOG,
-    BYE,
-    FOREIGN_USER,
-    HELLO,
-    REASON_BYTES,
-    SILENT,
-    UNREAD,
-    VERSION,
-    SocketOwner,
-    forked,
-    too_many,
-)
+from asyncoll.transport.messages.service_protocol import SocketOwner
 from asyncoll.transport.processes import is_gone, is_stopped
 from asyncoll.transport.wire import Buffer
 
@@ -80,7 +68,7 @@ class StreamServer:
             self._listener.setblocking(False)
             try:
                 self._listener.bind(url.removeprefix(_SCHEME))
-                self._listener.listen(BACKLOG)
+                self._listener.listen(service_protocol.BACKLOG)
                 self._remove_file = removal(url)
             except OSError as error:
                 raise UsageError(f"cannot listen on {url}: {error}") from error
@@ -116,10 +104,10 @@ class StreamServer:
         try:
             stream.send(kind, number, payload)
         except UnreadError:
-            self._dropped_clients.log(f"dropped client {peer}: {UNREAD}")
-            self.drop(peer, UNREAD)
+            self._dropped_clients.log(f"dropped client {peer}: {service_protocol.UNREAD}")
+            self.drop(peer, service_protocol.UNREAD)
             # Not now: the owner is in the middle of a call of this object.
-            self._loop.call_soon(self._owner.lost, peer, UNREAD)
+            self._loop.call_soon(self._owner.lost, peer, service_protocol.UNREAD)
 
     async def flush(self, peer: int) -> None:
         stream = self._clients.get(peer)
@@ -235,14 +223,14 @@ class StreamServer:
 
     def _greet(self, stream: SegmentStream, kind: int, version: int, payload: Buffer) -> None:
         """Answer the first segment, a hello: with a hello, or with the reason of a refusal."""
-        if kind != HELLO or payload:
+        if kind != service_protocol.HELLO or payload:
             self._reject(stream, ProtocolError("it does not begin with a hello"))
         elif len(self._clients) >= service_protocol.CLIENTS_MAX:
-            self._unauthenticated.log(f"refused a client: {too_many()}")
-            self._dismiss(stream, too_many())
-        elif version != VERSION:
+            self._unauthenticated.log(f"refused a client: {service_protocol.too_many()}")
+            self._dismiss(stream, service_protocol.too_many())
+        elif version != service_protocol.VERSION:
             # The client raises an error that names both versions.
-            stream.send(HELLO, VERSION, b"")
+            stream.send(service_protocol.HELLO, service_protocol.VERSION, b"")
             self._dismiss(stream, "")
         else:
             self._strangers.pop(stream).cancel()
@@ -254,7 +242,7 @@ class StreamServer:
                 partial(self._malformed, peer),
                 partial(self._owner.room, peer),
             )
-            self.send(peer, HELLO, VERSION, b"")
+            self.send(peer, service_protocol.HELLO, service_protocol.VERSION, b"")
 
     def _ended(self, peer: int, cause: str) -> None:
         """The connection of a client has ended."""
@@ -270,7 +258,7 @@ class StreamServer:
         """Ignore a connection from now on. The peer, which is told the reason if there is one, closes it."""
         if reason:
             with contextlib.suppress(UnreadError):
-                stream.send(BYE, 0, reason.encode()[:REASON_BYTES])
+                stream.send(service_protocol.BYE, 0, reason.encode()[: service_protocol.REASON_BYTES])
         stream.use(None, partial(self._end, stream), partial(self._reject, stream))
         # No caller waits for it any more.
         stream.copy_unsent()
@@ -321,7 +309,7 @@ class StreamClient:
             self._stream.send(kind, number, payload)
         except UnreadError:
             # Not now: the owner is in the middle of a call of this object.
-            self._loop.call_soon(self._report_loss, UNREAD)
+            self._loop.call_soon(self._report_loss, service_protocol.UNREAD)
 
     async def flush(self, peer: int) -> None:
         if self._stream is not None:
@@ -339,7 +327,7 @@ class StreamClient:
 
     def abandon(self, parent: int) -> None:
         """Give up the connection in a forked child, so that the service notices the death of the parent."""
-        self._report_loss(forked(parent))
+        self._report_loss(service_protocol.forked(parent))
         self._is_closed = True
         forks.isolate(self._loop)
         forks.give_up([self._socket.fileno()])
@@ -360,29 +348,29 @@ class StreamClient:
             self._loop.call_soon(self._report_loss, f"it cannot be reached ({error.strerror})")
             return
         if user_of(self._socket) != self._uid:
-            self._loop.call_soon(self._report_loss, FOREIGN_USER)
+            self._loop.call_soon(self._report_loss, service_protocol.FOREIGN_USER)
             return
         process = process_of(self._socket)
         self._process = 0 if process == os.getpid() or is_gone(process) else process
         # Not now: the owner is not ready before this has returned.
         self._next = self._loop.call_soon(self._watch)
         self._stream = SegmentStream(self._socket, Lookout())
-        self._stream.use(self._greeted, self._report_loss, lambda error: self._report_loss(SILENT))
-        self.send(0, HELLO, VERSION, b"")
+        self._stream.use(self._greeted, self._report_loss, lambda error: self._report_loss(service_protocol.SILENT))
+        self.send(0, service_protocol.HELLO, service_protocol.VERSION, b"")
 
     def _greeted(self, kind: int, version: int, payload: Buffer) -> None:
         """The service has answered."""
         assert self._stream is not None
         self._stream.use(self._received, self._report_loss, self._malformed, partial(self._owner.room, 0))
-        if kind == HELLO:
+        if kind == service_protocol.HELLO:
             self._connected(version)
         else:
             self._received(kind, version, payload)
 
     def _received(self, kind: int, number: int, payload: Buffer) -> None:
-        if kind == BYE:
-            self._report_loss(bytes(payload)[:REASON_BYTES].decode(errors="replace"))
-        elif kind != HELLO:
+        if kind == service_protocol.BYE:
+            self._report_loss(bytes(payload)[: service_protocol.REASON_BYTES].decode(errors="replace"))
+        elif kind != service_protocol.HELLO:
             self._owner.received(0, kind, number, payload)
 
     def _malformed(self, error: ProtocolError) -> None:

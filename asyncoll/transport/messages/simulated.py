@@ -197,7 +197,7 @@ class SimulatedTransport:
         if self._closed:
             return
         loop = self._loop
-        copies = [bytes(frame) for frame in frames]
+        copies = list(map(bytes, frames))
         payload = len(copies[1]) if len(copies) > 1 else 0
         length = sum(map(len, copies)) + payload * (self._world.network.payload_scale - 1)
         arrives = self._world.arrival_s(self.rank, dest, length, loop.time())

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,14 +20,12 @@ from typing import Any, TypeAlias
 from asyncoll import forks
 from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.transport import Loss
-from asyncoll.transport.addresses import all_in_use
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import reach
 from asyncoll.transport.messages.payload_handshake import introduce, welcome
 from asyncoll.transport.messages.payload_stream import Long, PayloadMemory, PayloadReader, PayloadWriter
 from asyncoll.transport.messages.peer_reports import FailedAccepts, UnauthenticatedPeers
-from asyncoll.transport.messages.reach import another_answers, reach_rank, resolved, why_unconnected
 
 # The time from the connection of a peer to the end of its handshake.
 _HANDSHAKE_S = 5.0
@@ -95,17 +92,10 @@ class TcpPayloads:
         `address` is `tcp://ip:0` for a free port. With `ports` it is `tcp://ip`, and the first of the ports that is
         free is taken.
         """
-        for each in [f"{address}:{port}" for port in ports] or [address]:
-            try:
-                listener = _listening(each, _STRANGERS_MAX + 2 * self.size)
-                break
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE or not ports:
-                    raise UsageError(f"cannot listen on {each}: {error}") from error
-        else:
-            raise all_in_use(address, ports)
+        listen = partial(_listening, backlog=_STRANGERS_MAX + 2 * self.size)
+        bound, listener = reach.bind_to_one(address, ports, listen)
         self._listener = listener
-        self._address = f"{each.rpartition(':')[0]}:{listener.getsockname()[1]}"
+        self._address = f"{bound.rpartition(':')[0]}:{listener.getsockname()[1]}"
         return self._address
 
     def connect(self, received: Received, lost: Callable[[Loss], None]) -> None:
@@ -131,10 +121,12 @@ class TcpPayloads:
         if self._peers:
             joining = self._joining or Joining(self.rank, self.size)
             made = [peer.made for peer in self._peers.values()]
-            await joining.over(_all_done(made), self._unanswered, self._why_unconnected)
+            await joining.over(reach.all_done(made), self._unanswered, self._why_unconnected)
             # A rank that gets no answer from this one tells more than that it has not come.
             accepted = [peer.accepted for peer in self._peers.values()]
-            await joining.over(_all_done(accepted), self._unaccepted, "not connected for payloads yet", is_told=True)
+            await joining.over(
+                reach.all_done(accepted), self._unaccepted, "not connected for payloads yet", is_told=True
+            )
         self._stop_listening()
 
     def send(self, dest: int, message: Long) -> None:
@@ -150,7 +142,7 @@ class TcpPayloads:
         except OSError as error:
             self._cannot_write(peer, error)
             return
-        if peer.writer.waits and peer.drained.is_set():
+        if peer.writer.waiting and peer.drained.is_set():
             peer.drained.clear()
             self._await_room(peer)
 
@@ -212,7 +204,7 @@ class TcpPayloads:
         """
         peer.writer.connection = connection = await self._introduced(rank, address, peer)
         asyncio.get_running_loop().add_reader(connection, self._watch, rank, connection)
-        if peer.writer.waits:
+        if peer.writer.waiting:
             self._await_room(peer)
 
     async def _introduced(self, rank: int, address: str, peer: _PayloadPeer) -> socket.socket:
@@ -222,14 +214,14 @@ class TcpPayloads:
         while True:
             with contextlib.ExitStack() as undo:
                 try:
-                    connection = undo.enter_context(await reach_rank(rank, address))
+                    connection = undo.enter_context(await reach.reach_rank(rank, address))
                     await introduce(connection, self._key, self.rank, rank)
                     undo.pop_all()
                     return connection
                 except (OSError, ProtocolError) as error:  # too many open files, for instance
                     peer.turns_away = isinstance(error, ConnectionError | ProtocolError)
                     if peer.turns_away and loop.time() - began_s > reach.ANSWER_S:
-                        raise UsageError(another_answers(address, rank)) from error
+                        raise UsageError(reach.another_answers(address, rank)) from error
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _AGAIN_MAX_S)
 
@@ -309,8 +301,7 @@ class TcpPayloads:
         return [rank for rank, peer in self._peers.items() if not peer.accepted.done()]
 
     def _why_unconnected(self) -> str:
-        unanswered = self._unanswered()
-        return why_unconnected(self.peers, unanswered, [rank for rank in unanswered if self._peers[rank].turns_away])
+        return reach.why_unconnected(self.peers, {rank: self._peers[rank].turns_away for rank in self._unanswered()})
 
     # -- sending ----------------------------------------------------------------------------------
 
@@ -326,7 +317,7 @@ class TcpPayloads:
             peer.writer.flush()
         except OSError as error:
             self._cannot_write(peer, error)
-        if not peer.writer.waits:
+        if not peer.writer.waiting:
             self._loop.remove_writer(peer.writer.connection)
             peer.drained.set()
 
@@ -345,7 +336,7 @@ class TcpPayloads:
         self._drop_unsent(peer)
 
     def _drop_unsent(self, peer: _PayloadPeer) -> None:
-        peer.writer.drop()
+        peer.writer.waiting.clear()
         peer.drained.set()
 
     def _watch(self, rank: int, connection: socket.socket) -> None:
@@ -413,17 +404,9 @@ class TcpPayloads:
         connection.close()
 
 
-async def _all_done(ends: Sequence[asyncio.Future[None]]) -> None:
-    """Wait for all of `ends`. Raises the error of one that has failed."""
-    await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
-    for end in ends:
-        if end.done() and not end.cancelled():
-            end.result()
-
-
 def _listening(address: str, backlog: int) -> socket.socket:
     """A socket that listens at `address`. Raises OSError if that fails, and UsageError for no address."""
-    family, where = resolved(address)
+    family, where = reach.resolved(address)
     with contextlib.ExitStack() as undo:
         listener = undo.enter_context(socket.socket(family))
         # The connections of a world that has ended keep its ports for a minute. Two listeners still exclude each other.

@@ -32,17 +32,19 @@ from typing import Any
 import zmq
 
 from asyncoll import forks
-from asyncoll.errors import PeerLostError, UsageError
+from asyncoll.errors import PeerLostError
 from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Loss, Receiver, check_frames
-from asyncoll.transport.addresses import all_in_use, check_path, process_behind, refuses_connections
+from asyncoll.transport.addresses import check_path, process_behind, refuses_connections
+from asyncoll.transport.futures import settle
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.meeting_folder import meeting_folder
+from asyncoll.transport.messages import reach
 from asyncoll.transport.messages.connection_policy import ConnectionPolicy
 from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_address, to_zeromq
 from asyncoll.transport.messages.patience import Patience
 from asyncoll.transport.messages.peer_reports import FREEZE_S, UnauthenticatedPeers, silence_cause
-from asyncoll.transport.messages.reach import LONG, check_answer, check_long_packets, refused, why_unconnected
+from asyncoll.transport.messages.reach import LONG
 
 # A message up to this many bytes is copied into one ZeroMQ frame. Each further frame costs some microseconds of Python
 # and of ZeroMQ at both ends, which is more than the copy.
@@ -169,15 +171,7 @@ class ZeroMQTransport:
         """
         self._policy.guard(address)
         self._router.setsockopt(zmq.IPV6, "[" in address)
-        for each in [f"{address}:{port}" for port in ports] or [address]:
-            try:
-                self._router.bind(to_zeromq(each))
-                break
-            except zmq.ZMQError as error:
-                if error.errno != zmq.EADDRINUSE or not ports:
-                    raise UsageError(f"cannot listen on {each}: {error}") from error
-        else:
-            raise all_in_use(address, ports)
+        reach.bind_to_one(address, ports, lambda each: self._router.bind(to_zeromq(each)))
         if address.startswith("ipc://"):
             os.chmod(address.removeprefix("ipc://"), 0o600)
         self._listening.append(bound_address(self._router))
@@ -323,21 +317,17 @@ class ZeroMQTransport:
         """
         peers = [peer for peer in self._peers.values() if self._is_told(peer)]
         checks = [asyncio.ensure_future(self._check_answer(peer)) for peer in peers]
-        ends = [*(peer.connected for peer in self._peers.values()), *checks]
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_EXCEPTION)
+            await reach.all_done([*(peer.connected for peer in self._peers.values()), *checks])
         finally:
             for check in checks:
                 check.cancel()
             await asyncio.gather(*checks, return_exceptions=True)
-        for end in ends:
-            if end.done() and not end.cancelled():
-                end.result()
 
     async def _check_answer(self, peer: _PeerConnection) -> None:
-        await check_answer(peer.rank, peer.address, peer.connected, lambda: peer.connection >= 0)
+        await reach.check_answer(peer.rank, peer.address, peer.connected, lambda: peer.connection >= 0)
         await asyncio.wait([peer.connected])
-        await check_long_packets(peer.rank, peer.address, peer.connection)
+        await reach.check_long_packets(peer.rank, peer.address, peer.connection)
 
     def _is_told(self, peer: _PeerConnection) -> bool:
         """Whether the peer is on another host, and listened before it told its address."""
@@ -347,8 +337,7 @@ class ZeroMQTransport:
         return [peer.rank for peer in self._peers.values() if not peer.connected.done()]
 
     def _why_unconnected(self) -> str:
-        unconnected = self._unconnected()
-        return why_unconnected(self.peers, unconnected, [rank for rank in unconnected if self._peers[rank].turns_away])
+        return reach.why_unconnected(self.peers, {rank: self._peers[rank].turns_away for rank in self._unconnected()})
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         made = self._context.socket(kind)
@@ -402,19 +391,19 @@ class ZeroMQTransport:
             self._loop.add_reader(process, self._process_ended, peer, process)
             peer.closing.callback(self._loop.remove_reader, process)
         if self._patience.freeze_s and peer.rank in self._monitored_ranks():
-            dealer, alive = self._dealer(peer.rank, peer.address), partial(_set, peer.connected)
+            dealer, alive = self._dealer(peer.rank, peer.address), partial(settle, peer.connected)
             silent = partial(self._silent, peer)
             heartbeat = Heartbeat(dealer, peer.address, self._patience, alive, silent, pid)
             peer.closing.callback(heartbeat.close)
         else:
-            _set(peer.connected)
+            settle(peer.connected)
 
     def _refused(self, peer: _PeerConnection) -> None:
         """Handle a connection that could not be made. ZeroMQ does not say why, and tries again."""
         if not self.are_bound or peer.was_connected or peer.connected.done():
             return
         if refuses_connections(peer.address):
-            peer.connected.set_exception(PeerLostError(peer.rank, refused(peer.address)))
+            peer.connected.set_exception(PeerLostError(peer.rank, reach.refused(peer.address)))
             peer.connected.exception()  # marks it as retrieved: the wait may have ended already
 
     def _monitored_ranks(self) -> set[int]:
@@ -476,11 +465,6 @@ class ZeroMQTransport:
                 return
         self._loop.remove_reader(peer.dealer.fileno())
         peer.drained.set()
-
-
-def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def _try_send(peer: _PeerConnection, frames: Sequence[Buffer]) -> bool:

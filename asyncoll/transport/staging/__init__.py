@@ -11,9 +11,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.transport.futures import settle_from_any_thread
 
 HANDLE_BYTES = 96  # of a block: 64 of a handle of CUDA IPC, 16 of the UUID of its GPU, 8 of its size, 8 of a nonce
 
@@ -52,9 +54,7 @@ class Mark(Protocol):
     another one.
     """
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of its elements, which copies see packed, in the order of a contiguous tensor."""
+    nbytes: int  # the bytes of its elements, which copies see packed, in the order of a contiguous tensor
 
     def come(self) -> Transfer:
         """A transfer of one byte, which copies nothing: it is over once the device has come to the mark."""
@@ -125,9 +125,7 @@ class Exchange(Protocol):
     copies, and have told it.
     """
 
-    @property
-    def handle(self) -> bytes:
-        """HANDLE_BYTES bytes, by which other ranks open the block."""
+    handle: bytes  # HANDLE_BYTES bytes, by which other ranks open the block
 
     def open(self, handles: Mapping[int, bytes]) -> None:
         """Open the blocks of these ranks, beside those that are open. A rank uses its own once it has opened it.
@@ -173,9 +171,7 @@ class Device(Protocol):
     Each thread has a current stream, on which the program queues its work.
     """
 
-    @property
-    def name(self) -> str:
-        """For errors: "cuda:0"."""
+    name: str  # for errors: "cuda:0"
 
     def holds(self, x: Any) -> bool:
         """Whether the torch tensor `x` is on this device."""
@@ -244,15 +240,4 @@ async def arrived(transfer: Transfer, nbytes: int | None = None) -> None:
 
 def set_when_moved(transfer: Transfer, nbytes: int, ended: asyncio.Future[None]) -> None:
     """Set `ended` once `nbytes` of the copy have arrived, or never will; unless it is done by then."""
-    loop = ended.get_loop()
-
-    def end() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    def wake() -> None:
-        # The loop is closed, and with it the task that waits.
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(end)
-
-    transfer.when_moved(nbytes, wake)
+    transfer.when_moved(nbytes, partial(settle_from_any_thread, ended))

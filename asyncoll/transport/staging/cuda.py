@@ -19,6 +19,7 @@ import torch
 from asyncoll.errors import DeviceError, UsageError, describe
 from asyncoll.forks import address_of, refusal
 from asyncoll.tensors.reductions import Array
+from asyncoll.transport.joining import in_daemon_thread
 from asyncoll.transport.staging.ipc import CudaExchange, Gpu, loaded_runtime, refusing, relaxed
 from asyncoll.transport.staging.landing import Landing, Watcher
 from asyncoll.transport.staging.pins import Pins
@@ -53,11 +54,37 @@ class CudaMark:
         return self._device.queue_shared(1, _do_nothing, self)
 
     def fetch(self, start: int, into: Array) -> Landing:
-        return self._device.copy_to_host(self, start, into)
+        device, transfer = self._device, Landing(into.nbytes)
+
+        def copy(first: int, last: int, is_pinned: bool) -> Callable[[], None]:
+            host, content = into[first:last], self.content[start + first : start + last]
+            target = torch.from_numpy(host) if is_pinned else device.bounce(last - first)
+            target.copy_(content, non_blocking=True)
+
+            def landed() -> None:
+                if not is_pinned:
+                    host[:] = target.numpy()
+                transfer.advance(last)
+
+            return landed
+
+        return device.copy(transfer, self, into, device.outwards, copy)
 
     def put(self, source: Array, start: int) -> Landing:
+        device, transfer = self._device, Landing(source.nbytes)
         self.is_changed = True
-        return self._device.copy_from_host(source, self, start)
+
+        def copy(first: int, last: int, is_pinned: bool) -> Callable[[], None]:
+            host, content = source[first:last], self.content[start + first : start + last]
+            if is_pinned:
+                staged = torch.from_numpy(host)
+            else:
+                staged = device.bounce(last - first)
+                staged.numpy()[:] = host
+            content.copy_(staged, non_blocking=True)
+            return lambda: transfer.advance(last)
+
+        return device.copy(transfer, self, source, device.inwards, copy)
 
     def copied(self, stream: torch.cuda.Stream, end: torch.cuda.Event) -> None:
         """A part of a copy on `stream` ends with the event `end`."""
@@ -74,10 +101,15 @@ class CudaMark:
         reads: Sequence[torch.Tensor] = (),
         after: Sequence[CudaMark] = (),
     ) -> Landing:
-        return self._device.queue_after((self, *after), work, writes, reads)
+        device, transfer = self._device, Landing(sum(x.nbytes for x in writes))
+        channel = device.channel_after([self, *after])
+        with _on(channel.stream):
+            _carry_out(work, writes, reads)
+        device.watch(channel, self, partial(transfer.advance, transfer.nbytes), transfer, writes, reads)
+        return transfer
 
     def aside(self) -> contextlib.AbstractContextManager[None]:
-        return _on(self._device.stream_after([self]))
+        return _on(self._device.channel_after([self]).stream)
 
     def like(self, dtype: str, shape: tuple[int, ...]) -> tuple[torch.Tensor, CudaMark]:
         # Otherwise torch would reuse its memory in the order of another stream.
@@ -136,10 +168,10 @@ class CudaDevice:
         self._owned: set[int] = set()  # addresses of those that are memory of torch's
         self.refusal = ""  # why the driver has last refused to pin memory
         watcher = self._watcher()
-        self._out, self._in, self._shared = (_Channel(stream, watcher) for stream in streams)
+        self.outwards, self.inwards, self._shared = (_Channel(stream, watcher) for stream in streams)
         self._watchers = [watcher]
         # By stream of the program, of which torch has at most 32 of a priority; and of work that is `aside`.
-        self._channels: dict[torch.cuda.Stream, _Channel] = {self._in.stream: self._in}
+        self._channels: dict[torch.cuda.Stream, _Channel] = {self.inwards.stream: self.inwards}
         self._lock = threading.Lock()  # of the channels
 
     def holds(self, x: Any) -> bool:
@@ -209,60 +241,7 @@ class CudaDevice:
 
     # -- for marks ------------------------------------------------------------------------------------
 
-    def queue_after(
-        self,
-        marks: Sequence[CudaMark],
-        work: Callable[..., object],
-        writes: Sequence[torch.Tensor],
-        reads: Sequence[torch.Tensor],
-    ) -> Landing:
-        """`mark.queue(work, *writes, reads=reads, after=others)` of the first mark."""
-        mark, transfer = marks[0], Landing(sum(x.nbytes for x in writes))
-        channel = self._channel_after(marks)
-        with _on(channel.stream):
-            _carry_out(work, writes, reads)
-        self._watch(channel, mark, partial(transfer.advance, transfer.nbytes), transfer, writes, reads)
-        return transfer
-
-    def stream_after(self, marks: Sequence[CudaMark]) -> torch.cuda.Stream:
-        """A stream of the device whose work comes after the marks and their copies."""
-        return self._channel_after(marks).stream
-
-    def copy_to_host(self, mark: CudaMark, start: int, into: Array) -> Landing:
-        """`mark.fetch(start, into)`."""
-
-        def copy(first: int, last: int, is_pinned: bool) -> Callable[[], None]:
-            host, content = into[first:last], mark.content[start + first : start + last]
-            target = torch.from_numpy(host) if is_pinned else self._bounce(last - first)
-            target.copy_(content, non_blocking=True)
-
-            def landed() -> None:
-                if not is_pinned:
-                    host[:] = target.numpy()
-                transfer.advance(last)
-
-            return landed
-
-        transfer = Landing(into.nbytes)
-        return self._copy(transfer, mark, into, self._out, copy)
-
-    def copy_from_host(self, source: Array, mark: CudaMark, start: int) -> Landing:
-        """`mark.put(source, start)`."""
-
-        def copy(first: int, last: int, is_pinned: bool) -> Callable[[], None]:
-            host, content = source[first:last], mark.content[start + first : start + last]
-            if is_pinned:
-                staged = torch.from_numpy(host)
-            else:
-                staged = self._bounce(last - first)
-                staged.numpy()[:] = host
-            content.copy_(staged, non_blocking=True)
-            return lambda: transfer.advance(last)
-
-        transfer = Landing(source.nbytes)
-        return self._copy(transfer, mark, source, self._in, copy)
-
-    def _copy(
+    def copy(
         self,
         transfer: Landing,
         mark: CudaMark,
@@ -277,12 +256,12 @@ class CudaDevice:
             for first, last, is_pinned in self._pins.pieces(address_of(host), host.nbytes, _CHUNK):
                 with torch.inference_mode(), _on(channel.stream):
                     landed = copy(first, last, is_pinned)
-                self._watch(channel, mark, landed, transfer, host)
+                self.watch(channel, mark, landed, transfer, host)
         except Exception as error:
             transfer.fail(error)
         return transfer
 
-    def _bounce(self, nbytes: int) -> torch.Tensor:
+    def bounce(self, nbytes: int) -> torch.Tensor:
         """Pinned memory of torch's, through which memory that is not pinned is copied."""
         try:
             return _pinned(nbytes)
@@ -306,7 +285,7 @@ class CudaDevice:
                     work()
             except Exception as error:  # told once what was queued before it is over: until then it uses the blocks
                 landed = partial(transfer.fail, error)
-            self._watch(channel, mark, landed, transfer)
+            self.watch(channel, mark, landed, transfer)
         except Exception as error:
             transfer.fail(error)
         return transfer
@@ -325,9 +304,9 @@ class CudaDevice:
                 self._watchers.append(channel.watcher)
             return channel
 
-    def _channel_after(self, marks: Sequence[CudaMark]) -> _Channel:
+    def channel_after(self, marks: Sequence[CudaMark]) -> _Channel:
         """Where what comes after the marks and their copies waits."""
-        channel = self._channel(next((each for each in marks if not each.has_come), marks[0]), self._in)
+        channel = self._channel(next((each for each in marks if not each.has_come), marks[0]), self.inwards)
         for event in (event for each in marks for event in each.events()):
             channel.stream.wait_event(event)
         return channel
@@ -344,7 +323,7 @@ class CudaDevice:
         with torch.cuda.device(self.place), relaxed():
             yield
 
-    def _watch(
+    def watch(
         self, channel: _Channel, mark: CudaMark | None, landed: Callable[[], None], transfer: Landing, *kept: object
     ) -> None:
         """Call `landed` once what is queued on the channel has ended. Until then `mark` and `kept` live."""
@@ -361,21 +340,17 @@ class CudaDevice:
         The driver keeps an error for the next call of the same thread. So this is a thread of its own, with which the
         error ends.
         """
-        reasons: list[str] = []
 
-        def run() -> None:
-            try:
-                driver = torch.cuda.cudart()
-                with self._inside():
-                    code = getattr(driver, function)(*arguments)
-                reasons.append("" if int(code) == 0 else driver.cudaGetErrorString(code))
-            except Exception as error:
-                reasons.append(describe(error))
+        def ask() -> str:
+            driver = torch.cuda.cudart()
+            with self._inside():
+                code = getattr(driver, function)(*arguments)
+            return "" if int(code) == 0 else str(driver.cudaGetErrorString(code))
 
-        thread = threading.Thread(target=run, name=f"asyncoll-{self.name}-pinning", daemon=True)
-        thread.start()
-        thread.join()
-        return reasons[0]
+        try:
+            return in_daemon_thread(ask, f"asyncoll-{self.name}-pinning").result()
+        except Exception as error:
+            return describe(error)
 
     def _refused(self, why: str) -> None:
         if not self.refusal:

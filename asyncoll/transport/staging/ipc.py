@@ -25,7 +25,7 @@ from uuid import UUID
 import torch
 
 from asyncoll.errors import describe
-from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.tensors.reductions import HALVES, ReduceOp, torch_function
 from asyncoll.transport.staging import HANDLE_BYTES, BlockPart, RefusedError, Transfer
 
 _HANDLE = struct.Struct("=64s16sQ8s")  # the handle of CUDA IPC, the UUID of the GPU, the bytes of the block, a nonce
@@ -34,17 +34,6 @@ _GRAIN = 1 << 21  # bytes: smaller allocations of CUDA share a page of the GPU, 
 _LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess, the only flag that there is
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _ALREADY_ENABLED = 704  # cudaErrorPeerAccessAlreadyEnabled
-_HALVES = ("float16", "bfloat16")
-_FUNCTIONS: dict[ReduceOp, Callable[..., torch.Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.PROD: torch.mul,
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
-    ReduceOp.BAND: torch.bitwise_and,
-    ReduceOp.BOR: torch.bitwise_or,
-    ReduceOp.BXOR: torch.bitwise_xor,
-}
 
 
 @contextlib.contextmanager
@@ -338,11 +327,11 @@ def reduce_on_device(into: torch.Tensor, parts: Sequence[torch.Tensor], op: Redu
     The bits are those of the host, but for the payload of NaN, and the sign of the MIN or MAX of zeros of both signs.
     """
     unsigned = dtype.removeprefix("u") if dtype in ("uint16", "uint32", "uint64") else dtype
-    kind, function = getattr(torch, unsigned), _FUNCTIONS[op]  # sums of unsigned integers have the bits of signed ones
+    kind, function = getattr(torch, unsigned), torch_function(op)  # sums of unsigned integers have the bits of signed
     first, *others = (part.view(kind) for part in parts)
-    total = first.float() if dtype in _HALVES else first.clone()
+    total = first.float() if dtype in HALVES else first.clone()
     for other in others:
-        function(total, other.float() if dtype in _HALVES else other, out=total)
+        function(total, other.float() if dtype in HALVES else other, out=total)
     # By a tensor: torch multiplies by the reciprocal if the divisor is a number, which rounds another way.
     if op is ReduceOp.AVG:
         total.div_(torch.full((), len(parts), dtype=total.dtype, device=total.device))

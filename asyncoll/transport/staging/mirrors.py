@@ -244,20 +244,17 @@ class DeviceStager:
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
         """Raise the errors of the device as DeviceError."""
-        with staged.naming(self._owner):
-            try:
+        try:
+            with staged.naming(self._owner):
                 yield
-            except (UsageError, DeviceError):
-                raise
-            except Exception as error:
-                raise DeviceError(self._failure(error)) from error
+        except (UsageError, DeviceError):
+            raise
+        except Exception as error:
+            raise self.failure(error) from error
 
     def failure(self, error: BaseException) -> DeviceError:
-        owner = f"{self._owner}: " if self._owner else ""
-        return DeviceError(owner + self._failure(error))
-
-    def _failure(self, error: BaseException) -> str:
-        return str(error) if isinstance(error, DeviceError) else f"{self.name} has failed: {describe(error)}"
+        what = str(error) if isinstance(error, DeviceError) else f"{self.name} has failed: {describe(error)}"
+        return DeviceError(f"{self._owner}: {what}" if self._owner else what)
 
     async def close(self) -> None:
         must_end = self._owns or self.pool.is_pinned

@@ -21,12 +21,8 @@ def open_stager(x: Any, pages: Callable[[int], Array], owner: str) -> Stager:
     for known in hidden:
         if known.holds(x):
             return DeviceStager(cast(Device, known), pages, owner)  # `staging` has put it there
-    return DeviceStager(_opened(x), pages, owner, owns=True)
-
-
-def _opened(x: Any) -> Device:
     if x.device.type != "cuda":
         raise UsageError(f"tensors on {x.device} are not supported: use those of the CPU or of CUDA")
     from asyncoll.transport.staging.cuda import open_device
 
-    return open_device(x.device.index)
+    return DeviceStager(open_device(x.device.index), pages, owner, owns=True)

@@ -12,6 +12,7 @@ import asyncoll
 from asyncoll import AVG, BAND, BOR, BXOR, MAX, MIN, PROD, SUM, UsageError
 from asyncoll.algorithms.dense import by_size, on_lane
 from asyncoll.algorithms.seam.call import Call
+from asyncoll.runtime.signature import site_outside
 from asyncoll.tensors.operands import as_operand
 from asyncoll.tensors.reductions import DTYPES, combiner, fill_neutral
 from asyncoll.testing import Network, simulate
@@ -204,7 +205,7 @@ def test_collectives_of_one_call_do_not_mix(size):
                         await asyncio.sleep(draw.exponential(1e-3))
                     await one(calls, which, turn)
 
-            await comm._calls.start(Call(comm._call("barrier", None), body))
+            await comm._calls.start(Call(comm._calls.number("barrier", "", -1, "", site_outside()), body))
 
     simulate(size, main, Network(jitter_s=1e-3))
 

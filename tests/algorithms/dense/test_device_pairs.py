@@ -12,7 +12,7 @@ import torch
 
 import asyncoll
 from asyncoll.algorithms.dense import pair_memory, shared_block
-from asyncoll.algorithms.dense.device_pair import DevicePair
+from asyncoll.algorithms.dense.windows import Windows
 from asyncoll.errors import AbortedError, DeadlineError, DeviceError, PeerLostError, ProtocolError
 from asyncoll.runtime import executions
 from asyncoll.tensors.reductions import DTYPES
@@ -400,14 +400,14 @@ def test_nothing_is_read_from_a_rank_that_is_lost(monkeypatch):
                 await (comm.recv(x[1], 0) if comm.rank else comm.send(x[1], 1))
             assert device.copies["exchange: read"] - before == comm.rank * (index + 1)
 
-    async def answer_and_fail(pair, source, index, how):
-        await answer(pair, source, index, how)
+    async def answer_and_fail(windows, index, how):
+        await answer(windows, index, how)
         if failing and index == failing[1]:
             failing.pop(0).abort("enough")
             failing.clear()
 
-    answer, failing = DevicePair._answer, []  # the communicator, and the window after whose answer it fails
-    monkeypatch.setattr(DevicePair, "_answer", answer_and_fail)
+    answer, failing = Windows.answer, []  # the communicator, and the window after whose answer it fails
+    monkeypatch.setattr(Windows, "answer", answer_and_fail)
     for index in range(8):
         simulate(2, partial(main, index=index), seed=index, shared_memory=True)
 

@@ -54,7 +54,8 @@ class PythonMeetings:
         rendezvous = area.rendezvous(number, 0, fingerprint)
         if not rendezvous.is_free_now():
             return NOT_FREE
-        area.note(number)
+        area.begin(number)
+        area.end(number)  # the turns of calls are those of `ShortCalls`
         return LAST if rendezvous.arrive_shortly(array, address) else WAITING
 
     def publish(self, number: int, done: int, is_clear: bool, /) -> None:

@@ -275,11 +275,11 @@ def test_a_cancelled_call_ends_all_ranks(rank):
 def test_the_layout():
     hosts = Hosts.of("abaab", 3)
     assert (hosts.ranks, hosts.mine, hosts.place) == (((0, 2, 3), (1, 4)), 0, 2)
-    assert (hosts.here, hosts.leaders, hosts.is_leader, hosts.host(4)) == ((0, 2, 3), 2, False, 1)
+    assert (hosts.here, hosts.leaders, hosts.is_leader, hosts.host[4]) == ((0, 2, 3), 2, False, 1)
     assert Hosts.of("abaab", 4).team == (2, 4)
-    assert hosts.carried(0) == [(0, 3), (1,)]
-    assert hosts.carried(1) == [(2,), (4,)]
-    assert hosts.carried(1) is hosts.carried(1)  # computed once
+    assert hosts.carried[0] == [(0, 3), (1,)]
+    assert hosts.carried[1] == [(2,), (4,)]
+    assert hosts.carried[1] is hosts.carried[1]  # computed once
 
 
 @looped("rest", [100, 4000, 7000])

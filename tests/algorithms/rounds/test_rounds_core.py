@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -207,6 +206,35 @@ def test_long_contributions_get_the_same_answers_with_and_without_the_core(seed)
     assert expected[0][1][0][0] > 0
     for natives in ([_core.native], [_core.native, None], [None, _core.native]):
         assert story(seed, natives, LONG) == expected
+
+
+@needs_core
+@pytest.mark.parametrize("seed", range(40))
+def test_the_rules_read_the_same_cells_alike_in_python_and_in_c(seed):
+    draw, size, dtype, operation = drawn(seed)
+    x = np.ones(operation.layout[0][1], operation.layout[0][0])
+    with local_world(size, [_core.native]) as arenas:
+        rounds = Rank(arenas[draw.integers(size)], operation).rounds
+        if type(rounds) is not CompiledRounds:
+            assert dtype.startswith("complex")  # there is no kernel
+            return
+        record, compiled = rounds._rounds, rounds._compiled
+        record.blocks.provide(size + 1)
+        before = record.cells.tolist()
+        for _ in range(30):
+            for cell, value in enumerate(before):
+                record.cells[cell] = value
+            latest = record.cells[record._head.latest] = int(draw.integers(1, 20))
+            for rank, row in enumerate(record._row):
+                record.cells[row.here] = latest + int(draw.integers(2))
+                record.cells[rank] = int(draw.integers(4) == 0)  # gone
+            compiled.plan(latest + 1, operation.drawn(latest + 1, size), tuple(operation.groups(latest + 1, size)))
+            assert rounds._engine.aim == 1
+            record.cells[record._mine.here] = latest + 1
+            assert compiled.is_needed(latest + 1) is record.may_open()
+            record.cells[record._mine.here] = latest
+            opens = record.late_call_opens()
+            assert rounds._begin_compiled([x.copy()], 1.0).number == (latest + 1 if opens else 0)
 
 
 @needs_core
@@ -459,10 +487,6 @@ def test_the_compiled_rounds_check_what_they_are_given():
             compiled.begin([np.ones(3, np.float32)], 1.0, 0, [], -1)
 
 
-class NewOpening(enum.Enum):
-    DRAWN = "drawn"  # a value that the core does not declare
-
-
 @dataclass(frozen=True)
 class OperationWithNewOption(Operation):
     patience: int = 0
@@ -478,16 +502,11 @@ def test_every_option_is_declared_to_the_core_or_left_to_python():
 @needs_core
 def test_the_core_declines_what_it_does_not_declare():
     known = Operation("g", (("float32", 3),), SUM, Opening.SOLO)
-    declined = {
-        "opening": replace(known, opening=NewOpening.DRAWN),
-        "option": OperationWithNewOption("g", known.layout, SUM, Opening.SOLO, patience=1),
-    }
-    assert set(_core.native.openings) <= {opening.value for opening in Opening}
+    declined = OperationWithNewOption("declined", known.layout, SUM, Opening.SOLO, patience=1)
     with local_world(2, [_core.native]) as arenas:
         declared = OperationWithNewOption("new", known.layout, SUM, Opening.SOLO)
         assert type(Rank(arenas[0], declared).rounds) is CompiledRounds
-        for name, operation in declined.items():
-            assert type(Rank(arenas[0], replace(operation, name=name)).rounds) is OneSidedRounds
+        assert type(Rank(arenas[0], declined).rounds) is OneSidedRounds
 
 
 # -- turns of whole calls, while signal handlers raise ---------------------------------------------

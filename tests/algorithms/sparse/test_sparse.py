@@ -25,6 +25,7 @@ from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.sparse import oktopk, selection
 from asyncoll.algorithms.sparse import parts as algorithms
 from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
+from asyncoll.runtime.signature import site_outside
 from asyncoll.statistics import WORD_BYTES, Ledger, Traffic
 from asyncoll.testing import FakeDevice, Network, fake_device, run_ranks, simulate
 from tests.support.cases import SIZES, looped
@@ -1220,7 +1221,7 @@ def test_the_papers_way_to_the_global_threshold_takes_words_by_the_thousand(simu
 
 async def in_its_form(comm, body):
     """Run `body(form)` as a call of its own."""
-    return await comm._calls.start(Call(comm._call("a test", None), body))
+    return await comm._calls.start(Call(comm._calls.number("a test", "", -1, "", site_outside()), body))
 
 
 @sizes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import subprocess
 import sys
 import tempfile
@@ -629,10 +628,11 @@ def temporary(monkeypatch, tmp_path):
 def test_a_forged_record_of_a_process_is_noticed(monkeypatch, temporary):
     def run_and_forge(arguments):
         run_job(arguments)
-        record = Path(arguments[-3]) / "rank-1.json"
-        calls, *rest = json.loads(record.read_text())
-        calls[0]["reduction"]["included"] ^= True
-        record.write_text(json.dumps([calls, *rest]))
+        record = Path(arguments[-3]) / "rank-1.npz"
+        calls, *rest = read_record(record, "solo")
+        forged = replace(calls[0].reduction, included=not calls[0].included)
+        calls[0] = replace(calls[0], reduction=forged)
+        write_record(record, (calls, *rest))
 
     run_job = case_runs._run_job
     monkeypatch.setattr(case_runs, "_run_job", run_and_forge)
@@ -664,7 +664,7 @@ def test_a_record_keeps_all_that_the_laws_need(kind, tmp_path):
         given_up = [each for each in story.cancelled if each.rank == calls[0].rank]
         joined = [each for each in story.joined if each.rank == calls[0].rank]
         write_record(tmp_path / "record", (calls, given_up, joined))
-        calls_again, given_up_again, joined_again = read_record(tmp_path / "record")
+        calls_again, given_up_again, joined_again = read_record(tmp_path / "record", kind)
         np.testing.assert_equal([*map(asdict, calls_again)], [*map(asdict, calls)])
         assert (given_up_again, joined_again) == (given_up, joined)
 

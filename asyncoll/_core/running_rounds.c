@@ -1,7 +1,9 @@
-/* Rounds of long contributions: blocks are filled, and chunks of them reduced, without the lock and without the GIL.
+/* A round that is open: its contributions are taken, reduced, and published.
  *
- * The counterpart of `OneSidedRounds._put`, `_lend` and `_help` (asyncoll/algorithms/rounds/one_sided.py), and of a
- * running round in `RoundRecord`. Any rank may run in Python: each step is one that Python takes, too.
+ * The counterpart of `OneSidedRounds._put` and `_help` (asyncoll/algorithms/rounds/one_sided.py), and of a running round in
+ * `RoundRecord`. The rank that opens a round of short contributions reduces and publishes it before it releases the lock, so
+ * no rank ever sees such a round running. Long contributions are copied to blocks, and chunks of them reduced, without the
+ * lock and without the GIL. Any rank may run in Python: each step is one that Python takes, too.
  */
 #include "rounds.h"
 
@@ -18,6 +20,21 @@ static int64_t chunks_of_block(const Rounds *self)
     for (Py_ssize_t i = 0; i < self->part_count; i++)
         chunks += chunks_of(self->parts[i].length);
     return chunks;
+}
+
+/* `block` is a result of the contributions of `group` that the round has taken: `BlockTable.sign`. */
+static void sign_block(Rounds *self, int64_t block, int64_t group, double weight)
+{
+    if (!is_block(self, block))
+        return;
+    memcpy(&self->weights[block], &weight, sizeof weight);
+    int64_t *bitmap = self->bitmaps + block * self->words;
+    /* The bits of an earlier result are still there: a block is passed on as it is. */
+    memset(bitmap, 0, (size_t)self->words * sizeof *bitmap);
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        if (self->group_of[rank] == group && row_of(self, rank)[RANK_CELLS_SOURCE] != NONE)
+            bitmap[rank / BITMAP_BITS] |= INT64_C(1) << rank % BITMAP_BITS;
+    }
 }
 
 /* Under the lock: take the staged contributions of `group`. Returns the number of chunks to reduce; -1 with an exception
@@ -48,7 +65,7 @@ static int64_t take_group(Rounds *self, int64_t group, int64_t number, int64_t a
         rounds_keep_block(self, dest);
     else if (taken && (dest = rounds_take_block(self)) < 0)
         return -1;
-    rounds_sign_block(self, dest, group, weight, RANK_CELLS_SOURCE);
+    sign_block(self, dest, group, weight);
     for (int64_t rank = 0; rank < self->size; rank++) {
         int64_t *row = row_of(self, rank);
         if (self->group_of[rank] != group)
@@ -70,6 +87,20 @@ static int64_t first_of(const Rounds *self, int64_t group)
             return rank;
     }
     return -1;
+}
+
+/* Round `number` is published: drop the results of the round that history keeps no longer, each distinct block once. */
+static void forget_results(Rounds *self, int64_t number)
+{
+    const int64_t *results = results_of(self, number + 1); /* where the next round writes its own */
+    for (int64_t rank = 0; rank < self->size; rank++) {
+        int64_t block = results[rank * KEPT_CELLS + KEPT_BLOCK], before = 0;
+        /* The ranks of a group share a block, which has one keeper for all of them here. */
+        while (before < rank && results[before * KEPT_CELLS + KEPT_BLOCK] != block)
+            before++;
+        if (before == rank)
+            rounds_drop_block(self, block);
+    }
 }
 
 /* `RoundRecord._publish`, under the lock. */
@@ -97,34 +128,8 @@ static void publish(Rounds *self)
     self->head[HEAD_RUNNING] = 0;
     for (int64_t rank = 0; rank < self->size; rank++)
         rounds_drop_block(self, row_of(self, rank)[RANK_CELLS_SOURCE]);
-    rounds_forget_results(self, number);
+    forget_results(self, number);
     control_block_wake(self->block, INT64_MAX);
-}
-
-int rounds_start(Rounds *self, int64_t number, int64_t now_ns)
-{
-    int64_t chunks = 0, absent = rounds_count_gone(self);
-    /* Before contributions are taken: `unpublished` tells by it whether RANK_CELLS_TAKEN is of a round that runs, or of an
-     * older one. */
-    self->head[HEAD_RUNNING] = number;
-    self->head[HEAD_CLAIMED] = self->head[HEAD_DONE] = 0;
-    *beginning_of(self, number) = now_ns;
-    if (self->trace.append)
-        rounds_tell_opened(self, number);
-    pass_point(ROUND_OPENED);
-    for (int64_t group = 0; group < self->group_count; group++) {
-        int64_t more = take_group(self, group, number, absent);
-        if (more < 0)
-            return -1;
-        chunks += more;
-    }
-    self->head[HEAD_CHUNKS] = chunks;
-    if (!chunks) /* there will be no last chunk whose end publishes the round */
-        publish(self);
-    /* A rank that wakes takes longer to come than this one needs for a few chunks. */
-    else if (chunks > HELPED)
-        control_block_wake(self->block, (chunks < self->cores ? chunks : self->cores) - 1);
-    return 0;
 }
 
 /* -- reducing it ------------------------------------------------------------------------------ */
@@ -137,23 +142,49 @@ typedef struct {
     Kernel kernel;
 } Chunk;
 
-/* Under the lock: the contributions to `group` in the running round, as `sources`, from `first` to `last` byte of each.
- * Returns their number; 0 if there is nothing to reduce; -1 with an exception set. */
-static int find_sources(Rounds *self, int64_t group, int64_t first, int64_t last, void **sources)
+/* Under the lock: what is to be reduced for `group` in the running round, of `bytes` bytes of `part` from byte `first` on.
+ * Returns whether there is anything; -1 with an exception set. */
+static int find_work(Rounds *self, int64_t group, const Part *part, int64_t first, int64_t bytes, Chunk *chunk)
 {
-    int count = 0;
+    int64_t dest = NONE, offset = part->offset + first;
+    chunk->count = 0;
     for (int64_t rank = 0; rank < self->size; rank++) {
         const int64_t *row = row_of(self, rank);
         if (self->group_of[rank] != group || row[RANK_CELLS_SOURCE] == NONE)
             continue;
-        if (row[RANK_CELLS_SOURCE] == row[RANK_CELLS_BLOCK]) /* it is the result */
+        dest = row[RANK_CELLS_BLOCK];
+        if (row[RANK_CELLS_SOURCE] == dest) /* it is the result */
             return 0;
-        char *source = rounds_memory_at(self, row[RANK_CELLS_SOURCE_AT], last);
+        char *source = rounds_memory_at(self, row[RANK_CELLS_SOURCE_AT], offset + bytes);
         if (!source)
             return rounds_corrupt("address", row[RANK_CELLS_SOURCE_AT]);
-        sources[count++] = source + first;
+        chunk->sources[chunk->count++] = source + offset;
     }
-    return count;
+    if (!chunk->count)
+        return 0;
+    char *into = rounds_find_memory(self, dest);
+    if (!into)
+        return rounds_corrupt("block", dest);
+    chunk->into = into + offset;
+    chunk->elements = bytes * part->elements / part->length;
+    chunk->kernel = part->kernel;
+    return 1;
+}
+
+/* Under the lock: reduce the short contributions to `group`. Returns 0, or -1 with an exception set. */
+static int reduce_group(Rounds *self, int64_t group)
+{
+    Chunk chunk = {.sources = self->sources};
+    for (Py_ssize_t i = 0; i < self->part_count; i++) {
+        const Part *part = &self->parts[i];
+        int found = part->length ? find_work(self, group, part, 0, part->length, &chunk) : 0;
+        if (found < 0)
+            return -1;
+        if (found)
+            chunk.kernel(chunk.into, chunk.sources, chunk.count, (size_t)chunk.elements, 1);
+    }
+    pass_point(ROUND_REDUCED);
+    return 0;
 }
 
 /* Under the lock: chunk `index` of the running round, in the order of `RoundRecord.work`. Returns 0, or -1 with an
@@ -164,32 +195,53 @@ static int find_chunk(Rounds *self, int64_t index, Chunk *chunk)
     int64_t at = in_block ? index % in_block : index;
     while (part < self->part_count && at >= chunks_of(self->parts[part].length))
         at -= chunks_of(self->parts[part++].length);
-    if (index < 0 || part == self->part_count)
-        return rounds_corrupt("chunk", index);
-    const Part *of = &self->parts[part];
-    int64_t rest = of->length - at * CHUNK_BYTES, bytes = rest < CHUNK_BYTES ? rest : CHUNK_BYTES;
-    int64_t first = of->offset + at * CHUNK_BYTES, dest = NONE;
-    for (int64_t group = 0; group < self->group_count; group++) {
-        chunk->count = find_sources(self, group, first, first + bytes, chunk->sources);
-        if (chunk->count < 0)
-            return -1;
-        if (!chunk->count || skipped--)
-            continue;
-        dest = row_of(self, first_of(self, group))[RANK_CELLS_BLOCK]; /* it has a rank, which has contributed */
-        break;
+    int64_t first = at * CHUNK_BYTES;
+    for (int64_t group = 0; index >= 0 && part < self->part_count && group < self->group_count; group++) {
+        const Part *of = &self->parts[part];
+        int found = find_work(self, group, of, first, least(of->length - first, CHUNK_BYTES), chunk);
+        if (found < 0 || (found && !skipped--))
+            return found < 0 ? -1 : 0;
     }
-    char *into = rounds_find_memory(self, dest);
-    if (!into)
-        return rounds_corrupt("block", dest);
-    chunk->into = into + first;
-    chunk->elements = bytes * of->elements / of->length;
-    chunk->kernel = of->kernel;
+    return rounds_corrupt("chunk", index);
+}
+
+static void tell_opened(const Rounds *self, int64_t number)
+{
+    PyObject *about = PyLong_FromLongLong(number);
+    if (about)
+        trace_event(&self->trace, WHAT_OPEN, 1e-9 * (double)clock_ns(), about);
+    Py_XDECREF(about);
+}
+
+int rounds_start(Rounds *self, int64_t number, int64_t now_ns)
+{
+    int64_t chunks = 0, absent = 0;
+    for (int64_t rank = 0; rank < self->size; rank++)
+        absent += is_gone(self, rank);
+    /* Before contributions are taken: `unpublished` tells by it whether RANK_CELLS_TAKEN is of a round that runs, or of an
+     * older one. */
+    self->head[HEAD_RUNNING] = number;
+    self->head[HEAD_CLAIMED] = self->head[HEAD_DONE] = 0;
+    *beginning_of(self, number) = now_ns;
+    if (self->trace.append)
+        tell_opened(self, number);
+    pass_point(ROUND_OPENED);
+    for (int64_t group = 0; group < self->group_count; group++) {
+        int64_t more = take_group(self, group, number, absent);
+        if (more < 0 || (!self->is_long && reduce_group(self, group) < 0))
+            return -1;
+        chunks += self->is_long ? more : 0;
+    }
+    self->head[HEAD_CHUNKS] = chunks;
+    if (!chunks) /* there will be no last chunk whose end publishes the round */
+        publish(self);
+    /* A rank that wakes takes longer to come than this one needs for a few chunks. */
+    else if (chunks > HELPED)
+        control_block_wake(self->block, least(chunks, self->cores) - 1);
     return 0;
 }
 
-/* With the lock, which is released while a chunk is reduced: reduce chunks of the running round, as long as there are any,
- * and publish the round with the last one. Returns 0; or -1 with an exception set, and without the lock. */
-static int help(Rounds *self)
+int rounds_help(Rounds *self)
 {
     int64_t number = self->head[HEAD_RUNNING];
     Chunk chunk = {.sources = PyMem_Calloc((size_t)self->size, sizeof *chunk.sources)};
@@ -233,9 +285,21 @@ bool rounds_wants_help(const Rounds *self)
 
 /* -- contributing ----------------------------------------------------------------------------- */
 
-/* With the lock, which is released meanwhile: fill a new block with the sum of `flats` and the staged contribution; in
- * groups, with `flats` alone. Returns the block; or -1 with an exception set, and without the lock. */
-static int64_t fill_block(Rounds *self, const Py_buffer *flats)
+/* Put the arrays `flats` into a block at `memory`, added to those at `before` unless that is NULL. Needs no lock. */
+static void fill(const Rounds *self, char *memory, const Py_buffer *flats, char *before)
+{
+    for (Py_ssize_t i = 0; i < self->part_count; i++) {
+        const Part *part = &self->parts[i];
+        memcpy(memory + part->offset, flats[i].buf, (size_t)part->length);
+        if (before) {
+            void *both[] = {memory + part->offset, before + part->offset};
+            part->kernel(both[0], both, 2, (size_t)part->elements, 1);
+        }
+    }
+    pass_point(ROUND_FILLED);
+}
+
+int64_t rounds_fill_block(Rounds *self, const Py_buffer *flats)
 {
     const int64_t *row = row_of(self, self->rank);
     int64_t block = rounds_take_block(self);
@@ -246,13 +310,13 @@ static int64_t fill_block(Rounds *self, const Py_buffer *flats)
         before = adds ? rounds_memory_at(self, row[RANK_CELLS_STAGED_AT], self->nbytes) : NULL;
         if (adds && !before)
             break;
-        control_block_unlock(self->block);
+        if (self->is_long)
+            control_block_unlock(self->block);
         PyThreadState *state = self->nbytes > LONG_BYTES ? PyEval_SaveThread() : NULL;
-        rounds_fill(self, memory, flats, before);
-        pass_point(ROUND_FILLED);
+        fill(self, memory, flats, before);
         if (state)
             PyEval_RestoreThread(state);
-        if (control_block_lock(self->block) < 0)
+        if (self->is_long && control_block_lock(self->block) < 0)
             return -1;
         /* Otherwise a round may have taken the staged contribution meanwhile, and the sum would contribute it twice. */
         if (self->keeps || (row[RANK_CELLS_STAGED] == staged && row[RANK_CELLS_TICKET] == ticket))
@@ -262,75 +326,4 @@ static int64_t fill_block(Rounds *self, const Py_buffer *flats)
         rounds_corrupt("block", block);
     control_block_abandon(self->block);
     return -1;
-}
-
-/* Under the lock: whether a call that waits for the next round may stage the caller's own memory. After the call the
- * program may change that, and older staged contributions have to be added up, in a block. */
-static bool may_lend(const Rounds *self, int64_t aim)
-{
-    int64_t latest = self->head[HEAD_LATEST];
-    return !self->head[HEAD_RUNNING] && row_of(self, self->rank)[RANK_CELLS_STAGED] == NONE &&
-           (latest < aim || rounds_late_call_opens(self, latest + 1));
-}
-
-/* -- a call ----------------------------------------------------------------------------------- */
-
-/* With the lock, which is released: help as long as the call waits for the running round. Returns what `begin` does, and
- * `missed` is the list of the call's missed results, a new reference; NULL with an exception set. */
-static PyObject *settle(Rounds *self, Call *call, const Py_buffer *flats, int64_t aim, PyObject *missed)
-{
-    if (missed && call->number && !call->kept[KEPT_NUMBER] && self->head[HEAD_RUNNING] == call->number) {
-        if (help(self) < 0) {
-            Py_DECREF(missed);
-            return NULL;
-        }
-        if (self->head[HEAD_LATEST] >= call->number && rounds_come(self, call, aim) < 0)
-            Py_CLEAR(missed);
-    }
-    int64_t block = call->kept[KEPT_BLOCK];
-    const char *memory = rounds_find_memory(self, block);
-    if (missed && block != NONE && !memory) {
-        rounds_corrupt("block", block);
-        Py_CLEAR(missed);
-    }
-    PyObject *answer = missed ? rounds_answer(self, call, missed) : NULL;
-    leave_lock(self, answer);
-    if (!answer || !memory) /* the call waits, or its round has no contributors */
-        return answer;
-    PyThreadState *state = self->nbytes > LONG_BYTES ? PyEval_SaveThread() : NULL;
-    rounds_copy_out(self, memory, flats);
-    if (state)
-        PyEval_RestoreThread(state);
-    if (control_block_lock(self->block) < 0) {
-        Py_DECREF(answer);
-        return NULL;
-    }
-    rounds_drop_block(self, block);
-    control_block_unlock(self->block);
-    return answer;
-}
-
-PyObject *rounds_begin_long(Rounds *self, const Py_buffer *flats, double weight, int64_t aim, int64_t came_ns,
-                            int64_t lent)
-{
-    bool lends = lent >= 0 && may_lend(self, aim);
-    int64_t block = lends ? LENT : fill_block(self, flats), wanted;
-    if (!lends && block < 0)
-        return NULL;
-    if ((wanted = rounds_wanted(self, 0)) > 0) { /* another round than before the block was filled */
-        rounds_drop_block(self, block);
-        control_block_unlock(self->block);
-        return PyLong_FromLongLong(wanted);
-    }
-    Call call = {.came_ns = came_ns, .now_ns = clock_ns(), .first_missed = 1};
-    rounds_begin_call(self, &call, aim);
-    rounds_put(self, &call, block, lends ? lent : self->addresses[block], weight);
-    PyObject *missed = rounds_come(self, &call, aim) < 0 ? NULL : rounds_missed(self, &call);
-    return settle(self, &call, flats, aim, missed);
-}
-
-PyObject *rounds_resume_long(Rounds *self, Call *call, const Py_buffer *flats, int64_t aim)
-{
-    PyObject *missed = rounds_come(self, call, aim) < 0 ? NULL : rounds_missed(self, call);
-    return settle(self, call, flats, aim, missed);
 }
