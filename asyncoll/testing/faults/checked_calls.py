@@ -19,8 +19,22 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 Operation = Callable[[Communicator, int], Awaitable[None]]  # the number of elements is a multiple of that of ranks
 
 
-async def allreduce(comm: Communicator, elements: int) -> None:
-    all_are(await comm.allreduce(np.ones(elements)), comm.size)
+class CallMemory:
+    """Where the tensors of a call are: on the host, unless a subclass puts them elsewhere."""
+
+    def full(self, elements: int, value: float) -> Any:
+        """A tensor whose elements have this value."""
+        return np.full(elements, float(value))
+
+    def values(self, x: Any) -> Array:
+        return np.asarray(x)
+
+
+_HOST = CallMemory()
+
+
+async def allreduce(comm: Communicator, elements: int, memory: CallMemory = _HOST) -> None:
+    all_are(memory.values(await comm.allreduce(memory.full(elements, 1))), comm.size)
 
 
 async def registered_allreduce(comm: Communicator, elements: int) -> None:
@@ -41,9 +55,10 @@ async def reduce_scatter(comm: Communicator, elements: int) -> None:
     all_are(await comm.reduce_scatter(np.ones(elements)), comm.size)
 
 
-async def allgather(comm: Communicator, elements: int) -> None:
-    for rank, row in enumerate(await comm.allgather(np.full(elements, float(comm.rank)))):
-        all_are(row, rank)
+async def allgather(comm: Communicator, elements: int, memory: CallMemory = _HOST) -> None:
+    rows = await comm.allgather(memory.full(elements, comm.rank))
+    for rank in range(comm.size):
+        all_are(memory.values(rows[rank]), rank)
 
 
 async def allgatherv(comm: Communicator, elements: int) -> None:
@@ -80,12 +95,12 @@ async def barrier(comm: Communicator, elements: int) -> None:
     await comm.barrier()
 
 
-async def send_recv(comm: Communicator, elements: int) -> None:
+async def send_recv(comm: Communicator, elements: int, memory: CallMemory = _HOST) -> None:
     """Send to the next rank of a ring, and receive from the one before: a rank talks to its neighbours only."""
     after, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    sending = comm.send(np.full(elements, float(comm.rank)), after)
-    received, _ = await _all_of(comm.recv(np.zeros(elements), before), sending)
-    all_are(received, before)
+    sending = comm.send(memory.full(elements, comm.rank), after)
+    received, _ = await _all_of(comm.recv(memory.full(elements, 0), before), sending)
+    all_are(memory.values(received), before)
 
 
 async def neighbor_average(comm: Communicator, elements: int) -> None:
@@ -101,8 +116,8 @@ async def push_sum(comm: Communicator, elements: int) -> None:
     assert weight == received_weight == 0.5, "a wrong weight"
 
 
-async def solo(comm: Communicator, elements: int) -> None:
-    await _rounds(comm.size, comm.solo_allreduce(x := np.ones(elements)), x)
+async def solo(comm: Communicator, elements: int, memory: CallMemory = _HOST) -> None:
+    await _rounds(comm.size, comm.solo_allreduce(x := memory.full(elements, 1)), x, memory)
 
 
 async def majority(comm: Communicator, elements: int) -> None:
@@ -170,11 +185,11 @@ def echo(x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return x
 
 
-async def _rounds(size: int, call: Awaitable[Reduction], x: Array) -> None:
+async def _rounds(size: int, call: Awaitable[Reduction], x: Any, memory: CallMemory = _HOST) -> None:
     """Check a round. Every contribution is 1, so all elements of a result equal the number of contributions."""
 
     reduction = await call
-    assert np.ptp(x) == 0, "parts of different rounds"
+    assert np.ptp(memory.values(x)) == 0, "parts of different rounds"
     assert 0 <= reduction.active <= size
 
 
