@@ -181,7 +181,7 @@ class ShortCall(Awaitable):
     def finish(self) -> Coroutine[Any, Any, Any]: ...
 
 class ShortCalls:
-    """Implements `algorithms.seam.ShortCalls`."""
+    """Implements `algorithms.seam.short_calls.ShortCalls`."""
 
     last: int
     libraries: tuple[str, ...]
@@ -194,7 +194,7 @@ class ShortCalls:
         calls_per_turn: int,
         /,
         *,
-        host: Any,
+        general: Any,
         rest: Any,
         runner: Any,
         home: asyncio.AbstractEventLoop | None,

@@ -5,7 +5,7 @@
  * and has to sleep or has failed, goes on in Python, too: `go_on` makes the coroutine of the rest.
  *
  * No signal handler of Python runs here, except while this calls Python: before the call has a number, or after it has
- * arrived. Then `Host.interrupted` ends the communicator.
+ * arrived. Then `CompiledCalls.interrupted` ends the communicator.
  */
 #include "native.h"
 
@@ -37,7 +37,7 @@ static const char *const names[NAMES] = {"any",          "closed",    "drive", "
 
 /* The objects that the calls need. The first ones are arguments of `ShortCalls`. */
 enum {
-    HOST,          /* asyncoll.algorithms.seam.short_calls.Host */
+    GENERAL,       /* asyncoll.algorithms.seam.short_calls.GeneralCalls */
     REST,          /* goes on with calls that have to wait: asyncoll.algorithms.dense.compiled.CompiledCalls */
     RUNNER,        /* asyncoll.runtime.progress.Runner */
     HOME,          /* the only loop that may make calls; None: any loop may */
@@ -63,7 +63,7 @@ enum {
 };
 
 static const char *const given[GIVEN] = {
-    "host",       "rest",  "runner", "home", "held",          "endpoint",     "failures", "unused",     "own",
+    "general",    "rest",  "runner", "home", "held",          "endpoint",     "failures", "unused",     "own",
     "unfinished", "turns", "end",    "note", "place_outside", "running_loop", "expiry",   "array_type", "may_raise",
 };
 
@@ -99,7 +99,7 @@ typedef struct {
     bool is_wanted;    /* another thread is to go on with it */
 } ShortCall;
 
-static const Ways ways;
+static const AwaitableKind kind_of_calls;
 
 static double now_s(void)
 {
@@ -201,7 +201,7 @@ static int is_unusual(ShortCalls *self)
     if (!is)
         is = is_true(self->parts[FAILURES], self->names[ANY]);
     if (!is)
-        is = is_true(self->parts[HOST], self->names[UNSTARTED]);
+        is = is_true(self->parts[GENERAL], self->names[UNSTARTED]);
     if (!is)
         is = PyList_Size(self->parts[OWN]) > 0;
     if (!is)
@@ -409,7 +409,7 @@ static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *
             PyBuffer_Release(bytes);
         return NULL;
     }
-    call->head.ways = &ways;
+    call->head.kind = &kind_of_calls;
     call->calls = (ShortCalls *)Py_NewRef((PyObject *)self);
     call->kind = kind;
     call->array = Py_NewRef(array);
@@ -650,7 +650,7 @@ static void forget_array(Awaitable *head)
     forget((ShortCall *)head);
 }
 
-static const Ways ways = {.resume = resume, .left = forget_array};
+static const AwaitableKind kind_of_calls = {.resume = resume, .left = forget_array};
 
 /* `look()`: see asyncoll.runtime.handles.Shared. The call stays in `held` meanwhile, so an exception loses nothing. */
 static PyObject *look_in_any_thread(PyObject *object, PyObject *unused)
@@ -826,12 +826,12 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     return 0;
 }
 
-/* `host` alone: every cycle goes through it. The other parts stay until the end, for a call in a finalizer. */
+/* `general` alone: every cycle goes through it. The other parts stay until the end, for a call in a finalizer. */
 static int clear(PyObject *object)
 {
     ShortCalls *self = (ShortCalls *)object;
-    PyObject *before = self->parts[HOST];
-    self->parts[HOST] = Py_NewRef(Py_None); /* has no attribute `unstarted`: no call begins */
+    PyObject *before = self->parts[GENERAL];
+    self->parts[GENERAL] = Py_NewRef(Py_None); /* has no attribute `unstarted`: no call begins */
     Py_XDECREF(before);
     return 0;
 }

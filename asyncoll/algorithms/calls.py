@@ -35,7 +35,7 @@ class _Numbers:
 
 
 class Calls:
-    """Starts the collective and pair calls of one rank. Implements `seam.Host`."""
+    """Starts the collective and pair calls of one rank. Implements `seam.short_calls.GeneralCalls`."""
 
     def __init__(self, member: Member, backend: Backend, pending: PendingCalls, memory: RegisteredMemory) -> None:
         self._member = member
@@ -276,7 +276,7 @@ class Calls:
         self.ledger.enter(call.operation, lane.traffic)
         return result(receive.source)
 
-    # -- `seam.Host` -------------------------------------------------------------------------------
+    # -- `seam.short_calls.GeneralCalls` -------------------------------------------------------------------------------
 
     def resume(
         self, call: Signature, collectives: Collectives, body: Body[T], since_s: float, expires_s: float | None

@@ -19,7 +19,7 @@ from asyncoll.algorithms.dense.rendezvous import DisagreementError, RendezvousAr
 from asyncoll.algorithms.dense.shared_call import allreduce_ways
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.seam.collectives import Collectives
-from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, Host, Plan, signature_of
+from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, GeneralCalls, Plan, signature_of
 from asyncoll.algorithms.seam.ways import OWN, Shape
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
@@ -79,14 +79,14 @@ def meetings_of(area: RendezvousArea, core: NativeCore) -> Meetings:
 class CompiledCalls:
     """The whole calls of one communicator at one rank: the kinds that they learn, and how one goes on that has to wait.
 
-    `calls` is what carries them out: `seam.ShortCalls`.
+    `calls` is what carries them out: `seam.short_calls.ShortCalls`.
     """
 
     def __init__(
         self,
         core: NativeCore,
         area: RendezvousArea,
-        host: Host,
+        general: GeneralCalls,
         member: Member,
         closing: Closing,
         failures: KnownFailures,
@@ -99,7 +99,7 @@ class CompiledCalls:
         """
         self._core = core
         self._area = area
-        self._host = host
+        self._general = general
         self._member = member
         self._collectives = collectives
         self._learnt: set[tuple[str, str, int, str]] = set()  # the kinds that the core knows, or declines
@@ -113,14 +113,14 @@ class CompiledCalls:
             # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
             _SLEEP_NS * -(-area.size // arena.cores),
             CALLS_PER_TURN,
-            host=host,
+            general=general,
             rest=self,
             runner=runner,
             home=runner.home if runner.held is None else None,
             held=runner.held,
             endpoint=closing,
             failures=failures,
-            unused=host.unused,
+            unused=general.unused,
             own=OWN,
             unfinished=unfinished,
             turns=turns,
@@ -190,7 +190,7 @@ class CompiledCalls:
             await collectives.finish_shortly(x, plan)
             return result
 
-        work = self._host.resume(call, collectives, body, begun.since_s, begun.expires_s)
+        work = self._general.resume(call, collectives, body, begun.since_s, begun.expires_s)
         return SharedWork(self._area.arena, work, self._member.check, call.__str__)
 
     def interrupted(self, begun: BegunShortCall) -> None:
