@@ -45,11 +45,11 @@ from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import ReduceOp
-from asyncoll.testing import fuzz_core
 from asyncoll.transport.control_block import control_block_bytes
 from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory.arena import local_world
 from asyncoll.transport.memory.mutex import RobustMutex
+from tests.fuzz import core as fuzz_core
 from tests.support.places import ROOT
 from tests.support.processes import PATIENCE_S
 
@@ -351,7 +351,7 @@ def test_a_rule_that_c_cannot_have_ends_the_build(rule, sources):
 @needs_core
 @pytest.mark.parametrize("seed", [1, 2])
 def test_damaged_shared_memory_and_wrong_arguments_are_used_or_refused(seed):
-    """AddressSanitizer looks at this test, too. `python -m asyncoll.testing.fuzz_core --inputs 1000000` tries more."""
+    """AddressSanitizer looks at this test, too. `python -m tests.fuzz.core --inputs 1000000` tries more."""
     fuzz_core.fuzz(seed, 10_000)
 
 

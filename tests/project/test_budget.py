@@ -21,7 +21,7 @@ PACKAGE = ROOT / "asyncoll"
 # Lines of code, without empty lines, comments and docstrings, in Python and C.
 LINES = {
     "": 1_680,
-    "_core": 5_960,
+    "_core": 5_580,
     "algorithms": 1_200,
     "algorithms/dense": 2_650,
     "algorithms/gossip": 330,
@@ -32,12 +32,12 @@ LINES = {
     "launch": 1_650,
     "ray": 390,
     "rpc": 3_090,
-    "runtime": 3_660,
+    "runtime": 3_630,
     "tensors": 1_270,
-    "testing": 5_640,
+    "testing": 4_960,
     "torch": 2_840,
-    "training": 2_020,
-    "transport": 6_210,
+    "training": 2_030,
+    "transport": 6_160,
     "world": 1_660,
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`

@@ -266,7 +266,10 @@ class RoundRecord:
         return missing
 
     def _start(self, now_ns: int) -> int:
-        """As `_open`. Ranks reduce the contributions together; short ones are reduced and published here."""
+        """Take the staged contributions. Ranks reduce them together; short ones are reduced and published here.
+
+        Returns 0, or how many free blocks the round needs if there are too few.
+        """
         cells, head, table = self.cells, self._head, self._table
         number = cells[head.latest] + 1
         groups = self._groups_of(number)

@@ -26,7 +26,7 @@ from click.testing import CliRunner
 from asyncoll import cli
 from asyncoll.errors import PeerLostError, ProtocolError, UsageError
 from asyncoll.tensors.shapes import SHAPE_WORDS, decode_head, decode_shape, receptacles
-from asyncoll.testing import fuzz, fuzz_sockets, worlds
+from asyncoll.testing import worlds
 from asyncoll.transport import MAX_FRAME_BYTES, wire
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import KEY_BYTES, Key, check_folder, read_key, write_key
@@ -40,6 +40,7 @@ from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.world import meeting, sealed_entries, sealed_store
 from asyncoll.world.environment import Environment
 from asyncoll.world.meeting import meet
+from tests.fuzz import decoders, sockets
 from tests.support.processes import FREEZE_S, PATIENCE_S
 from tests.support.properties import given, st
 
@@ -326,7 +327,7 @@ def test_random_packed_messages_are_unpacked_or_rejected(frames):
 
 
 def test_random_and_damaged_bytes_are_decoded_or_refused():
-    fuzz.fuzz(seed=1, count=500)
+    decoders.fuzz(seed=1, count=500)
 
 
 # -- unauthenticated peers at the sockets ---------------------------------------------------------
@@ -531,10 +532,10 @@ def test_random_bytes_end_their_connection(attacked, caplog, world):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("target", [*fuzz_sockets.SERVICES, *fuzz_sockets.RANKS])
+@pytest.mark.parametrize("target", [*sockets.SERVICES, *sockets.RANKS])
 def test_no_good_call_is_lost_beside_foreign_peers(target):
-    """`python -m asyncoll.testing.fuzz_sockets` tries more of them."""
-    fuzz_sockets.fuzz(target, seed=1, count=100)
+    """`python -m tests.fuzz.sockets` tries more of them."""
+    sockets.fuzz(target, seed=1, count=100)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Feed random and damaged bytes to every decoder of peer data: `python -m asyncoll.testing.fuzz [SEED [COUNT]]`.
+"""Feed random and damaged bytes to every decoder of peer data: `python -m tests.fuzz.decoders [SEED [COUNT]]`.
 
 For any input, a decoder returns or raises ProtocolError, or raises UsageError when a dataclass has other fields here
 than at the sender. Any other exception is a bug; it is reported with the seed and the number of the input.

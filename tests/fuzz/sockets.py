@@ -1,4 +1,4 @@
-"""Let foreign peers speak to the sockets of services and ranks: `python -m asyncoll.testing.fuzz_sockets [SEED]`.
+"""Let foreign peers speak to the sockets of services and ranks: `python -m tests.fuzz.sockets [SEED]`.
 
 A foreign peer speaks some version of ZMTP, the protocol of ZeroMQ, rightly or wrongly: greetings of 1.0, 2.0, 3.0 and
 3.1, also cut ones, any type of socket, commands, messages of several frames, announced lengths up to 2^63, and segments

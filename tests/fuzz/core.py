@@ -1,4 +1,4 @@
-"""Feed damaged shared memory and wrong arguments to the compiled core: `python -m asyncoll.testing.fuzz_core [SEED]`.
+"""Feed damaged shared memory and wrong arguments to the compiled core: `python -m tests.fuzz.core [SEED]`.
 
 Each input is a valid state of a control block, damaged at a few cells, and one call of a method of the core on it. The
 call returns or raises; it writes nothing outside of its memory, and releases the lock. A breach is reported with the
@@ -16,7 +16,7 @@ import argparse
 import contextlib
 import mmap
 import os
-import random  # noqa: TID251 (seeded; numpy's generator takes longer for a single number than an input)
+import random
 import signal
 import sys
 import time
@@ -475,9 +475,9 @@ def main() -> None:
     chosen = parser.parse_args()
     if _core.native is None:
         sys.exit(f"there is no compiled core: {_core.reason}")
-    began_s = time.monotonic()  # noqa: TID251 (no loop runs)
+    began_s = time.monotonic()
     fuzz(chosen.seed, chosen.inputs, writers=chosen.writers)
-    took_s = time.monotonic() - began_s  # noqa: TID251
+    took_s = time.monotonic() - began_s
     print(f"seed {chosen.seed}: the compiled core withstood {chosen.inputs:,} inputs in {took_s:.0f} s")
 
 
