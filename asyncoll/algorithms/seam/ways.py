@@ -91,7 +91,7 @@ def _check(way: Way[Any]) -> None:
         raise UsageError(f"{named}: only {', '.join(_OF_AN_ARRAY)} have ways of the program")
     if way.dtypes and way.call not in _REDUCTIONS:
         raise UsageError(f"{named}: a {way.call} copies bytes, whatever they mean; leave out `dtypes`")
-    if way.counts_link or way.compiled:
+    if way != way._replace(counts_link=False, compiled=0):
         raise UsageError(f"{named}: leave out `counts_link` and `compiled`, which are for ways of the package")
 
 
