@@ -33,8 +33,8 @@ def launched(transport: str, *arguments: str, **settings: str) -> list[str]:
     return sorted(done.stdout.splitlines())
 
 
-def in_a_child(act) -> str:
-    """The result of `act()` in a forked child of this process, or its error, as text."""
+def in_a_child(act, meanwhile=lambda: None) -> str:
+    """The result of `act()` in a forked child of this process, or its error, as text. The parent calls `meanwhile`."""
     reader, writer = os.pipe()
     child = os.fork()
     if not child:
@@ -46,6 +46,7 @@ def in_a_child(act) -> str:
         os.write(writer, text.encode())
         os._exit(0)
     os.close(writer)
+    meanwhile()
     with open(reader) as pipe:
         text = pipe.read()
     _, status = os.waitpid(child, 0)
@@ -204,34 +205,23 @@ def test_a_child_has_a_copy_of_registered_tensors(count, transport):
 
             def act() -> list[float]:
                 os.close(writer)
-                os.read(reader, 1)  # until the parent has written
+                os.read(reader, 1)  # until the parent has written to `x`
                 seen = [float(x.min()), float(x.max()), float(neighbour.sum())]
                 x[:], neighbour[:] = 9, 9
                 return [*seen, float(x.sum()) / count]
 
-            told = in_a_child_after(act, lambda: x.fill(6), writer)
+            def go_on() -> None:
+                x.fill(6)
+                os.close(writer)
+
+            told = in_a_child(act, go_on)
             os.close(reader)
         await comm.barrier()
         return told, [float(x.min()), float(x.max()), float(neighbour.sum())]
 
     results = run_ranks(2, main, transport)
+    # The sums are 5 + 5, and the three neighbours 7 each.
     assert results == [("", [10, 10, 21]), ("[10.0, 10.0, 21.0, 9.0]", [6, 6, 21])]
-
-
-def in_a_child_after(act, meanwhile, writer: int) -> str:
-    """Like `in_a_child`; after the fork the parent calls `meanwhile` and then closes `writer`."""
-    result_reader, result_writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(result_writer, str(act()).encode())
-        os._exit(0)
-    meanwhile()
-    os.close(writer)
-    os.close(result_writer)
-    with open(result_reader) as pipe:
-        told = pipe.read()
-    os.waitpid(child, 0)
-    return told
 
 
 def test_a_child_has_a_copy_of_received_arrays():

@@ -203,6 +203,7 @@ class ShortCalls:
         failures: Any,
         unused: Any,
         own: list[Any],
+        blocks: list[Any],
         unfinished: set[int],
         turns: dict[int, Any],
         end: Callable[[int], None],

@@ -383,48 +383,36 @@ static int hold_segments(Rounds *self, PyObject *segments)
  * cores, parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
-    PyObject *block, *segments, *parts;
-    long long size, rank, history, limit, nbytes, ranks, sync_every, sync_offset, cores;
-    int drawn, keeps, is_long;
     static char *names[] = {"control_block", "segments", "size",  "rank",       "history",     "limit",
                             "nbytes",        "ranks",    "drawn", "sync_every", "sync_offset", "keeps",
                             "long",          "cores",    "parts", NULL};
-    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!LLLLLLpLLppLO!:Rounds", names, &block, &PyTuple_Type,
-                                     &segments, &size, &rank, &history, &limit, &nbytes, &ranks, &drawn, &sync_every,
-                                     &sync_offset, &keeps, &is_long, &cores, &PyTuple_Type, &parts))
-        return NULL;
-    const long long many = 1LL << 31; /* so that no sum or product of these overflows */
-    if (!is_control_block(block) || size < 1 || size > 1 << 16 || rank < 0 || rank >= size || history < 0 ||
-        history >= many || limit < 1 || limit >= many || nbytes < 1 || ranks < 1 || ranks > size || sync_every < 0 ||
-        sync_offset < 0 || sync_offset >= many || cores < 1) {
-        PyErr_SetString(PyExc_ValueError, "these are no rounds");
-        return NULL;
-    }
+    const int64_t many = INT64_C(1) << 31; /* so that no sum or product of these overflows */
+    PyObject *block, *segments, *parts;
     allocfunc allocate = PyType_GetSlot(type, Py_tp_alloc); /* sets all to zero */
     Rounds *self = (Rounds *)allocate(type, 0);
     if (!self)
         return NULL;
+    if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "OO!llllllpllpplO!:Rounds", names, &block, &PyTuple_Type,
+                                     &segments, &self->size, &self->rank, &self->history, &self->limit, &self->nbytes,
+                                     &self->ranks, &self->drawn, &self->sync_every, &self->sync_offset, &self->keeps,
+                                     &self->is_long, &self->cores, &PyTuple_Type, &parts))
+        goto failed;
+    if (!is_control_block(block) || self->size < 1 || self->size > 1 << 16 || self->rank < 0 ||
+        self->rank >= self->size || self->history < 0 || self->history >= many || self->limit < 1 ||
+        self->limit >= many || self->nbytes < 1 || self->ranks < 1 || self->ranks > self->size ||
+        self->sync_every < 0 || self->sync_offset < 0 || self->sync_offset >= many || self->cores < 1) {
+        PyErr_SetString(PyExc_ValueError, "these are no rounds");
+        goto failed;
+    }
     self->block = (ControlBlock *)Py_NewRef(block);
-    self->size = size;
-    self->rank = rank;
-    self->history = history;
-    self->limit = limit;
-    self->nbytes = nbytes;
-    self->ranks = ranks;
-    self->drawn = drawn != 0;
-    self->sync_every = sync_every;
-    self->sync_offset = sync_offset;
-    self->keeps = keeps != 0;
-    self->is_long = is_long != 0;
-    self->cores = cores;
     /* Draws and groups are hashes that Python computes: to have them in C, too, would be a second copy of a rule. */
     self->has_plans = self->keeps || self->drawn;
     self->group_count = 1;
     if (lay_out(self) < 0 || read_parts(self, parts) < 0 || hold_segments(self, segments) < 0)
         goto failed;
-    self->group_of = PyMem_Calloc((size_t)size, sizeof *self->group_of);
-    self->is_drawn = PyMem_Calloc((size_t)size, 1);
-    self->sources = PyMem_Calloc((size_t)size, sizeof *self->sources);
+    self->group_of = PyMem_Calloc((size_t)self->size, sizeof *self->group_of);
+    self->is_drawn = PyMem_Calloc((size_t)self->size, 1);
+    self->sources = PyMem_Calloc((size_t)self->size, sizeof *self->sources);
     if (self->group_of && self->is_drawn && self->sources)
         return (PyObject *)self;
     PyErr_NoMemory();
@@ -440,7 +428,9 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(self->block);
     Py_VISIT(self->trace.append);
     Py_VISIT(self->trace.make);
-    return rounds_visit_attached(self, visit, arg);
+    for (int i = 0; i < ATTACHED; i++)
+        Py_VISIT(self->attached[i]);
+    return 0;
 }
 
 static void destroy(PyObject *object)
@@ -455,7 +445,10 @@ static void destroy(PyObject *object)
     PyMem_Free(self->is_drawn);
     PyMem_Free(self->sources);
     PyMem_Free(self->parts);
-    rounds_detach(self);
+    for (int i = 0; i < ATTACHED; i++)
+        Py_XDECREF(self->attached[i]);
+    if (self->engine.obj)
+        PyBuffer_Release(&self->engine);
     trace_forget(&self->trace);
     Py_XDECREF((PyObject *)self->block);
     freefunc release = PyType_GetSlot(type, Py_tp_free);

@@ -23,17 +23,31 @@ typedef struct {
     Kernel kernel;
 } Part; /* of a contribution: one flat array */
 
+/* What `at_once` needs of Python. */
+enum {
+    ANSWER,        /* the type of awaitables.c */
+    REDUCTION,     /* the class `Reduction` (asyncoll/algorithms/rounds/reduction.py) */
+    FIELDS,        /* its slots, in the order of its fields, as a tuple */
+    EVERYONE,      /* all ranks, as a tuple */
+    OWED,          /* `Engine.owed` (asyncoll/algorithms/rounds/engine.py) */
+    ORDER_NUMBERS, /* the attributes of a `CallOrder` (asyncoll/algorithms/rounds/call_order.py) */
+    ORDER_NOW,
+    ORDER_OVER,
+    ORDER_WAITING,
+    ATTACHED,
+};
+
 typedef struct {
     PyObject_HEAD
     ControlBlock *block;
     Py_buffer *segments; /* the memory of each rank of the host, by local rank, all of one size: `HostArena.segments` */
     int64_t segment_count;
     int64_t size, rank, history, limit, nbytes, sync_every, sync_offset;
-    int64_t ranks;   /* of the rule of rounds (rules.py): so many have to have arrived, or be gone, */
-    bool drawn;      /* and one that is drawn among them */
+    int64_t ranks;   /* of the rule of an operation (operation.py): so many have to have arrived, or be gone, */
+    int drawn;       /* and one that is drawn among them */
     int64_t cores;   /* for the ranks of the host, at most one each */
-    bool is_long;    /* chunks are reduced without the lock */
-    bool keeps;      /* contributions stay, and replace each other */
+    int is_long;     /* chunks are reduced without the lock */
+    int keeps;       /* contributions stay, and replace each other */
     bool has_plans;  /* a round needs `plan`, which Python computes */
     int64_t planned; /* the round of `is_drawn`, `group_of` and `group_count` */
     int64_t group_count;
@@ -46,16 +60,10 @@ typedef struct {
     int64_t *head, *rows, *results, *begun, *counts, *table, *stack, *addresses, *keepers, *weights, *bitmaps;
     int64_t words; /* of a bitmap */
     Tracing trace;
-    /* for `at_once`; NULL until `attach`: */
-    PyObject *answer;     /* the type of awaitables.c */
-    PyObject *reduction;  /* the class `Reduction` (asyncoll/algorithms/rounds/reduction.py) */
-    PyObject *fields;     /* its slots, in the order of its fields, as a tuple */
-    PyObject *everyone;   /* all ranks, as a tuple */
-    PyObject *turns[4];   /* `CallOrder` (asyncoll/algorithms/rounds/call_order.py): numbers, now, over, waiting */
-    PyObject *owed;       /* `Engine.owed` (asyncoll/algorithms/rounds/engine.py) */
-    Py_buffer engine;     /* `Engine.cells` */
-    int64_t divisor;      /* of a result; 0: by the number of contributors */
-    int64_t calls_in_row; /* that were over at once, since the caller's loop has turned */
+    PyObject *attached[ATTACHED]; /* for `at_once`; NULL until `attach` */
+    Py_buffer engine;             /* `Engine.cells` */
+    int64_t divisor;              /* of a result; 0: by the number of contributors */
+    int64_t calls_in_row;         /* that were over at once, since the caller's loop has turned */
     int64_t calls_per_turn;
 } Rounds;
 
@@ -204,9 +212,5 @@ int64_t rounds_fill_block(Rounds *self, const Py_buffer *flats);
 /* Methods of the type. */
 PyObject *rounds_attach(PyObject *object, PyObject *arguments);
 PyObject *rounds_at_once(PyObject *object, PyObject *array);
-
-/* Of what `rounds_attach` has set: for the garbage collector, and at the end. */
-int rounds_visit_attached(Rounds *self, visitproc visit, void *arg);
-void rounds_detach(Rounds *self);
 
 #endif

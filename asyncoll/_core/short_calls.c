@@ -46,6 +46,7 @@ enum {
     FAILURES,      /* `any` if something has failed */
     UNUSED,        /* registered memory to give back before the next call, if not empty */
     OWN,           /* a list: ways of the program, which come first */
+    BLOCKS,        /* a list: blocks of shared memory that no call uses, each a tuple of its address and its memory */
     UNFINISHED,    /* a set: the numbers of the calls under way */
     TURNS,         /* a dict, empty unless a call waits for the end of another one */
     END,           /* end(number): tells that call */
@@ -63,8 +64,9 @@ enum {
 };
 
 static const char *const given[GIVEN] = {
-    "general",    "rest",  "runner", "home", "held",          "endpoint",     "failures", "unused",     "own",
-    "unfinished", "turns", "end",    "note", "place_outside", "running_loop", "expiry",   "array_type", "may_raise",
+    "general",       "rest",         "runner", "home",       "held",      "endpoint", "failures",
+    "unused",        "own",          "blocks", "unfinished", "turns",     "end",      "note",
+    "place_outside", "running_loop", "expiry", "array_type", "may_raise",
 };
 
 typedef struct {
@@ -93,7 +95,9 @@ typedef struct {
     PyObject *entry;
     PyObject *expires_s;
     Py_buffer bytes;
-    long long number, address; /* the address is that of `array`, if the others see it */
+    Py_buffer shown;           /* what takes part in the meeting: `bytes`, or their copy in `block`; not held */
+    PyObject *block;           /* of BLOCKS, while this call uses it; or NULL */
+    long long number, address; /* the address is that of `shown`, if the others see it */
     double since_s;
     bool is_looked_at; /* by a thread in `look`, so that no other thread goes on with it */
     bool is_wanted;    /* another thread is to go on with it */
@@ -136,7 +140,7 @@ static bool goes(const ShortCalls *self, long long nbytes, int ways)
 {
     if (nbytes <= meetings_short_bytes(self->meetings))
         return ways == BY_MEETING;
-    return ways == IN_PLACE || ways == IN_PRIVATE_MEMORY || ways == (IN_PLACE | IN_PRIVATE_MEMORY);
+    return ways && !(ways & ~(IN_PLACE | IN_A_COPY | IN_PRIVATE_MEMORY));
 }
 
 /* `learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel, ways)`: the next calls with these arguments begin
@@ -252,12 +256,31 @@ static void forget(ShortCall *call)
     if (call->bytes.obj)
         PyBuffer_Release(&call->bytes);
     Py_CLEAR(call->array);
+    Py_CLEAR(call->block);
+}
+
+/* Copy between the array and its block. The other threads of this rank, such as its loop, run meanwhile. */
+static void copy_long(void *to, const void *from, Py_ssize_t bytes)
+{
+    PyThreadState *state = PyEval_SaveThread();
+    memcpy(to, from, bytes);
+    PyEval_RestoreThread(state);
+}
+
+/* Take the result out of the block, which no other rank uses any more. */
+static void return_block(ShortCall *call)
+{
+    copy_long(call->bytes.buf, call->shown.buf, call->bytes.len);
+    if (PyList_Append(call->calls->parts[BLOCKS], call->block) < 0)
+        PyErr_Clear(); /* the call is over all the same, and a later one allocates another block */
 }
 
 /* The result is in the array. Returns 0, or -1 with an exception. */
 static int end(ShortCall *call, bool is_last)
 {
     ShortCalls *self = call->calls;
+    if (call->block)
+        return_block(call);
     call->head.state = ENDED;
     call->head.turns = ++self->calls_in_row >= self->calls_per_turn;
     if (call->head.turns)
@@ -348,8 +371,10 @@ static int arrive(ShortCalls *self, ShortCall *call, bool is_clear)
     Py_XDECREF(told);
     if (!told)
         return -1;
+    if (call->block)
+        copy_long(call->shown.buf, call->bytes.buf, call->bytes.len);
     int state =
-        meetings_arrive(self->meetings, call->number, &call->kind->meeting, call->address, &call->bytes, is_clear);
+        meetings_arrive(self->meetings, call->number, &call->kind->meeting, call->address, &call->shown, is_clear);
     if (state == OVER)
         return end(call, true) < 0 ? -1 : 1;
     return state < 0 ? -1 : 0;
@@ -371,6 +396,30 @@ static int is_way_free(ShortCalls *self, long long number, bool is_clear)
     return meetings_is_free(self->meetings, number);
 }
 
+/* Take a block for a copy of the array, if the call needs one: the others see that. Returns 0 if there is none, -1 with an
+ * exception, and else 1. */
+static int take_block(ShortCalls *self, ShortCall *call)
+{
+    if (call->address || call->bytes.len <= meetings_short_bytes(self->meetings))
+        return 1;
+    PyObject *blocks = self->parts[BLOCKS], *memory;
+    Py_ssize_t count = PyList_Size(blocks);
+    PyObject *block = count > 0 ? PyList_GetItem(blocks, count - 1) : NULL;
+    Py_buffer room;
+    if (!block)
+        return 0;
+    if (!PyArg_ParseTuple(block, "LO:block", &call->address, &memory) ||
+        PyObject_GetBuffer(memory, &room, PyBUF_WRITABLE) < 0)
+        return -1;
+    call->shown.buf = room.buf; /* `block` keeps the memory */
+    bool fits = room.len >= call->bytes.len;
+    PyBuffer_Release(&room);
+    if (!fits)
+        return 0;
+    call->block = Py_NewRef(block);
+    return PyList_SetSlice(blocks, count - 1, count, NULL) < 0 ? -1 : 1;
+}
+
 /* Number `call` and begin it. Returns what its caller awaits, or None if it is left to Python, without a number. */
 static PyObject *begin(ShortCalls *self, ShortCall *call, PyObject *loop)
 {
@@ -380,6 +429,9 @@ static PyObject *begin(ShortCalls *self, ShortCall *call, PyObject *loop)
     /* With the lock held by another thread, this one may have waited without the GIL. */
     if (is_free >= 0 && (!is_free || self->last + 1 != call->number))
         Py_RETURN_NONE;
+    int has_memory = take_block(self, call);
+    if (has_memory <= 0)
+        return has_memory < 0 ? NULL : Py_NewRef(Py_None);
     /* From here on the call has a number, and the other ranks wait for it. A look at the record that has failed,
      * because the lock is lost, gives it a number, too: only a call can tell the communicator of the loss, and it
      * does so in `go_on`. */
@@ -415,6 +467,7 @@ static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *
     call->array = Py_NewRef(array);
     call->head.result = Py_NewRef(result);
     call->bytes = *bytes;
+    call->shown = (Py_buffer){.buf = bytes->buf, .len = bytes->len};
     /* For the description alone: `begin` takes the number, unless another call has taken it meanwhile. */
     call->number = self->last + 1;
     call->entry = describe(self, kind, call->number);
@@ -447,10 +500,12 @@ static Verdict locate(ShortCalls *self, const Kind *kind, const Py_buffer *bytes
     int64_t pointer = (int64_t)(intptr_t)bytes->buf, offset = pointer - self->start;
     if (offset >= 0 && offset < self->length && kind->ways & (BY_MEETING | IN_PLACE))
         *address = self->first + offset;
+    else if (kind->ways & (BY_MEETING | IN_A_COPY))
+        return TAKEN;
     else if (kind->ways & IN_PRIVATE_MEMORY && meetings_can_read(self->meetings))
         *address = -pointer;
     else
-        return kind->ways & BY_MEETING ? TAKEN : DECLINED;
+        return DECLINED;
     return TAKEN;
 }
 
@@ -464,8 +519,8 @@ static Verdict judge(ShortCalls *self, const Kind *kind, const Py_buffer *bytes,
     Verdict located = kind->is_shown ? locate(self, kind, bytes, address) : TAKEN;
     if (located != TAKEN)
         return located;
-    bool is_copied = kind->nbytes && !*address;
-    return is_copied && !meetings_has_short_arrays(self->meetings) ? DECLINED : TAKEN; /* Python allocates the copy */
+    bool is_short = kind->nbytes && !*address && kind->nbytes <= meetings_short_bytes(self->meetings);
+    return is_short && !meetings_has_short_arrays(self->meetings) ? DECLINED : TAKEN; /* Python allocates the copy */
 }
 
 /* Start a call of `kind`. */
@@ -600,7 +655,7 @@ static int look(ShortCall *call)
     int is_over = meetings_look(self->meetings, call->number, meeting, self->polls, self->sleep_ns);
     if (is_over > 0) {
         bool is_clear = PySet_Size(self->parts[UNFINISHED]) <= 1; /* this one */
-        is_over = meetings_complete(self->meetings, call->number, meeting->done, &call->bytes, is_clear);
+        is_over = meetings_complete(self->meetings, call->number, meeting->done, &call->shown, is_clear);
     }
     if (is_over > 0 && end(call, false) < 0)
         return -1;
@@ -700,6 +755,7 @@ static int traverse_call(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
     Py_VISIT(call->calls);
     Py_VISIT(call->array);
+    Py_VISIT(call->block);
     Py_VISIT(call->head.result);
     Py_VISIT(call->entry);
     Py_VISIT(call->expires_s);
@@ -742,6 +798,7 @@ static PyMethodDef call_methods[] = {
 
 static PyMemberDef call_members[] = {
     {"array", T_OBJECT, offsetof(ShortCall, array), READONLY, NULL},
+    {"block", T_OBJECT, offsetof(ShortCall, block), READONLY, NULL},
     {"result", T_OBJECT, offsetof(ShortCall, head.result), READONLY, NULL},
     {"entry", T_OBJECT, offsetof(ShortCall, entry), READONLY, NULL},
     {"since_s", T_DOUBLE, offsetof(ShortCall, since_s), READONLY, NULL},
@@ -782,8 +839,8 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
         if (!parts[i])
             return PyErr_Format(PyExc_TypeError, "ShortCalls needs %s", given[i]);
     }
-    bool fits = is_meetings(meetings) && PyList_Check(parts[OWN]) && PySet_Check(parts[UNFINISHED]) &&
-                PyDict_Check(parts[TURNS]);
+    bool fits = is_meetings(meetings) && PyList_Check(parts[OWN]) && PyList_Check(parts[BLOCKS]) &&
+                PySet_Check(parts[UNFINISHED]) && PyDict_Check(parts[TURNS]);
     if (!fits || (parts[HELD] != Py_None && !PyDict_Check(parts[HELD]))) {
         PyErr_SetString(PyExc_ValueError, "these are no short calls");
         return NULL;

@@ -11,17 +11,14 @@ static const char *const reduction_fields[] = {"round", "active", "included", "s
                                                "group", "ranks",  "lag",      "waited_s", "result"};
 enum { REDUCTION_FIELDS = sizeof reduction_fields / sizeof *reduction_fields };
 
-/* call_order.py: the attributes of a CallOrder. */
-enum { ORDER_NUMBERS, ORDER_NOW, ORDER_OVER, ORDER_WAITING };
-
 /* The turn of a call that begins now; NULL if an earlier call of this rank is under way, or with an exception set. */
 static PyObject *take_turn(Rounds *self)
 {
-    PyObject *turn = PyIter_Next(self->turns[ORDER_NUMBERS]);
-    if (!turn || PyObject_RichCompareBool(turn, PyList_GetItem(self->turns[ORDER_NOW], 0), Py_EQ) == 1)
+    PyObject *turn = PyIter_Next(self->attached[ORDER_NUMBERS]);
+    if (!turn || PyObject_RichCompareBool(turn, PyList_GetItem(self->attached[ORDER_NOW], 0), Py_EQ) == 1)
         return turn;
     /* The call is over before its turn. No thread comes between, so the call whose turn it is finds this one. */
-    PySet_Add(self->turns[ORDER_OVER], turn);
+    PySet_Add(self->attached[ORDER_OVER], turn);
     Py_DECREF(turn);
     return NULL;
 }
@@ -29,11 +26,11 @@ static PyObject *take_turn(Rounds *self)
 /* Wake the call that waits for turn `next`, if there is one. Returns 0, or -1 with the exception of a signal handler. */
 static int wake_turn(Rounds *self, PyObject *next)
 {
-    PyObject *turn = PyDict_GetItemWithError(self->turns[ORDER_WAITING], next);
+    PyObject *turn = PyDict_GetItemWithError(self->attached[ORDER_WAITING], next);
     if (!turn)
         return PyErr_Occurred() ? -1 : 0;
     PyObject *set = PyObject_GetAttrString(turn, "set");
-    PyDict_DelItem(self->turns[ORDER_WAITING], next);
+    PyDict_DelItem(self->attached[ORDER_WAITING], next);
     int failed = set ? call_to_its_end(set, NULL) : -1;
     Py_XDECREF(set);
     return failed;
@@ -44,13 +41,13 @@ static int end_turn(Rounds *self, PyObject *turn)
 {
     int64_t number = PyLong_AsLongLong(turn) + 1;
     PyObject *next = PyLong_FromLongLong(number);
-    while (next && PySet_Discard(self->turns[ORDER_OVER], next) == 1) {
+    while (next && PySet_Discard(self->attached[ORDER_OVER], next) == 1) {
         Py_DECREF(next);
         next = PyLong_FromLongLong(++number);
     }
     if (!next)
         return -1;
-    PyList_SetItem(self->turns[ORDER_NOW], 0, Py_NewRef(next));
+    PyList_SetItem(self->attached[ORDER_NOW], 0, Py_NewRef(next));
     int failed = wake_turn(self, next);
     Py_DECREF(next);
     return failed;
@@ -153,15 +150,15 @@ static PyObject *reduction_of(Rounds *self, const Call *call, PyObject *ranks, b
 {
     int64_t number = call->kept[KEPT_NUMBER];
     bool synchronous = waits_for_all(self, number) && !call->kept[KEPT_ABSENT];
-    allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->reduction, Py_tp_alloc);
+    allocfunc allocate = PyType_GetSlot((PyTypeObject *)self->attached[REDUCTION], Py_tp_alloc);
     /* Without `__init__`, so that no bytecode runs; the slots are set one by one, as the class has no dictionary. */
-    PyObject *made = allocate((PyTypeObject *)self->reduction, 0);
+    PyObject *made = allocate((PyTypeObject *)self->attached[REDUCTION], 0);
     PyObject *values =
         Py_BuildValue("(LnOLO()OOLdO)", (long long)number, PyTuple_Size(ranks), included ? Py_True : Py_False,
-                      (long long)lag, synchronous ? Py_True : Py_False, self->everyone, ranks, (long long)lag,
+                      (long long)lag, synchronous ? Py_True : Py_False, self->attached[EVERYONE], ranks, (long long)lag,
                       1e-9 * (double)(clock_ns() - call->came_ns), PyTuple_Size(ranks) ? array : Py_None);
     for (Py_ssize_t i = 0; made && values && i < PyTuple_Size(values); i++) {
-        PyObject *field = PyTuple_GetItem(self->fields, i);
+        PyObject *field = PyTuple_GetItem(self->attached[FIELDS], i);
         descrsetfunc set = PyType_GetSlot(Py_TYPE(field), Py_tp_descr_set);
         if (set(field, made, PyTuple_GetItem(values, i)) < 0)
             Py_CLEAR(made);
@@ -197,8 +194,9 @@ static PyObject *answer_at_once(Rounds *self, PyObject *array, const Py_buffer *
     if (turns)
         self->calls_in_row = 0;
     PyObject *reduction = reduction_of(self, &call, ranks, included, lag, array);
-    PyObject *answer =
-        reduction ? make_answer(self->answer, reduction, self->owed, lag + 1, call.kept[KEPT_NUMBER], turns) : NULL;
+    PyObject *answer = reduction ? make_answer(self->attached[ANSWER], reduction, self->attached[OWED], lag + 1,
+                                               call.kept[KEPT_NUMBER], turns)
+                                 : NULL;
     Py_XDECREF(reduction);
     Py_DECREF(ranks);
     return answer;
@@ -236,7 +234,7 @@ PyObject *rounds_at_once(PyObject *object, PyObject *array)
 {
     Rounds *self = (Rounds *)object;
     Py_buffer flat;
-    if (!self->answer || PyObject_Size(self->owed))
+    if (!self->attached[ANSWER] || PyObject_Size(self->attached[OWED]))
         Py_RETURN_NONE;
     if (PyObject_GetBuffer(array, &flat, PyBUF_WRITABLE) < 0) {
         PyErr_Clear(); /* not contiguous, or not writable: left to Python */
@@ -265,61 +263,30 @@ static bool has_known_fields(PyObject *slots)
 PyObject *rounds_attach(PyObject *object, PyObject *arguments)
 {
     Rounds *self = (Rounds *)object;
-    PyObject *reduction, *fields, *turns[4], *owed, *engine;
+    PyObject *given[ATTACHED] = {NULL}, *engine;
     long long divisor, calls_per_turn;
-    if (!PyArg_ParseTuple(arguments, "O!O!(OO!O!O!)OOLL:attach", &PyType_Type, &reduction, &PyTuple_Type, &fields,
-                          &turns[ORDER_NUMBERS], &PyList_Type, &turns[ORDER_NOW], &PySet_Type, &turns[ORDER_OVER],
-                          &PyDict_Type, &turns[ORDER_WAITING], &owed, &engine, &divisor, &calls_per_turn))
+    if (!PyArg_ParseTuple(arguments, "O!O!(OO!O!O!)OOLL:attach", &PyType_Type, &given[REDUCTION], &PyTuple_Type,
+                          &given[FIELDS], &given[ORDER_NUMBERS], &PyList_Type, &given[ORDER_NOW], &PySet_Type,
+                          &given[ORDER_OVER], &PyDict_Type, &given[ORDER_WAITING], &given[OWED], &engine, &divisor,
+                          &calls_per_turn))
         return NULL;
-    if (self->answer || !has_known_fields(fields) || !PyIter_Check(turns[ORDER_NUMBERS]) ||
-        PyList_Size(turns[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->is_long || self->history ||
+    if (self->attached[ANSWER] || !has_known_fields(given[FIELDS]) || !PyIter_Check(given[ORDER_NUMBERS]) ||
+        PyList_Size(given[ORDER_NOW]) != 1 || self->part_count != 1 || self->keeps || self->is_long || self->history ||
         divisor < 0)
         return PyErr_Format(PyExc_ValueError, "these calls cannot be over at once");
     if (PyObject_GetBuffer(engine, &self->engine, PyBUF_WRITABLE) < 0)
         return NULL;
-    self->everyone = PyTuple_New((Py_ssize_t)self->size);
-    for (Py_ssize_t rank = 0; self->everyone && rank < self->size; rank++)
-        PyTuple_SetItem(self->everyone, rank, PyLong_FromSsize_t(rank));
     if (self->engine.len != ENGINE_CELLS * (Py_ssize_t)sizeof(int64_t))
         return PyErr_Format(PyExc_ValueError, "an engine has %d cells", ENGINE_CELLS);
-    if (!self->everyone)
-        return NULL;
-    for (size_t i = 0; i < sizeof turns / sizeof *turns; i++)
-        self->turns[i] = Py_NewRef(turns[i]);
-    self->reduction = Py_NewRef(reduction);
-    self->fields = Py_NewRef(fields);
-    self->owed = Py_NewRef(owed);
     self->divisor = divisor;
     self->calls_per_turn = calls_per_turn;
-    PyObject *module = PyType_GetModule(Py_TYPE(object));
-    self->answer = module ? PyObject_GetAttrString(module, "Answer") : NULL; /* last: now `at_once` may be called */
-    return self->answer ? Py_NewRef(Py_None) : NULL;
-}
-
-int rounds_visit_attached(Rounds *self, visitproc visit, void *arg)
-{
-    PyObject *attached[] = {self->answer,
-                            self->reduction,
-                            self->fields,
-                            self->turns[ORDER_NUMBERS],
-                            self->turns[ORDER_NOW],
-                            self->turns[ORDER_OVER],
-                            self->turns[ORDER_WAITING],
-                            self->owed};
-    for (size_t i = 0; i < sizeof attached / sizeof *attached; i++)
-        Py_VISIT(attached[i]);
-    return 0;
-}
-
-void rounds_detach(Rounds *self)
-{
-    Py_XDECREF(self->answer);
-    Py_XDECREF(self->reduction);
-    Py_XDECREF(self->fields);
-    Py_XDECREF(self->everyone);
-    for (int i = 0; i < 4; i++)
-        Py_XDECREF(self->turns[i]);
-    Py_XDECREF(self->owed);
-    if (self->engine.obj)
-        PyBuffer_Release(&self->engine);
+    for (int i = REDUCTION; i < ATTACHED; i++)
+        self->attached[i] = Py_XNewRef(given[i]);
+    PyObject *everyone = self->attached[EVERYONE] = PyTuple_New((Py_ssize_t)self->size);
+    for (Py_ssize_t rank = 0; everyone && rank < self->size; rank++)
+        PyTuple_SetItem(everyone, rank, PyLong_FromSsize_t(rank));
+    PyObject *module = everyone ? PyType_GetModule(Py_TYPE(object)) : NULL;
+    PyObject *answer = module ? PyObject_GetAttrString(module, "Answer") : NULL;
+    self->attached[ANSWER] = answer; /* last: now `at_once` may be called */
+    return answer ? Py_NewRef(Py_None) : NULL;
 }

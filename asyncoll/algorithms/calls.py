@@ -20,6 +20,7 @@ from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.pending import PendingCall, PendingCalls
 from asyncoll.runtime.receives import FromAny, Receives, pair_context
 from asyncoll.runtime.signature import Signature, Site
+from asyncoll.runtime.standstill import Kind
 from asyncoll.statistics import Ledger, Traffic
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.registered import RegisteredMemory
@@ -96,7 +97,7 @@ class Calls:
         if OWN:  # a way of the program uses whole arrays
             call = call._replace(body=with_own(call.body), overlapping=None)
         try:
-            pending = self._pending.enter(signature, signature.number)
+            pending = self._pending.enter(signature, Kind.COLLECTIVE, signature.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
             collectives = self._backend.collectives(call)
             if call.staged:
@@ -219,7 +220,7 @@ class Calls:
         ranks, unserved = self._member.group.ranks, call(None, 0)
 
         def begin() -> Coroutine[Any, Any, T]:
-            pending = self._pending.enter(unserved, from_any=True)
+            pending = self._pending.enter(unserved, Kind.FROM_ANY)
 
             def taken(source: int, number: int) -> Signature:
                 self._pending.narrow(pending, (ranks[source], ranks[self._member.group.rank]))
@@ -243,7 +244,7 @@ class Calls:
 
     def _enter_pair(self, call: Signature, source: int, dest: int) -> PendingCall:
         ranks = self._member.group.ranks
-        return self._pending.enter(call, ranks=(ranks[source], ranks[dest]))
+        return self._pending.enter(call, Kind.PAIR, ranks=(ranks[source], ranks[dest]))
 
     async def _receive(
         self, call: Signature, source: int, tag: int, body: Body[T], pending: PendingCall, staged: Sequence[Staged]
@@ -281,7 +282,8 @@ class Calls:
     def resume(
         self, call: Signature, collectives: Collectives, body: Body[T], since_s: float, expires_s: float | None
     ) -> Coroutine[Any, Any, T]:
-        pending = self._pending.enter(call, call.number, since=(since_s, expires_s) if since_s else None)
+        since = (since_s, expires_s) if since_s else None
+        pending = self._pending.enter(call, Kind.COLLECTIVE, call.number, since=since)
         work = self._carry_out(call, collectives, body, pending)
         trace, number = self._trace, call.number
         return work if trace.sink is None else trace.follow(call, number, work, self._ended(call), number)

@@ -89,7 +89,7 @@ class _Pending:
 class Client:
     """The calls of one rank, or of one connection, on the loop on which it was made.
 
-    In: `call`, `notify` and `stream` (tasks of the program), `received` (answers of peers), `fail` (the world or the
+    In: `call`, `notify` and `stream` (tasks of the program), `on_answer` (answers of peers), `fail` (the world or the
     connection has ended). Out: CALL, NOTIFY, STREAM, CANCEL and CREDIT messages through the carrier.
     """
 
@@ -198,14 +198,14 @@ class Client:
             return await work()
 
     def _set_timer(self, ends_s: float) -> None:
-        """Make `_expire` run at `ends_s`, or earlier."""
+        """Make `_on_timer` run at `ends_s`, or earlier."""
         if ends_s < self._timer_s:
             if self._timer is not None:
                 self._timer.cancel()
             self._timer_s = ends_s
-            self._timer = self._loop.call_later(ends_s - self._now_s(), self._expire)
+            self._timer = self._loop.call_later(ends_s - self._now_s(), self._on_timer)
 
-    def _expire(self) -> None:
+    def _on_timer(self) -> None:
         """End the calls whose time is over, and set the timer for the others."""
         self._timer, self._timer_s = None, math.inf
         now_s, earliest_s = self._now_s() + _TICK_S, math.inf
@@ -276,8 +276,7 @@ class Client:
 
     def _check(self, kind: int, name: Any) -> tuple[str, int]:
         """The name of the function, and the depth of the call. Raises UsageError, and the failure."""
-        if self._failure is not None:
-            raise self._failure()
+        self.check()
         if asyncio.get_running_loop() is not self._loop:
             raise UsageError(FOREIGN_LOOP)
         if type(name) is not str:
@@ -344,7 +343,7 @@ class Client:
 
     # -- the ends of calls ------------------------------------------------------------------------
 
-    def received(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
+    def on_answer(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
         """An answer, or an item of a stream. Raises ProtocolError if the peer may not send it.
 
         A message for a call that is over is dropped: it has crossed a CANCEL on its way.

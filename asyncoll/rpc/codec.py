@@ -231,12 +231,7 @@ def _raise_for_leaf(value: object, path: str) -> None:
         raise UsageError(f"{path} is a {type(value)}, which cannot be sent; these types can: {ALLOWED}") from None
 
 
-def decode(
-    body: bytes,
-    arrays: Sequence[Array] = (),
-    types: Types = NO_TYPES,
-    place: TensorPlace | None = None,
-) -> Any:
+def decode(body: bytes, arrays: Sequence[Array] = (), types: Types = NO_TYPES, place: TensorPlace | None = None) -> Any:
     """The value that `encode` was given. Its tensors use the memory of `arrays`, without a copy.
 
     With a `place`, its torch tensors are on the device of that.
@@ -246,10 +241,7 @@ def decode(
     """
     decoder = _Decoder(arrays, types) if place is None else _PlacingDecoder(arrays, types, place)
     try:
-        if len(body) <= _UNCHECKED_BYTES:
-            value = msgpack.unpackb(body, ext_hook=decoder.extension, strict_map_key=False)
-        else:
-            value = decoder.unpack(body)
+        value = decoder.unpack(body)
     except AsyncollError:
         raise
     # msgpack raises many types; each means that `encode` has not made these bytes.

@@ -64,14 +64,14 @@ class RpcExchange:
         """Dispatch one message. Raises ProtocolError if it violates the protocol."""
         message, arrays = protocol.decode(head, arrays)
         if message.kind in (CALL, NOTIFY, STREAM):
-            self.server.begin(peer, message, arrays)
+            self.server.on_call(peer, message, arrays)
         elif message.kind == CANCEL:
-            self.server.cancel(peer, message.call)
+            self.server.on_cancel(peer, message.call)
         elif message.kind == CREDIT:
-            self.server.taken(peer, message.call, message.number)
+            self.server.on_credit(peer, message.call, message.number)
         elif message.kind == SHOW_RESULT:
             self._reader.read(peer, message.body, self.client.arrivals(peer, message.call))
         elif message.kind == SHOW_ARGUMENT:
             self._reader.read(peer, message.body, self.server.arrivals(peer, message))
         else:
-            self.client.received(peer, message, arrays)
+            self.client.on_answer(peer, message, arrays)

@@ -31,8 +31,7 @@ from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, UsageErro
 from asyncoll.rpc.carrier import HEAD_BYTES, Deliver
 from asyncoll.rpc.packing import Packing, unpack
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport import Arena, Wait
-from asyncoll.transport.futures import settle
+from asyncoll.transport import Arena, Wait, settle
 from asyncoll.transport.memory.lending import Borrower, Lender
 from asyncoll.transport.memory.ring import RETURNED, Inbox, InboxClosedError, RingMessage, encode, encode_head
 

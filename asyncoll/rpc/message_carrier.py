@@ -21,7 +21,7 @@ from asyncoll.rpc.segments import SegmentCarrier
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.router import Router
-from asyncoll.transport.futures import settle
+from asyncoll.transport import settle
 from asyncoll.transport.wire import Buffer
 
 _DIRECT_BYTES = 1 << 13  # payloads that the caller's thread sends; ZeroMQ copies as many into one frame

@@ -22,7 +22,7 @@ import numpy as np
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import ARRAYS_MAX, HEAD_BYTES, Deliver
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport.futures import settle
+from asyncoll.transport import settle
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 
 WINDOW_BYTES = 8 * SEGMENT_BYTES

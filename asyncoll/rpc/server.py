@@ -13,9 +13,9 @@ import contextvars
 import inspect
 import logging
 import math
-import types
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,11 +24,14 @@ from asyncoll.rpc import codec, failure, fetching, protocol, shown
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.codec import Encoded, Encoder
 from asyncoll.rpc.device_place import NONE_LANDED, Arrivals, Placing
+from asyncoll.rpc.device_route import LandingTensor
 from asyncoll.rpc.failure import CallerError, FetchError, LateError, Limit
 from asyncoll.rpc.function_threads import SETTLED, Done, Threads
-from asyncoll.rpc.protocol import CALL, ITEM, ITEMS_MAX, NOTIFY, RESULT, SHOW_RESULT, STREAM, Message
+from asyncoll.rpc.protocol import CALL, ITEM, NOTIFY, RESULT, SHOW_RESULT, STREAM, Message
 from asyncoll.rpc.service import Function, FunctionRegistry
 from asyncoll.rpc.shown import Sender
+from asyncoll.rpc.steps import awaited, outcome, plain, resumed
+from asyncoll.rpc.window import StreamWindow
 from asyncoll.runtime.deadlines import clock, expiry, lift
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
@@ -39,36 +42,9 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 _CALLS_MAX = 2 * protocol.CALLS_MAX
 _ANSWERS_MAX = protocol.CALLS_MAX * (protocol.MAX_DEPTH + 1)  # answers to CANCEL on their way to one peer
 _ENDING_S = 1.0  # longest time between the end of a program's tasks and the end of its world
-_AHEAD_BYTES = 1 << 23  # items of a stream that have been sent and not taken
 # How many nested calls wait for the code that runs in this context.
 depth: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)
 logger = logging.getLogger("asyncoll")
-
-
-class _Stream:
-    """Bounds the items of one stream that have been sent and not taken, in number and bytes."""
-
-    def __init__(self) -> None:
-        self._costs: deque[int] = deque()
-        self._total = 0
-        self.room = asyncio.Event()  # set while another item may be sent
-        self.room.set()
-
-    def sent(self, nbytes: int) -> None:
-        """Count an item of `nbytes`."""
-        self._costs.append(nbytes)
-        self._total += nbytes
-        if len(self._costs) >= ITEMS_MAX or self._total > _AHEAD_BYTES:
-            self.room.clear()
-
-    def taken(self, number: int) -> None:
-        """Count off the oldest `number` items. Raises ProtocolError if fewer have been sent."""
-        if number > len(self._costs):
-            raise ProtocolError(f"{number} items of a stream taken, but {len(self._costs)} sent")
-        for _ in range(number):
-            self._total -= self._costs.popleft()
-        if len(self._costs) < ITEMS_MAX and self._total <= _AHEAD_BYTES:
-            self.room.set()
 
 
 class _EncodedResult(NamedTuple):
@@ -77,6 +53,7 @@ class _EncodedResult(NamedTuple):
     encoded: Encoded
 
 
+@dataclass(slots=True, eq=False)
 class _Call:
     """A call of a peer that is not over.
 
@@ -84,43 +61,26 @@ class _Call:
     runs in a thread.
     """
 
-    __slots__ = (
-        "arrays",
-        "ends_s",
-        "has_begun",
-        "is_cancelled",
-        "is_on_device",
-        "key",
-        "landed",
-        "level",
-        "message",
-        "peer",
-        "placing",
-        "task",
-        "timer",
-    )
-
-    def __init__(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
-        self.peer = peer
-        self.message = message
-        self.arrays = arrays
-        self.key = peer, message.call
-        self.level = peer, message.number
-        self.ends_s = math.inf  # the caller's deadline
-        self.has_begun = False
-        self.is_cancelled = False  # by its caller
-        self.is_on_device = False  # arguments of the function may be shown
-        self.landed = NONE_LANDED  # those that have been
-        self.placing: Placing | None = None  # of arguments, for the thread of a plain function
-        self.task: asyncio.Task[None] | None = None
-        self.timer: asyncio.TimerHandle | None = None  # for the deadline of a plain function in a thread
+    peer: int
+    message: Message
+    arrays: Sequence[Array]
+    landed: Mapping[int, LandingTensor]  # arguments that have been shown
+    key: tuple[int, int]  # peer and call
+    level: tuple[int, int]  # peer and depth
+    ends_s: float = math.inf  # the caller's deadline
+    has_begun: bool = False
+    is_cancelled: bool = False  # by its caller
+    is_on_device: bool = False  # arguments of the function may be shown
+    placing: Placing | None = None  # of arguments, for the thread of a plain function
+    task: asyncio.Task[None] | None = None
+    timer: asyncio.TimerHandle | None = None  # for the deadline of a plain function in a thread
 
 
 class Server:
     """The calls of all peers that run here, on the loop on which it was made.
 
-    In: `begin`, `cancel` and `taken` (messages of peers), `forget` (a peer is gone), `stop`. Out: RESULT, ERROR and
-    ITEM messages through the carrier; protocol errors through `broken`.
+    In: `on_call`, `on_cancel` and `on_credit` (messages of peers), `forget` (a peer is gone), `stop`. Out: messages
+    RESULT, ERROR and ITEM through the carrier; protocol errors through `broken`.
 
     One task, the leader, makes the first steps of all calls. A call that is over after its first step needs no task of
     its own. A call that waits keeps the task: another leader is made. So the current task of a function never changes.
@@ -140,7 +100,7 @@ class Server:
         self._broken = broken
         self._calls: dict[tuple[int, int], _Call] = {}  # by peer and call
         self._unbegun: deque[_Call] = deque()  # calls that wait for their first step
-        self._streams: dict[tuple[int, int], _Stream] = {}
+        self._streams: dict[tuple[int, int], StreamWindow] = {}
         self._counts: dict[tuple[int, int], int] = {}  # calls by peer and depth
         self._answers: dict[tuple[int, int], asyncio.Task[None]] = {}  # by peer and call: answers without a call here
         self._answering: Counter[int] = Counter()  # by peer: the number of those
@@ -163,29 +123,28 @@ class Server:
 
     # -- messages of peers ------------------------------------------------------------------------
 
-    def begin(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
+    def on_call(self, peer: int, message: Message, arrays: Sequence[Array]) -> None:
         """Start a call. Raises ProtocolError if the peer may not make it."""
         if self._closed:
             return
         if self._threads is not None:
             self._threads.settle()
-        call = _Call(peer, message, arrays)
-        key, count = call.key, self._counts.get(call.level, 0)
-        if key in self._arrivals:
-            call.landed = self._arrivals.pop(key).come()
+        key, level = (peer, message.call), (peer, message.number)
+        landed = self._arrivals.pop(key).come() if key in self._arrivals else NONE_LANDED
+        count = self._counts.get(level, 0)
         if key in self._calls:
             raise ProtocolError(f"two calls with the number {message.call}")
         if count >= _CALLS_MAX:
             raise ProtocolError(f"more than {_CALLS_MAX} calls at a time")
-        self._counts[call.level] = count + 1
-        self._calls[key] = call
+        self._counts[level] = count + 1
+        call = self._calls[key] = _Call(peer, message, arrays, landed, key, level)
         self._unbegun.append(call)
         if self._leader is None:
             self._appoint()
         elif self._news is not None and not self._news.done():
             self._news.set_result(None)
 
-    def cancel(self, peer: int, call: int) -> None:
+    def on_cancel(self, peer: int, call: int) -> None:
         """A CANCEL message. It is always answered: the call may never have arrived, or may be over.
 
         Raises ProtocolError if too many answers to that peer are on their way.
@@ -218,11 +177,11 @@ class Server:
                 return None
         return self._arrivals[key]
 
-    def taken(self, peer: int, call: int, number: int) -> None:
+    def on_credit(self, peer: int, call: int, number: int) -> None:
         """A CREDIT message: the reader of a stream has taken `number` items."""
         stream = self._streams.get((peer, call))
         if stream is not None:
-            stream.taken(number)
+            stream.count_taken(number)
 
     def answer(self, peer: int, call: int, kind: int = RESULT, body: bytes = b"") -> None:
         """Send the answer to a call that does not run here, in the background; by default a RESULT without a body."""
@@ -235,9 +194,9 @@ class Server:
             return
         task = self._answers[key] = self._loop.create_task(sending)
         self._answering[key[0]] += 1
-        task.add_done_callback(lambda _: self._answered(key))
+        task.add_done_callback(lambda _: self._on_answered(key))
 
-    def _answered(self, key: tuple[int, int]) -> None:
+    def _on_answered(self, key: tuple[int, int]) -> None:
         del self._answers[key]
         self._answering[key[0]] -= 1
         if not self._answering[key[0]]:
@@ -293,13 +252,13 @@ class Server:
         if call.task is not None:
             call.task.cancel()
         elif call.has_begun:  # a function in a thread, whose result is dropped
-            self._finish(call, self._failed(call, asyncio.CancelledError()))
+            self._finish(call, self._answer_error(call, asyncio.CancelledError()))
         else:
             self._unbegun.remove(call)
-            self._over(call)
+            self._release(call)
             self.answer(*call.key)
 
-    def _over(self, call: _Call) -> None:
+    def _release(self, call: _Call) -> None:
         """The call is over: free its place."""
         if self._fetching:
             fetching.join(self._fetching.pop(call.key, ()))
@@ -313,11 +272,11 @@ class Server:
         else:
             del self._counts[level]
 
-    def _ended(self, call: _Call, task: asyncio.Task[None]) -> None:
+    def _on_end(self, call: _Call, task: asyncio.Task[None]) -> None:
         """The task of a call has ended."""
         self._tasks.discard(task)
         self._streams.pop(call.key, None)
-        self._over(call)
+        self._release(call)
         # Before its first step, or while it sent its answer.
         if task.cancelled():
             if call.is_cancelled or call.message.kind == NOTIFY:
@@ -343,7 +302,7 @@ class Server:
                 while self._unbegun:
                     call = self._unbegun.popleft()
                     try:
-                        rest = self._begun(call, me)
+                        rest = self._make_first_step(call, me)
                     except BaseException:  # raised by the function, to end more than its call
                         self._keep(call, me)
                         raise
@@ -367,7 +326,7 @@ class Server:
         """Make `task` the task of a call that waits."""
         call.task = task
         self._tasks.add(task)
-        task.add_done_callback(partial(self._ended, call))
+        task.add_done_callback(partial(self._on_end, call))
 
     def _finish(
         self, call: _Call, rest: Coroutine[Any, Any, None] | None, context: contextvars.Context | None = None
@@ -376,7 +335,7 @@ class Server:
         if rest is not None:
             self._keep(call, self._loop.create_task(rest, context=context))
 
-    def _begun(self, call: _Call, leader: asyncio.Task[None]) -> Coroutine[Any, Any, None] | None:
+    def _make_first_step(self, call: _Call, leader: asyncio.Task[None]) -> Coroutine[Any, Any, None] | None:
         """Make the first step of a call. Returns its rest, which the leader awaits; None if nothing is left to it."""
         call.has_begun = True
         message = call.message
@@ -388,11 +347,11 @@ class Server:
                     raise LateError(f"{message.name} was called after its caller's deadline")
                 call.ends_s = self._now_s() + message.seconds
         except ProtocolError as error:
-            self._over(call)
+            self._release(call)
             self._broken(call.peer, error)
             return None
         except Exception as error:  # CallerError, LateError, or an error of the user's dataclasses
-            return self._failed(call, error)
+            return self._answer_error(call, error)
         context = self._context_of(call)
         runs_here = function.streams or function.is_coroutine or function.is_inline or self._is_virtual
         if runs_here:
@@ -403,12 +362,12 @@ class Server:
             )
         elif runs_here:
             call.task = leader
-            return self._first_step(call, function, args, kwargs, context)
+            return self._run_here(call, function, args, kwargs, context)
         else:
             if call.ends_s < math.inf:
-                call.timer = self._loop.call_later(message.seconds, self._expire, call, function)
+                call.timer = self._loop.call_later(message.seconds, self._on_deadline, call, function)
             work = partial(self._run_in_thread, call, function, args, kwargs, context)
-            self._in_a_thread(work, partial(self._returned, call, function, context))
+            self._in_a_thread(work, partial(self._on_return, call, function, context))
         return None
 
     def _context_of(self, call: _Call) -> contextvars.Context:
@@ -423,7 +382,7 @@ class Server:
             context.run(expiry.set, call.ends_s)
         return context
 
-    def _first_step(
+    def _run_here(
         self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any], context: contextvars.Context
     ) -> Coroutine[Any, Any, None] | None:
         """Run a function on the loop until it waits. Returns the rest of the call."""
@@ -431,19 +390,19 @@ class Server:
             if function.is_coroutine:
                 steps = function.fn(*args, **kwargs)
             else:
-                result = context.run(_plain, function.fn, args, kwargs)
+                result = context.run(plain, function.fn, args, kwargs)
                 if not inspect.isawaitable(result):
-                    return self._succeeded(call, function, result)
-                steps = _awaited(result)
+                    return self._answer_result(call, function, result)
+                steps = awaited(result)
             waits_for = context.run(steps.send, None)
         except StopIteration as end:
-            return self._succeeded(call, function, end.value)
+            return self._answer_result(call, function, end.value)
         # A caller must not end this program.
         except (Exception, asyncio.CancelledError, SystemExit) as error:
-            return self._failed(call, error)
-        return self._to_its_end(call, function, partial(_resumed, steps, waits_for, context))
+            return self._answer_error(call, error)
+        return self._to_its_end(call, function, partial(resumed, steps, waits_for, context))
 
-    def _returned(
+    def _on_return(
         self, call: _Call, function: Function, context: contextvars.Context, result: Any, error: BaseException | None
     ) -> None:
         """A plain function has returned `result`, or raised `error`, in its thread. The call may be over."""
@@ -451,13 +410,13 @@ class Server:
             _drop(result)
             return
         if result is SETTLED:
-            self._over(call)
+            self._release(call)
         elif error is None and not inspect.isawaitable(result):
-            self._finish(call, self._succeeded(call, function, result))
+            self._finish(call, self._answer_result(call, function, result))
         elif isinstance(error, Exception | asyncio.CancelledError | SystemExit):
-            self._finish(call, self._failed(call, error))
+            self._finish(call, self._answer_error(call, error))
         else:  # a plain decorator may hide that the function is a coroutine function
-            self._finish(call, self._to_its_end(call, function, partial(_outcome, result, error)), context)
+            self._finish(call, self._to_its_end(call, function, partial(outcome, result, error)), context)
 
     async def _to_its_end(self, call: _Call, function: Function, work: Callable[[], Awaitable[Any]]) -> None:
         """Await the work of a function under its caller's deadline, and answer."""
@@ -467,11 +426,11 @@ class Server:
                     result = await work()
             else:
                 result = await work()
-            rest = self._succeeded(call, function, result)
+            rest = self._answer_result(call, function, result)
         # A caller must not end this program.
         except (Exception, asyncio.CancelledError, SystemExit) as error:
             await self._wait_for_closing(call)
-            rest = self._failed(call, error)
+            rest = self._answer_error(call, error)
         if rest is not None:
             await rest
 
@@ -537,7 +496,7 @@ class Server:
 
         Returns SETTLED for a call that is answered, and otherwise the result.
         """
-        result = context.run(self._encoded, call, function, args, kwargs)
+        result = context.run(self._call_and_encode, call, function, args, kwargs)
         if not self._carrier.sends_in_any_thread or type(result) is not _EncodedResult:
             return result
         body, arrays, _ = result.encoded
@@ -549,7 +508,7 @@ class Server:
         except AsyncollError:  # the loop meets it, too
             return result
 
-    def _encoded(self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _call_and_encode(self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call a plain function and encode its result, in a thread: copies follow the work queued there.
 
         An awaitable result is returned as it is.
@@ -557,7 +516,7 @@ class Server:
         if call.placing is not None:
             call.placing.join()
             call.placing = None
-        result = _plain(function.fn, args, kwargs)
+        result = plain(function.fn, args, kwargs)
         if inspect.isawaitable(result):
             return result
         if call.message.kind != CALL:
@@ -566,16 +525,16 @@ class Server:
         self._begin_to_answer(call, encoded[2])
         return _EncodedResult(encoded)
 
-    def _expire(self, call: _Call, function: Function) -> None:
+    def _on_deadline(self, call: _Call, function: Function) -> None:
         """The deadline of a plain function has come. The function runs to its end, and its result is dropped."""
         assert self._threads is not None
         self._threads.settle()  # its thread may have answered
         if self._calls.get(call.key) is call and call.task is None:
-            self._finish(call, self._failed(call, _late(function)))
+            self._finish(call, self._answer_error(call, _late(function)))
 
     # -- answers ----------------------------------------------------------------------------------
 
-    def _succeeded(self, call: _Call, function: Function, result: Any) -> Coroutine[Any, Any, None] | None:
+    def _answer_result(self, call: _Call, function: Function, result: Any) -> Coroutine[Any, Any, None] | None:
         """Answer with a result. Returns what is left to do."""
         if call.message.kind != CALL:
             return self._answer(call, RESULT, b"", ())
@@ -587,7 +546,7 @@ class Server:
                 if staged:
                     self._begin_to_answer(call, staged)
         except Exception as error:
-            return self._failed(call, error)
+            return self._answer_error(call, error)
         if not staged:
             return self._answer(call, RESULT, body, arrays)
         self._fetching[call.key] = staged
@@ -598,13 +557,13 @@ class Server:
     ) -> None:
         """Answer with a result once its tensors have arrived from their devices."""
         try:
-            rest = self._answer(call, RESULT, body, await self._ready(call, arrays, staged))
+            rest = self._answer(call, RESULT, body, await self._wait_until_ready(call, arrays, staged))
         except FetchError as error:
-            rest = self._failed(call, error)
+            rest = self._answer_error(call, error)
         if rest is not None:
             await rest
 
-    def _failed(self, call: _Call, error: BaseException) -> Coroutine[Any, Any, None] | None:
+    def _answer_error(self, call: _Call, error: BaseException) -> Coroutine[Any, Any, None] | None:
         """Answer with an error. Returns what is left to do."""
         message = call.message
         if isinstance(error, DeadlineError) and call.ends_s <= self._now_s():
@@ -623,7 +582,7 @@ class Server:
         except AsyncollError:  # a lost peer: others report the loss
             pass
         if call.task not in self._tasks:
-            self._over(call)
+            self._release(call)
         return None
 
     async def _send(self, peer: int, kind: int, call: int, body: bytes) -> None:
@@ -647,7 +606,7 @@ class Server:
             self._sender.defer(call.peer, staged, are_kept=True)
         fetching.begin_to_answer(staged)
 
-    async def _ready(self, call: _Call, arrays: Sequence[Array], staged: Sequence[Staged]) -> list[Array]:
+    async def _wait_until_ready(self, call: _Call, arrays: Sequence[Array], staged: Sequence[Staged]) -> list[Array]:
         """What goes beside an answer, once its tensors have arrived from their devices or are at the caller's."""
         try:
             left = await self._sender.show(shown.ShownMessage(SHOW_RESULT, *call.key), arrays, staged)
@@ -658,7 +617,7 @@ class Server:
 
     async def _stream(self, call: _Call, function: Function, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Send the items of a generator, as fast as its reader takes them."""
-        stream = self._streams[call.key] = _Stream()
+        stream = self._streams[call.key] = StreamWindow()
         name = f"an item of {function.name}"
         items = function.fn(*args, **kwargs)
         async with contextlib.aclosing(items) if hasattr(items, "aclose") else contextlib.nullcontext():
@@ -668,10 +627,10 @@ class Server:
                 if staged:
                     self._begin_to_answer(call, staged)
                     try:
-                        left = await self._ready(call, arrays, staged)
+                        left = await self._wait_until_ready(call, arrays, staged)
                     finally:
                         fetching.join(staged)
-                stream.sent(nbytes)
+                stream.count_sent(nbytes)
                 await self._carrier.send(call.peer, *protocol.encode(ITEM, call.message.call, body, left))
                 await stream.room.wait()
 
@@ -685,15 +644,6 @@ def _arguments(value: Any) -> tuple[list[Any], dict[str, Any]]:
     raise ProtocolError("the body of a call is not a list of arguments")
 
 
-def _plain(fn: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a plain function."""
-    try:
-        return fn(*args, **kwargs)
-    # In a coroutine it would count as the end of that.
-    except StopIteration as error:
-        raise RuntimeError(f"{fn!r} raised StopIteration") from error
-
-
 def _late(function: Function) -> LateError:
     return LateError(f"{function.name} was cancelled at its caller's deadline")
 
@@ -702,32 +652,3 @@ def _drop(result: Any) -> None:
     """No caller waits for the result of a plain function any more."""
     if type(result) is _EncodedResult:
         fetching.join(result.encoded[2])
-
-
-async def _awaited(result: Awaitable[Any]) -> Any:
-    return await result
-
-
-async def _outcome(result: Any, error: BaseException | None) -> Any:
-    """The outcome of a plain function: its exception, or its result; if that is an awaitable, the result of that."""
-    if error is not None:
-        raise error
-    return await result if inspect.isawaitable(result) else result
-
-
-@types.coroutine
-def _resumed(steps: Coroutine[Any, Any, Any], waits_for: Any, context: contextvars.Context) -> Generator[Any, Any, Any]:
-    """Await a coroutine whose first step was made, in `context`, and has yielded `waits_for`."""
-    try:
-        while True:
-            try:
-                value = yield waits_for
-            except GeneratorExit:
-                context.run(steps.close)
-                raise
-            except BaseException as error:
-                waits_for = context.run(steps.throw, error)
-            else:
-                waits_for = context.run(steps.send, value)
-    except StopIteration as end:
-        return end.value

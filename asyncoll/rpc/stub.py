@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import cache, partial
 from typing import Annotated, Any, NamedTuple, TypeVar
 
@@ -74,18 +74,12 @@ class _Stub(Uncopied):
         return method
 
     async def _call(self, function: Function, /, *args: Any, **kwargs: Any) -> Any:
-        await self._match()
-        peer = self._peer
-        request = Request(peer.number, function.name, args, kwargs, function.types, peer.place)
-        result = await peer.client.call(request)
+        result = await self._peer.client.call(await self._request(function, args, kwargs))
         function.check_result(result)
         return result
 
     async def _stream(self, function: Function, /, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        await self._match()
-        peer = self._peer
-        request = Request(peer.number, function.name, args, kwargs, function.types, peer.place)
-        items = peer.client.stream(request)
+        items = self._peer.client.stream(await self._request(function, args, kwargs))
         try:
             async for item in items:
                 function.check_result(item)
@@ -93,10 +87,14 @@ class _Stub(Uncopied):
         finally:
             await items.aclose()
 
+    async def _request(self, function: Function, args: Sequence[Any], kwargs: dict[str, Any]) -> Request:
+        """A call of `function`, once the methods match those at the peer."""
+        if not self._has_been_matched:
+            await self._match()
+        return Request(self._peer.number, function.name, args, kwargs, function.types, self._peer.place)
+
     async def _match(self) -> None:
-        """Compare the methods with those at the peer, once. Raises MismatchError."""
-        if self._has_been_matched:
-            return
+        """Compare the methods with those at the peer. Raises MismatchError."""
         there = {method.name: method for method in await methods(self._peer)}
         for function in self._functions.values():
             mine, found = function.describe(), there.get(function.name)

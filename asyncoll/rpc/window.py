@@ -1,4 +1,4 @@
-"""Slots: they bound the calls under way to one peer, in number and in bytes of arguments.
+"""How much may be under way: the calls to one peer, in number and in bytes of arguments, and the items of a stream.
 
 Each depth of nested calls has slots of its own. With common slots, calls that occupy all slots could wait for nested
 calls that wait for a slot: a deadlock.
@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from asyncoll.rpc.protocol import CALLS_MAX
+from asyncoll.errors import ProtocolError
+from asyncoll.rpc.protocol import CALLS_MAX, ITEMS_MAX
 
 BYTES_MAX = 1 << 26  # of arguments; a call with more is under way alone
+_AHEAD_BYTES = 1 << 23  # items of a stream that have been sent and not taken
 
 
 class Slots:
@@ -24,8 +26,7 @@ class Slots:
 
     def take_nowait(self, nbytes: int) -> bool:
         """Take a slot for a call with `nbytes` of arguments if one is free and no caller waits; return whether so."""
-        calls = self._calls
-        if self._waiters or calls >= CALLS_MAX or (calls and self._bytes + nbytes > BYTES_MAX):  # as `_fits`
+        if self._waiters or not self._fits(nbytes):
             return False
         self._calls += 1
         self._bytes += nbytes
@@ -64,3 +65,29 @@ class Slots:
     def _fits(self, nbytes: int) -> bool:
         """Whether a call fits. The first one always does, whatever its size: it would otherwise wait for ever."""
         return self._calls < CALLS_MAX and (not self._calls or self._bytes + nbytes <= BYTES_MAX)
+
+
+class StreamWindow:
+    """Bounds the items of one stream that have been sent and not taken, in number and bytes."""
+
+    def __init__(self) -> None:
+        self._costs: deque[int] = deque()
+        self._total = 0
+        self.room = asyncio.Event()  # set while another item may be sent
+        self.room.set()
+
+    def count_sent(self, nbytes: int) -> None:
+        """Count an item of `nbytes`."""
+        self._costs.append(nbytes)
+        self._total += nbytes
+        if len(self._costs) >= ITEMS_MAX or self._total > _AHEAD_BYTES:
+            self.room.clear()
+
+    def count_taken(self, number: int) -> None:
+        """Count off the oldest `number` items. Raises ProtocolError if fewer have been sent."""
+        if number > len(self._costs):
+            raise ProtocolError(f"{number} items of a stream taken, but {len(self._costs)} sent")
+        for _ in range(number):
+            self._total -= self._costs.popleft()
+        if len(self._costs) < ITEMS_MAX and self._total <= _AHEAD_BYTES:
+            self.room.set()

@@ -21,6 +21,7 @@ names both calls. Ranks that wait for each other are compared by `checks`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -35,8 +36,7 @@ from asyncoll.runtime.failures import WORLD, Failure, Failures, break_off
 from asyncoll.runtime.matching import Key, Mailbox, Receive
 from asyncoll.runtime.router import Router
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport import Buffer, Transport, wire
-from asyncoll.transport.futures import settle
+from asyncoll.transport import Buffer, Transport, settle, wire
 from asyncoll.transport.wire import SEGMENT_BYTES
 
 WINDOW_BYTES = 64 * SEGMENT_BYTES  # short arrays from one rank to another that the receiver has not consumed
@@ -155,7 +155,7 @@ class Executions:
         # the one with a number, and its text; None if it is unknown.
         self.described: dict[int, Callable[[int], tuple[tuple[int, ...], str] | None]] = {}
         self._last_heard: dict[int, tuple[int, int]] = {}  # by source: the execution of its last message
-        self._known = 0  # executions that became known here
+        self._serials = itertools.count(1)  # of executions as they become known here
         # By context: called after each message that comes before its execution is open.
         self.on_early: dict[int, Callable[[], None]] = {}
         self._checks = Checks(self._open.values, self._check)
@@ -171,27 +171,23 @@ class Executions:
         key = (identity.context, identity.number)
         assert key not in self._open, f"{identity.describe()} is already open"
         early = self._early.pop(key, None)
-        execution = self._open[key] = Execution(identity, piggyback, early.serial if early else self._serial(), early)
+        serial = early.serial if early else next(self._serials)
+        execution = self._open[key] = Execution(identity, piggyback, serial, early)
         if early is not None:
-            self._compare(early, execution)
+            for source, fingerprint in early.fingerprints.items():
+                if fingerprint != identity.fingerprint:
+                    # These segments belong to another call than this one.
+                    execution.mailbox.forget(source)
+                    self._dispute(source, identity)
+            # Until now there was nothing here to merge them with.
+            for source, its in early.piggybacks:
+                if early.fingerprints[source] == identity.fingerprint:
+                    self._merge_piggyback(source, execution, its)
         # Peers that asked about this execution before it was open here are answered now, if the calls differ.
         for source, fingerprint in self._checks.kept(key).items():
             if fingerprint != identity.fingerprint:
                 self._dispute(source, identity)
         return execution
-
-    def _compare(self, early: EarlyExecution, execution: Execution) -> None:
-        """Dispute what has come early for another call than this one, and merge the piggybacks of the rest."""
-        identity = execution.identity
-        for source, fingerprint in early.fingerprints.items():
-            if fingerprint != identity.fingerprint:
-                # These segments belong to another call than this one.
-                execution.mailbox.forget(source)
-                self._dispute(source, identity)
-        # Until now there was nothing here to merge them with.
-        for source, piggyback in early.piggybacks:
-            if early.fingerprints[source] == identity.fingerprint:
-                self._merge_piggyback(source, execution, piggyback)
 
     def end(self, execution: Execution, *, completed: bool) -> None:
         """Forget an execution. If it was not `completed`, messages that still arrive for it are dropped."""
@@ -485,7 +481,7 @@ class Executions:
         self._last_heard[source] = key
         execution = self._open.get(key)
         if execution is None:
-            early = self._early.get(key) or self._early.setdefault(key, EarlyExecution(self._serial()))
+            early = self._early.get(key) or self._early.setdefault(key, EarlyExecution(next(self._serials)))
             early.fingerprints[source] = header.fingerprint
             return early
         if execution.identity.fingerprint != header.fingerprint:
@@ -496,11 +492,6 @@ class Executions:
     def _link(self, peer: int) -> _FlowControl:
         """Flow control with world rank `peer`. From any thread: `setdefault` is one atomic step."""
         return self._links.get(peer) or self._links.setdefault(peer, _FlowControl())
-
-    def _serial(self) -> int:
-        """The number of an execution that becomes known here."""
-        self._known += 1
-        return self._known
 
     def _earn(self, source: int, amount: int) -> None:
         """`amount` bytes of `source` have been consumed. Sends credit in batches of a quarter of the window.

@@ -27,7 +27,7 @@ from asyncoll.runtime.progress import ProgressThread, ignore, see, task_of
 from asyncoll.runtime.shared_work import BegunWork, Driven
 from asyncoll.runtime.threads import program_loop
 from asyncoll.runtime.uncopied import Uncopied
-from asyncoll.transport.futures import settle_from_any_thread
+from asyncoll.transport import settle_from_any_thread
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

@@ -118,20 +118,19 @@ class PendingCalls:
     def enter(
         self,
         call: Described,
+        kind: Kind = Kind.ROUND,
         number: int = 0,
         ranks: tuple[int, ...] = (),
         *,
-        from_any: bool = False,
         since: tuple[float, float | None] | None = None,
     ) -> PendingCall:
         """A call begins. Runs in the caller's thread and context, where `asyncoll.deadline` is set.
 
         `number` counts the calls that all ranks make, from 1; 0 for another call (send, recv, a round). `ranks` are the
-        world ranks that take part, by default all of the communicator. A call of certain ranks needs all of them; one
-        `from_any` needs one other rank. A call that is entered late gives `since`: when it began, and its deadline.
+        world ranks that take part, by default all of the communicator. A call that is entered late gives `since`: when
+        it began, and its deadline.
         """
         since_s, expires_s = (self._now_s(), deadlines.expiry.get()) if since is None else since
-        kind = Kind.COLLECTIVE if number else Kind.PAIR if ranks else Kind.FROM_ANY if from_any else Kind.ROUND
         # The patience of the world bounds every call, also where the program has set a later deadline.
         patience_s = since_s + self._patience_s
         if expires_s is None or expires_s > patience_s:

@@ -24,7 +24,7 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.numbering import Numbering
 from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport.futures import settle
+from asyncoll.transport import settle
 
 
 @lru_cache(maxsize=64)

@@ -45,12 +45,7 @@ class Work(Uncopied, TorchWork):
     Callbacks of the future run in threads of their own, or in the thread that waits, and may wait for further calls.
     """
 
-    def __init__(
-        self,
-        handles: Sequence[Handle[Any]],
-        outputs: list[Any],
-        record: Any = None,
-    ) -> None:
+    def __init__(self, handles: Sequence[Handle[Any]], outputs: list[Any], record: Any = None) -> None:
         """`outputs` is the value of the future; `record` is of `recording.begin`."""
         super().__init__()
         self.handles = handles

@@ -249,11 +249,11 @@ def _arranged(optimizer: torch.optim.Optimizer, described: dict[str, list[Any]])
     for parameter, state in zip(parameters, described["states"], strict=True):
         own = optimizer.state.pop(parameter, {})
         if state:  # some optimizers initialize a state only if there is no entry
-            optimizer.state[parameter] = _decoded_items(state, own, tensors, device)
+            optimizer.state[parameter] = _decoded({"dict": state}, own, tensors, device)
     own = _others(optimizer)
     for key in own:
         del optimizer.state[key]
-    optimizer.state.update(_decoded_items(described["others"], own, tensors, device))
+    optimizer.state.update(_decoded({"dict": described["others"]}, own, tensors, device))
     return tensors
 
 
@@ -287,16 +287,6 @@ def _items(optimizer: torch.optim.Optimizer, state: dict[Any, Any], tensors: lis
                 "ranks: use an optimizer whose state is tensors, numbers, strings, and lists, tuples and dicts of them"
             ) from error
     return items
-
-
-def _decoded_items(
-    items: list[list[Any]], own: dict[Any, Any], tensors: list[Tensor], device: torch.device
-) -> dict[Any, Any]:
-    values = {}
-    for item, value in items:
-        name = _decoded(item, None, tensors, device)
-        values[name] = _decoded(value, own.get(name), tensors, device)
-    return values
 
 
 def _encoded(value: Any, tensors: list[Tensor]) -> Any:
@@ -336,7 +326,11 @@ def _decoded(value: Any, own: Any, tensors: list[Tensor], device: torch.device) 
     if kind == "numpy":
         return numpy.dtype(content[0]).type(content[1])
     if kind == "dict":
-        return {_decoded(key, None, tensors, device): _decoded(item, None, tensors, device) for key, item in content}
+        own, values = own if isinstance(own, dict) else {}, {}
+        for key, item in content:
+            name = _decoded(key, None, tensors, device)
+            values[name] = _decoded(item, own.get(name), tensors, device)
+        return values
     items = [_decoded(item, None, tensors, device) for item in content]
     return tuple(items) if kind == "tuple" else items
 

@@ -7,6 +7,7 @@ any implementation.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -34,6 +35,8 @@ __all__ = [
     "Wait",
     "check_frames",
     "peers_view",
+    "settle",
+    "settle_from_any_thread",
 ]
 START_TIMEOUT_S = 300.0  # ranks may import modules and load data for minutes before they join
 
@@ -253,3 +256,15 @@ def check_frames(dest: int, size: int, frames: Sequence[Buffer]) -> None:
         raise UsageError(f"there is no rank {dest} in a world of {size}")
     if (longest := max(map(len, frames))) > MAX_FRAME_BYTES:
         raise UsageError(f"a frame of {longest} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+
+
+def settle(future: asyncio.Future[None]) -> None:
+    """End the wait for `future`, on its loop. Without effect if it is done: its waiter may have been cancelled."""
+    if not future.done():
+        future.set_result(None)
+
+
+def settle_from_any_thread(future: asyncio.Future[None]) -> None:
+    """End the wait for `future`. Without effect if its loop is closed, and with that the task that waits."""
+    with contextlib.suppress(RuntimeError):
+        future.get_loop().call_soon_threadsafe(settle, future)

@@ -16,7 +16,7 @@ import warnings
 import zipfile
 import zlib
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from itertools import count
@@ -411,8 +411,8 @@ def short_calls(meetings: Any) -> Any:
     names = (
         "general rest runner home held endpoint failures unused end note place_outside running_loop expiry may_raise"
     )
-    parts = dict.fromkeys(names.split()) | {"array_type": np.ndarray, "own": [], "unfinished": set(), "turns": {}}
-    return _core.native.ShortCalls(meetings, (0, 0, 0), 1, 1, 64, **parts)
+    parts = dict.fromkeys(names.split()) | {"array_type": np.ndarray, "unfinished": set(), "turns": {}}
+    return _core.native.ShortCalls(meetings, (0, 0, 0), 1, 1, 64, own=[], blocks=[], **parts)
 
 
 @needs_core
@@ -581,18 +581,19 @@ def test_a_signal_handler_that_raises_after_a_wait_for_the_lock_loses_no_rank():
     RobustMutex.initialize(memory[:MUTEX_BYTES])
     mutex, other = (kind(memory[:MUTEX_BYTES], 0, (5,)) for kind in (Interrupted, RobustMutex))
     block = _core.native.ControlBlock(memory, (), mutex, 0, AsyncollError, True)
-    is_held = threading.Event()
 
-    def hold() -> None:
-        with other:
-            is_held.set()
-            assert Interrupted.waits.wait(PATIENCE_S)
+    def release_later() -> None:
+        assert Interrupted.waits.wait(PATIENCE_S)
+        other.release()
 
-    with ThreadPoolExecutor(1) as pool:
-        holding = pool.submit(hold)
-        assert is_held.wait(PATIENCE_S)
+    def hold() -> Future[None]:
+        other.acquire()
+        return releasing.submit(release_later)
+
+    with ThreadPoolExecutor(1) as releasing:  # a mutex is released by the thread that has acquired it
+        released = releasing.submit(hold).result(PATIENCE_S)
         with pytest.raises(KeyboardInterrupt), block:
             pytest.fail("the handler has raised before the critical section")
-        holding.result()
-    with other:  # it is free, and nothing is lost
-        pass
+        released.result(PATIENCE_S)
+    other.acquire()  # it is free, and nothing is lost
+    other.release()

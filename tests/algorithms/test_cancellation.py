@@ -8,6 +8,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +27,7 @@ from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world import join
 from asyncoll.world.world import World
 from tests.support.cancelling import cancelled_in_turn, interrupt, nothing_is_pending
+from tests.support.cases import case
 from tests.support.places import SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S
 
@@ -32,6 +35,7 @@ WEATHER = Network(latency_s=10e-6, jitter_s=50e-6)
 THOUSAND = 1000
 TIMES = 20  # calls in one world of virtual time; real worlds take longer to start and to end
 REAL_TIMES = 120
+WORLDS_MAX = 400
 
 memory = pytest.mark.parametrize("memory", [False, True], ids=["messages", "memory"])
 
@@ -55,17 +59,27 @@ def delay_s(random) -> float:
     return float(10 ** random.uniform(-7, -3))
 
 
+def cancel_many(count: float, cancelled_in: Callable[[int], int]) -> None:
+    """Run `cancelled_in(seed)`, which returns how many calls were cancelled in time, until they are `count`."""
+    total = 0
+    for seed in range(1, WORLDS_MAX):
+        with case(seed=seed):
+            total += cancelled_in(seed)
+        if total >= count:
+            return
+    pytest.fail(f"only {total} calls of {WORLDS_MAX} worlds were cancelled: the delays miss the calls")
+
+
 @memory
 def test_after_a_cancelled_collective_the_next_is_right(memory):
     async def main(comm: Communicator, seed: int) -> int:
         random = np.random.default_rng([seed, comm.rank])
         return await interrupt(comm, seed, TIMES, lambda call: cancelled(call, delay_s(random)))
 
-    total, seed = 0, 0
-    while total < THOUSAND:
-        seed += 1
-        world = simulate(3, lambda comm, seed=seed: main(comm, seed), WEATHER, seed, shared_memory=memory)
-        total += sum(world.results)
+    def cancelled_in(seed: int) -> int:
+        return sum(simulate(3, partial(main, seed=seed), WEATHER, seed, shared_memory=memory).results)
+
+    cancel_many(THOUSAND, cancelled_in)
 
 
 async def contribute(comm: Communicator, random, cancel, times: int = TIMES) -> tuple[int, int, int]:
@@ -109,11 +123,10 @@ def test_after_a_cancelled_wait_the_round_continues_and_the_next_call_is_right(m
         random = np.random.default_rng([seed, comm.rank])
         return await contribute(comm, random, lambda call: cancelled(call, delay_s(random)))
 
-    total, seed = 0, 0
-    while total < THOUSAND:
-        seed += 1
-        world = simulate(3, lambda comm, seed=seed: main(comm, seed), WEATHER, seed, shared_memory=memory)
-        total += check_contributions(world.results)
+    def cancelled_in(seed: int) -> int:
+        return check_contributions(simulate(3, partial(main, seed=seed), WEATHER, seed, shared_memory=memory).results)
+
+    cancel_many(THOUSAND, cancelled_in)
 
 
 def test_a_call_that_is_over_at_once_and_closed_cannot_be_awaited():
@@ -170,10 +183,10 @@ def test_the_same_on_real_loops(transport, new_loop, monkeypatch):
         turns = lambda call: cancelled_in_turn(call, int(random.integers(1, 20)))  # noqa: E731
         return await contribute(comm, random, turns, REAL_TIMES)
 
-    total, seed = 0, 0
-    while total < THOUSAND / 4:  # on each of two loops and two transports
-        seed += 1
-        total += check_contributions(run_ranks(3, lambda comm, seed=seed: main(comm, seed), transport))
+    def cancelled_in(seed: int) -> int:
+        return check_contributions(run_ranks(3, partial(main, seed=seed), transport))
+
+    cancel_many(THOUSAND / 4, cancelled_in)  # on each of two loops and two transports
 
 
 @pytest.mark.slow

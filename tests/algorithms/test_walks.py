@@ -57,8 +57,8 @@ def test_a_call_comes_to_its_algorithm_in_few_steps(call, transport, functions, 
 @pytest.mark.parametrize(
     ("call", "transport", "functions", "files"),
     [
-        ("allreduce", "messages", 88, 25),
-        ("solo", "messages", 123, 29),
+        ("allreduce", "messages", 88, 26),
+        ("solo", "messages", 125, 29),
         pytest.param("solo", "shm", 8, 5, marks=pytest.mark.skipif(_core.native is None, reason="the compiled way")),
     ],
 )

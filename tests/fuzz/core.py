@@ -50,7 +50,7 @@ from asyncoll.transport.memory.arena import HostArena, local_world
 from asyncoll.transport.memory.mutex import LockPolicy, RobustMutex
 
 _SIZES = Sizes(
-    shown=1 << 9, short=1 << 11, chunk=1 << 9, window=1 << 9, piece=1 << 9, whole=1 << 11, private=1 << 62, calls=2
+    shown=1 << 9, short=1 << 11, chunk=1 << 9, window=1 << 9, piece=1 << 9, whole=1 << 11, private_max=0, calls=2
 )
 _ALLOWED = (AsyncollError, OSError, TypeError, ValueError, OverflowError, IndexError, BufferError, MemoryError)
 _CANARY = bytes(range(200, 232))

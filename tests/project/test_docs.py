@@ -167,7 +167,7 @@ def test_blocks_are_of_a_known_language_and_parse(block):
 
 
 @pages_with("python")
-def test_python_blocks_run(page, folder, monkeypatch, one_thread):
+def test_python_blocks_run(page, folder, monkeypatch):
     namespace = {"__name__": "__main__"}
     printed = ""
     for block in blocks_of(page):
@@ -187,7 +187,7 @@ def test_python_blocks_run(page, folder, monkeypatch, one_thread):
 
 @pytest.mark.slow
 @pages_with("sh")
-def test_shell_blocks_run(page, folder, monkeypatch, one_thread):
+def test_shell_blocks_run(page, folder, monkeypatch):
     printed = ""
     has_launched = False
     for block in blocks_of(page):

@@ -157,7 +157,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return imported
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("path", PORTS, ids=lambda path: path.stem)
 def test_a_port_trains_and_resumes(
     path: Path,
@@ -178,7 +177,6 @@ def test_a_port_trains_and_resumes(
         assert re.fullmatch(rf"step {steps}: validation loss \S+, \S+ s\n", capsys.readouterr().out)
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "algorithm", "saved"),
     [

@@ -13,7 +13,7 @@ import pytest
 
 LIGHT = {"ASYNCOLL_PRELOAD": "numpy,asyncoll"}  # for launched ranks without torch, whose import takes two seconds
 # The first optimizer of a process imports torch._dynamo, which takes as long as torch itself.
-TRAINING = {"ASYNCOLL_PRELOAD": "numpy,torch,torch._dynamo,asyncoll"}
+TRAINING = {"ASYNCOLL_PRELOAD": "numpy,torch,torch._dynamo,asyncoll,asyncoll.torch.hooks,asyncoll.torch.process_group"}
 # For forked ranks in tests of how they end. Others end without the end of torch: see `tests/support/template.py`.
 WHOLE_END = {"WHOLE_END": "1"}
 # On a busy machine a process or a ZeroMQ thread may get no processor time for half a second. It must not count as

@@ -33,8 +33,6 @@ from trainers.workloads import WORKLOADS, Digits, Hyperplane
 SIZES = [1, 3, 4]
 EVERYONE = {"allreduce_sgd", "overlapped_sgd", "dc_s3gd", "oktopk_sgd"}  # each round has a gradient of every rank
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 # -- the time model ------------------------------------------------------------------------------
 

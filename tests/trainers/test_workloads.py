@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -37,15 +37,6 @@ class SmallHyperplane(Hyperplane):
 
 
 SMALL: dict[str, Callable[..., Workload]] = {**WORKLOADS, "hyperplane": SmallHyperplane}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Several threads take longer for models of this size, above all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def parameters(module: torch.nn.Module) -> int:

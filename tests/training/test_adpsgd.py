@@ -32,8 +32,6 @@ SIZES = [2, 3, 4, 5, 8]
 STEPS = 6
 RATE = 0.1
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def by_hand(size: int, partners: dict[tuple[int, int], int]) -> tuple[list[Any], Any]:
     """Algorithm 1 with ranks that take turns: a step of rank 0, its average, a step of rank 1, and so on.

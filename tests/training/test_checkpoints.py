@@ -29,9 +29,6 @@ SCRIPT = SCRIPTS / "training/resumes_from_checkpoints.py"
 ROUNDS = 11
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 class KilledError(Exception):
     """The end of a rank."""
 

@@ -15,8 +15,6 @@ from asyncoll.training import DCASGD, SGP, OkTopkSGD, Trainer
 from tests.support.damage import damaged
 from tests.support.training_loops import ALGORITHMS, AT_OWN_PACE, loss, momentum, network
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 TRAINERS: dict[str, Any] = (
     ALGORITHMS
     | AT_OWN_PACE

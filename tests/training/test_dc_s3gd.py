@@ -29,9 +29,6 @@ from tests.support.training_loops import (
 OPTIMIZERS = [momentum, adam]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.mark.parametrize("optimizing", OPTIMIZERS)
 @looped("size", [2, 3, 4, 5])
 def test_every_rank_steps_from_the_same_average_to_the_bit(size: int, optimizing: Optimizing) -> None:

@@ -19,8 +19,6 @@ SIZES = [1, 2, 3, 4, 5, 8]
 STEPS = 6
 RATE = 0.1
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def by_hand(size: int) -> tuple[list[Any], Any]:
     """Algorithm 1: x = Wx - ηG, with G at x. The models after each step, and their mean at the end."""

@@ -45,9 +45,6 @@ OPTIMIZERS = [momentum, adam]
 SCRIPT = SCRIPTS / "training/rank_later_than_history.py"
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @looped("partial", ["solo", "majority"])
 @looped("size", SIZES)
 def test_eager_sgd_ends_with_one_model_at_the_last_round(size: int, partial: Partial) -> None:

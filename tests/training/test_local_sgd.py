@@ -14,8 +14,6 @@ from asyncoll.testing import run_ranks, simulate
 from asyncoll.training import AllreduceSGD, LocalSGD
 from tests.support.cases import looped
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SIZES = [1, 2, 3, 4, 5, 8]
 Optimizing = Callable[[torch.nn.Module], torch.optim.Optimizer]
 

@@ -36,9 +36,6 @@ COMPLETE = [method for method in METHODS if method != "gaussiank"]  # at density
 Ranks = Callable[[int, Callable[[asyncoll.Communicator], Any]], list[Any]]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def ranks(simulated: Callable[..., Any]) -> Ranks:
     """The results of the ranks, in virtual time."""

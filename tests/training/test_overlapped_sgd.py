@@ -31,9 +31,6 @@ SIZES = [1, 2, 3, 4, 5]
 Ranks = Callable[[int, Callable[[asyncoll.Communicator], Any]], list[Any]]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def ranks(simulated: Callable[..., Any]) -> Ranks:
     """The results of the ranks, in virtual time."""

@@ -25,8 +25,6 @@ from tests.support.cases import case, looped
 from tests.support.places import SCRIPTS
 from tests.support.processes import PATIENCE_S, ForkedRank
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SCRIPT = SCRIPTS / "training/asynchronous_server.py"
 # Launched ranks load these once, and not each. The first step of an optimizer imports torch._dynamo.
 SIZES = [1, 2, 3, 4, 5, 8]

@@ -23,8 +23,6 @@ from tests.support.places import SCRIPTS
 from tests.support.processes import ForkedRank
 from tests.support.training_loops import ALGORITHMS, Gradient, Optimizing, bits, state, train, trained, whole
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SCRIPT = SCRIPTS / "training/every_algorithm_on_one_model.py"
 ROUNDS = 6
 SIZES = [1, 2, 3, 5, 6, 8, 13]  # training is costly: one size of each kind, not all that the collectives are run at

@@ -29,8 +29,6 @@ SIZES = [1, 2, 3, 4, 5, 8]
 STEPS = 6
 RATE = 0.1
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class ByHand(NamedTuple):
     models: list[Any]  # z of all ranks, after each step

@@ -69,9 +69,6 @@ EQUAL_REPLICAS: dict[str, Algorithm] = AVERAGED_GRADIENTS | {
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def ranks(size: int, main: Callable[[asyncoll.Communicator], Any]) -> list[Any]:
     return simulate(size, main, Network(jitter_s=1e-3)).results
 
@@ -687,10 +684,6 @@ def test_a_second_training_goes_on_from_the_first(algorithm: str) -> None:
 # -- errors --------------------------------------------------------------------------------------
 
 
-def other_scheduler() -> LambdaLR:
-    return LambdaLR(plain(network()), lambda round_: 1.0)
-
-
 @looped(
     ("options", "words"),
     [
@@ -698,11 +691,24 @@ def other_scheduler() -> LambdaLR:
         ({"clip_norm": float("nan")}, "clip_norm is a norm above 0, or None, not nan"),
         ({"accumulate": 0}, "accumulate is a number of backward passes, at least 1, not 0"),
         ({"buffers": "none"}, "buffers is one of broadcast, average, local, not 'none'"),
-        ({"scheduler": ReduceLROnPlateau(plain(network()))}, "ReduceLROnPlateau needs a metric"),
-        ({"scheduler": other_scheduler()}, "the scheduler belongs to another optimizer"),
     ],
 )
 def test_impossible_options_are_usage_errors(options: dict[str, Any], words: str) -> None:
+    check_refused(options, words)
+
+
+@looped(
+    ("scheduler", "words"),
+    [
+        (lambda: ReduceLROnPlateau(plain(network())), "ReduceLROnPlateau needs a metric"),
+        (lambda: LambdaLR(plain(network()), lambda round_: 1.0), "the scheduler belongs to another optimizer"),
+    ],
+)
+def test_impossible_schedulers_are_usage_errors(scheduler: Callable[[], Any], words: str) -> None:
+    check_refused({"scheduler": scheduler()}, words)
+
+
+def check_refused(options: dict[str, Any], words: str) -> None:
     async def main(comm: asyncoll.Communicator) -> None:
         model = network()
         AllreduceSGD(comm, model, plain(model), **options)

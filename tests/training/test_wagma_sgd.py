@@ -33,9 +33,6 @@ from tests.support.training_loops import (
 OPTIMIZERS = [momentum, adam]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 async def together(comm: asyncoll.Communicator) -> float:
     """The same virtual time at every rank, not in the past."""
     now = torch.tensor([asyncio.get_running_loop().time()], dtype=torch.float64)

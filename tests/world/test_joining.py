@@ -29,12 +29,12 @@ from asyncoll.world.sealed_store import SealedStore
 from tests.support.places import ROOT, SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S
 
-OURS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "OMP_", "TORCHELASTIC_", "ASYNCOLL_")
+OURS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_", "ASYNCOLL_")
 
 
 def environment(**more: str) -> dict[str, str]:
     plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-    return plain | {"ASYNCOLL_FREEZE_S": "20", "OMP_NUM_THREADS": "1"} | more
+    return plain | {"ASYNCOLL_FREEZE_S": "20"} | more
 
 
 @pytest.fixture

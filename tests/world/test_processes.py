@@ -21,7 +21,7 @@ from tests.support.processes import DEBUG, LIGHT, PATIENCE_S, ForkedRank
 
 pytestmark = pytest.mark.slow
 
-OURS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "OMP_", "TORCHELASTIC_", "ASYNCOLL_")
+OURS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "TORCHELASTIC_", "ASYNCOLL_")
 KEPT = ("ASYNCOLL_FREEZE_S",)
 TORCH = {"ASYNCOLL_PRELOAD": "numpy,torch,asyncoll"}  # for scripts that use it: loaded once, and not by each rank
 
@@ -32,7 +32,7 @@ def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     temporary = tmp_path / "t"
     temporary.mkdir()
     plain = {name: value for name, value in os.environ.items() if not name.startswith(OURS) or name in KEPT}
-    yield plain | LIGHT | {"TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": ""}
+    yield plain | LIGHT | {"TMPDIR": str(temporary), "XDG_RUNTIME_DIR": ""}
     left = [path.name for path in temporary.iterdir() if path.name.startswith("asyncoll")]
     assert left == [], "folders of sockets are left"
 

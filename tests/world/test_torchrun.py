@@ -99,7 +99,7 @@ def test_a_second_process_of_a_rank_is_refused_and_the_first_goes_on(monkeypatch
 def test_a_world_on_two_hosts_is_restarted(template, tmp_path):
     """The agents count a different number of restarts."""
     write_key(tmp_path / "key")
-    common = os.environ | {"OMP_NUM_THREADS": "1", "ASYNCOLL_KEY_FILE": str(tmp_path / "key"), "JOB": "job"}
+    common = os.environ | {"ASYNCOLL_KEY_FILE": str(tmp_path / "key"), "JOB": "job"}
     command = [
         SCRIPTS / "world/under_torchrun.py",
         1,

@@ -122,6 +122,7 @@ class CompiledCalls:
             failures=failures,
             unused=general.unused,
             own=OWN,
+            blocks=area.blocks,
             unfinished=unfinished,
             turns=turns,
             end=area.end,
@@ -181,13 +182,18 @@ class CompiledCalls:
             raise error
         call, plan, result = signature_of(begun.entry), begun.entry[0], begun.result
         x = None if begun.array is None else begun.array.reshape(-1)
+        block = begun.block
+        shown = x if block is None or x is None else block.memory[: x.nbytes].view(x.dtype)
         collectives = self._collectives(call)
-        collectives.rejoin(x)
+        collectives.rejoin(shown)
 
         async def body(_: Collectives) -> Any:
             if error is not None:
                 raise error
-            await collectives.finish_shortly(x, plan)
+            await collectives.finish_shortly(shown, plan)
+            if block is not None and x is not None and shown is not None:
+                x[...] = shown
+                self._area.give_back(block)
             return result
 
         work = self._general.resume(call, collectives, body, begun.since_s, begun.expires_s)

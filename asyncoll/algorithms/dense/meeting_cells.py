@@ -41,7 +41,7 @@ PEER_PID, PEER_ADDRESS, PEER_TOKEN, PEER_CAN_READ, PEER_CELLS = range(5)
 COPY_IN, REDUCE_SHARE, COPY_OUT, STEPS = range(4)
 
 # The ways of an allreduce that the compiled core carries out, too. Of several, a call may take the first that it can.
-BY_MEETING, IN_PLACE, IN_PRIVATE_MEMORY = 1, 2, 4
+BY_MEETING, IN_PLACE, IN_A_COPY, IN_PRIVATE_MEMORY = 1, 2, 4, 8
 
 NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
 COPIED_UNDER_LOCK = 4096  # bytes: to copy them takes less time than to acquire the lock again

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +55,8 @@ from asyncoll.algorithms.dense.meeting_cells import (
 )
 from asyncoll.algorithms.dense.peers import PeerReduction, Peers
 from asyncoll.algorithms.dense.tuning import Sizes
-from asyncoll.errors import AsyncollError, UsageError
+from asyncoll.algorithms.seam.short_calls import Block
+from asyncoll.errors import AsyncollError
 from asyncoll.tensors.reductions import Array, Reduce, ReduceToAll
 from asyncoll.transport import Arena, ControlBlock
 from asyncoll.transport.control_block import Turn, turn_of, until
@@ -86,14 +87,6 @@ def signed(fingerprint: int) -> int:
     return fingerprint - _HALF
 
 
-class Copy(NamedTuple):
-    """A copy of an array in shared memory."""
-
-    address: int
-    room: int  # bytes of its block
-    raw: Array
-
-
 class RendezvousArea:
     """The records of one communicator and the memory that is shown there, as seen by one of its ranks.
 
@@ -120,7 +113,7 @@ class RendezvousArea:
         if arena.native is not None:
             self.peers = Peers(arena.native, self.control_block, first, size, rank)
         self._slots: dict[int, tuple[int, Array]] = {}  # by record: address and memory
-        self._spare: list[tuple[int, int]] = []  # at most one block: its address and its bytes
+        self.blocks: list[Block] = []  # that no call uses; the compiled core takes some, and brings them back
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
         self._unfinished: set[int] = set()
         self._ended_early: set[int] = set()  # of these: over, but an earlier call is still using their records
@@ -244,39 +237,26 @@ class RendezvousArea:
             self._slots[turn] = address, slot
         return address, slot[:nbytes]
 
-    def block(self, nbytes: int) -> tuple[int, int]:
-        """The address and the size of a block of at least `nbytes` bytes, for a long array of one call.
+    def block(self, nbytes: int) -> Block:
+        """A block of at least `nbytes` bytes, for a long array of one call.
 
         The last one that was given back, if it is long enough: page faults of a new one take longer than the copy.
         """
         # `pop`, without a look at the length before: calls run in several threads.
         with contextlib.suppress(IndexError):
-            address, room = self._spare.pop()
-            if room >= nbytes:
-                return address, room
-            self.arena.free(address)
-        return self.arena.allocate(nbytes), nbytes
+            block = self.blocks.pop()
+            if block.memory.size >= nbytes:
+                return block
+            self.arena.free(block.address)
+        address = self.arena.allocate(nbytes)
+        return Block(address, self.arena.view(address, nbytes))
 
-    def give_back(self, address: int, room: int) -> None:
-        """Keep this block, which no rank reads any more, for a later call, or free it."""
-        if self._spare:
-            self.arena.free(address)
+    def give_back(self, block: Block) -> None:
+        """Keep this block, which no rank reads any more, for a later call, or free it if there is another one."""
+        if self.blocks:
+            self.arena.free(block.address)
         else:
-            self._spare.append((address, room))
-
-    def copy(self, raw: Array) -> Copy | None:
-        """Copy these bytes into shared memory, if there is room; else None.
-
-        `give_back` follows, unless the call fails: other ranks may still write into the copy then, so its memory is
-        never used again.
-        """
-        try:
-            address, room = self.block(raw.size)
-        except UsageError:
-            return None
-        copy = Copy(address, room, self.arena.view(address, raw.size))
-        copy.raw[...] = raw
-        return copy
+            self.blocks.append(block)
 
     def short_array(self, rank: int, turn: int, dtype: np.dtype[Any], count: int) -> Array:
         """The memory in which group rank `rank` shows a short array at record `turn` of the control block.

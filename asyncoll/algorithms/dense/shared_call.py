@@ -21,12 +21,19 @@ import numpy as np
 
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.arriving import arrived
-from asyncoll.algorithms.dense.meeting_cells import BY_MEETING, IN_PLACE, IN_PRIVATE_MEMORY, private_chunk
+from asyncoll.algorithms.dense.meeting_cells import (
+    BY_MEETING,
+    IN_A_COPY,
+    IN_PLACE,
+    IN_PRIVATE_MEMORY,
+    private_chunk,
+)
 from asyncoll.algorithms.dense.pieces import Summand
-from asyncoll.algorithms.dense.rendezvous import PATIENCE, Copy, Rendezvous, RendezvousArea, signed
+from asyncoll.algorithms.dense.rendezvous import PATIENCE, Rendezvous, RendezvousArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
-from asyncoll.algorithms.seam.short_calls import Plan
+from asyncoll.algorithms.seam.short_calls import Block, Plan
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
+from asyncoll.errors import UsageError
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import Array, ReduceOp, into_all, kernel_number, reducer
 from asyncoll.tensors.staged import Staged
@@ -99,9 +106,11 @@ class SharedCall:
 
     def reduce_copy(self, x: Array, op: ReduceOp, dtype: str) -> Coroutine[Any, Any, None] | None:
         """Allreduce of a copy in shared memory, as of a registered array. Declines if that has no room."""
-        what = self._reduction(x, op, dtype)
-        copy = self._area.copy(what.raw)
-        return None if copy is None else self._reduce_and_return(copy, what)
+        try:
+            block = self._area.block(x.nbytes)
+        except UsageError:
+            return None
+        return self._reduce_and_return(block, self._reduction(x, op, dtype))
 
     def reduce_private(self, x: Array, op: ReduceOp, dtype: str) -> Coroutine[Any, Any, None] | None:
         """Allreduce of `x` where it is, in private memory. Declines if the ranks cannot read or reduce each other's."""
@@ -116,10 +125,13 @@ class SharedCall:
     async def _reduce_at(self, address: int, what: Summand) -> None:
         await self._reduce_shown(await self._come_directly(address, what.raw.size), what)
 
-    async def _reduce_and_return(self, copy: Copy, what: Summand) -> None:
-        await self._reduce_at(copy.address, what._replace(raw=copy.raw))
-        what.raw[...] = copy.raw
-        self._area.give_back(copy.address, copy.room)
+    async def _reduce_and_return(self, block: Block, what: Summand) -> None:
+        copy = block.memory[: what.raw.size]
+        copy[...] = what.raw
+        await self._reduce_at(block.address, what._replace(raw=copy))
+        what.raw[...] = copy
+        # Not after a failure: other ranks may still write into the block, so its memory is never used again.
+        self._area.give_back(block)
 
     async def _show_privately(self, x: Array, what: Summand) -> None:
         rendezvous = await self.come()
@@ -160,22 +172,22 @@ class SharedCall:
         """Allreduce window by window, as of registered arrays: those of some ranks are arriving from devices."""
         area, window, staged = self._area, self._area.sizes.staged, what.staged
         own = area.arena.locate(what.raw)
-        block, room = area.block(window) if own is None else (0, 0)
+        block = area.block(window) if own is None else None
         for start in range(0, what.raw.size, window):
             part = what.raw[start : start + window]
             if staged is not None:
                 await arrived(staged, start + part.size)
-            if own is None:
-                shown = area.arena.view(block, part.size)
+            if block is not None:
+                shown = block.memory[: part.size]
                 shown[...] = part
-                await self._reduce_window(what._replace(raw=shown), block)
+                await self._reduce_window(what._replace(raw=shown), block.address)
                 part[...] = shown
-            else:
+            elif own is not None:
                 await self._reduce_window(what._replace(raw=part), own + start)
             if staged is not None:
                 staged.put(start + part.size)
-        if own is None:
-            area.give_back(block, room)
+        if block is not None:
+            area.give_back(block)
 
     async def _reduce_window(self, what: Summand, address: int) -> None:
         rendezvous = await self._come_directly(address, what.raw.size)
@@ -409,14 +421,10 @@ class SharedCall:
         """
         rendezvous = await self.come()
         self._rendezvous.pop()  # not to withdraw from: the others wait only for those whose arrays they read
-        area, total, size = self._area, mine.nbytes, 0
-        is_long = total > area.sizes.window
-        if is_long:
-            address, size = area.block(total)
-            room = area.arena.view(address, total)
-        else:
-            address, room = area.slot(rendezvous.turn, total)
-        room[...] = mine.view(np.uint8)
+        area, total = self._area, mine.nbytes
+        block = area.block(total) if total > area.sizes.window else None
+        address, room = block or area.slot(rendezvous.turn, total)
+        room[:total] = mine.view(np.uint8)
         self.traffic.sent(total)
         rendezvous.arrive_for_neighbors(address, total)
         # In the order in which they come: a rank with a long array waits until it has been read.
@@ -427,12 +435,12 @@ class SharedCall:
                 for start in range(0, total, area.sizes.window):
                     end = min(start + area.sizes.window, total)
                     await self._take(rendezvous, take, source, theirs + start, start, end)
-                if is_long:
+                if block is not None:
                     rendezvous.read(source)
         rendezvous.leave()
-        if is_long:
+        if block is not None:
             await rendezvous.read_by(len(dests))
-            area.give_back(address, size)
+            area.give_back(block)
 
     async def _show(self, mine: Array | None, take: Take, wanted: dict[int, int], staged: Staged | None = None) -> None:
         """Show `mine` to all ranks in windows, and pass the bytes that the ranks in `wanted` show to `take`.
@@ -574,24 +582,26 @@ def keep_nothing(source: int, start: int, piece: Array) -> None:
 def allreduce_ways(sizes: Sizes) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
     """Ranks may take different ways: those of long arrays see at the first rendezvous what the others show."""
     way = partial(Way[Coroutine[Any, Any, None]], "allreduce")
-    return (
+    ways = (
         way("meeting", SharedCall.reduce_shortly, "one step for all", over=0, up_to=sizes.short, compiled=BY_MEETING),
         way("in place", SharedCall.reduce_registered, "no copy", needs="registered memory", compiled=IN_PLACE),
-        way(
-            "private memory",
-            SharedCall.reduce_private,
-            "each byte is copied twice, not three times",
-            over=sizes.private - 1,
-            up_to=sizes.private_max,
-            needs="a kernel in the core, and leave to read the others",
-            compiled=IN_PRIVATE_MEMORY,
-        ),
         way(
             "whole copy",
             SharedCall.reduce_copy,
             "no rank waits for each piece",
             up_to=sizes.whole,
             needs="room in shared memory",
+            compiled=IN_A_COPY,
+        ),
+        way(
+            "private memory",
+            SharedCall.reduce_private,
+            "each byte is copied twice, not three times",
+            over=sizes.whole,
+            up_to=sizes.private_max,
+            needs="a kernel in the core, and leave to read the others",
+            compiled=IN_PRIVATE_MEMORY,
         ),
         way("slots", SharedCall.reduce_through_slots, "pieces stay in the cache"),
     )
+    return tuple(each for each in ways if each.over < each.up_to)  # private memory suits few ranks only

@@ -23,9 +23,10 @@ class Sizes(NamedTuple):
     window: int  # the part of an array that is not registered that a rank shows at a time, if it is not to be reduced
     piece: int  # the part of such an array that all ranks reduce together
     whole: int  # such an array of up to this size is copied into shared memory as a whole, and reduced there
-    private: int  # such an array from this size on is read in private memory, if the kernel allows it (`peers`)
+    # A longer one, of up to this size, is read in private memory, if the kernel allows it (`peers`). Still longer ones
+    # do not stay in a cache until their result is read: pieces are faster.
+    private_max: int
     shown: int = 1 << 15  # a short array from this size on is not copied if it is registered
-    private_max: int = 1 << 24  # longer ones do not stay in a cache until their result is read: pieces are faster
     # The runtime's loop carries out longer calls: they would block the caller's loop for too long. It is some
     # milliseconds; to cross to the other loop and back took 5 to 8 of the 32 ms of 16 MiB with 8 ranks on 2 cores.
     long: int = 1 << 24
@@ -45,30 +46,13 @@ class Sizes(NamedTuple):
 # of processor time at 4 MiB, where slots take 9.3, and 54 at 25 MiB, where slots take 42. Two ranks take as long either
 # way from 12 to 20 MiB, and at 25 MiB 8.1 and 7.3 ms, where slots take 6.1. With few cores each piece costs a turn of
 # all ranks on them; to copy the whole array costs two turns, and memory for the copy.
-# Above `short`, private memory comes first: the core carries out such a call as a whole, where a copy of the whole
-# array takes the coroutine. Medians of 512 KiB: 69 us of two ranks, and 199 instead of 263 us of four; whole calls with
-# copies, which the core does not have, would take 60 and 163. On a busy machine: 128 KiB of five and eight ranks 200
-# and 440 us instead of 620 and 1,290.
+# Up to `whole`, copies come first: they take the least processor time. On a busy machine 1, 2, 4 and 8 MiB of two ranks
+# take 77, 136, 357 and 913 us a rank and call, in private memory 130, 261, 437 and 1,001 (530 where less disturbed); of
+# four ranks 93, 197, 541 and 1,167, in private memory 186, 333, 575 and 1,443.
 TABLE = {
-    2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18, whole=1 << 19, private=(1 << 18) + 64),
-    3: Sizes(
-        short=1 << 18,
-        chunk=1 << 18,
-        window=1 << 21,
-        piece=1 << 20,
-        whole=1 << 20,
-        private=(1 << 18) + 64,
-        private_max=1 << 23,
-    ),
-    5: Sizes(
-        short=1 << 16,
-        chunk=1 << 18,
-        window=1 << 21,
-        piece=1 << 20,
-        whole=1 << 22,
-        private=(1 << 16) + 64,
-        private_max=1 << 20,
-    ),
+    2: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 18, whole=1 << 21, private_max=1 << 24),
+    3: Sizes(short=1 << 18, chunk=1 << 18, window=1 << 21, piece=1 << 20, whole=1 << 21, private_max=1 << 23),
+    5: Sizes(short=1 << 16, chunk=1 << 18, window=1 << 21, piece=1 << 20, whole=1 << 22, private_max=0),
 }
 
 

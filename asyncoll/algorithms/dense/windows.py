@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -43,24 +44,25 @@ async def until_moved(member: Member, transfer: Transfer) -> BaseException | Non
     return transfer.error if transfer.moved < transfer.nbytes else None
 
 
+@dataclass(eq=False)
 class Windows:
-    """One tensor of `nbytes`, at its sender or at its reader. On the runtime's loop."""
+    """One tensor, at its sender or at its reader. On the runtime's loop."""
 
-    def __init__(self, member: Member, memory: PairMemory, lane: Lane, peer: int, nbytes: int, first: int) -> None:
-        """`first` is the step of the first window, in both directions: where it is, and the answer.
+    _member: Member
+    _memory: PairMemory
+    _lane: Lane
+    _peer: int
+    _nbytes: int
+    # The step of the first window, in both directions: where it is, and the answer. The reader grants the step before
+    # when its stream has come to its tensor.
+    _first: int
+    _shown: int = 0  # windows that were shown, or END
+    _unanswered: deque[tuple[Receive, Array]] = field(default_factory=deque)
+    _where: Array = field(default_factory=lambda: np.empty(1, np.int64))  # of the window that is read
 
-        The reader grants the step before when its stream has come to its tensor.
-        """
-        self._member = member
-        self._memory = memory
-        self._lane = lane
-        self._peer = peer
-        self._nbytes = nbytes
-        self._first = first
-        self._starts = range(0, nbytes, memory.window)
-        self._shown = 0  # windows that were shown, or END
-        self._unanswered = deque[tuple[Receive, Array]]()
-        self._where = np.empty(1, np.int64)  # of the window that is read
+    @property
+    def _starts(self) -> range:
+        return range(0, self._nbytes, self._memory.window)
 
     def _part(self, rank: int, offset: int, start: int) -> BlockPart:
         return BlockPart(rank, offset, start, min(self._memory.window, self._nbytes - start))

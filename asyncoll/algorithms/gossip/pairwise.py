@@ -31,12 +31,13 @@ from asyncoll.errors import DeviceError, ProtocolError, UsageError, describe
 from asyncoll.runtime.pending import PendingCall
 from asyncoll.runtime.port import Port
 from asyncoll.runtime.signature import Signature, Site, site_outside
+from asyncoll.runtime.standstill import Kind
 from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.tensors import shapes
 from asyncoll.tensors.operands import Operand, as_operand
 from asyncoll.tensors.reductions import Array, ReduceOp, combiner, reducer
 from asyncoll.tensors.staged import Staged
-from asyncoll.transport.futures import settle
+from asyncoll.transport import settle
 from asyncoll.transport.wire import Buffer
 
 T = TypeVar("T")
@@ -85,14 +86,7 @@ class Gossip(Uncopied):
         model = await gossip.close()
     """
 
-    def __init__(
-        self,
-        core: Core,
-        call: Signature,
-        operand: Operand,
-        graph: str,
-        seed: int,
-    ) -> None:
+    def __init__(self, core: Core, call: Signature, operand: Operand, graph: str, seed: int) -> None:
         """`call` is the call that makes the gossip at all ranks. `operand` is like the model, which `begin` gives."""
         self._core = core  # of the communicator, which this rank does not leave before
         self._member = member = core.member
@@ -240,7 +234,7 @@ class Gossip(Uncopied):
         passive = self._partners[draw % len(self._partners)]
         call = _GossipExchange(self._call, self._begun + 1, self._rank, passive, site_outside())
         ranks = self._member.group.ranks
-        pending = self._pending.enter(call, ranks=(ranks[self._rank], ranks[passive]))
+        pending = self._pending.enter(call, Kind.PAIR, ranks=(ranks[self._rank], ranks[passive]))
         try:
             self._begun += 1
             self._asked[passive] += 1

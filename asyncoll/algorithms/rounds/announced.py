@@ -95,16 +95,9 @@ class AnnouncedOperations:
 @cache
 def rounds_ways(ranks: int) -> tuple[Way[ServedRounds], ...]:
     """The ways of wait-avoiding rounds by message."""
-    coordinated_max = COORDINATED_MAX_BYTES // ranks
+    up_to = COORDINATED_MAX_BYTES // ranks
     return (
-        Way(
-            "rounds",
-            "coordinator",
-            _coordinated,
-            "two messages one after another",
-            up_to=coordinated_max,
-            needs="no groups",
-        ),
+        Way("rounds", "coordinator", _coordinated, "two messages one after another", up_to=up_to, needs="no groups"),
         Way("rounds", "activation tree", ActivatedRounds, "all ranks reduce"),
     )
 

@@ -23,7 +23,6 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
 from asyncoll.algorithms.rounds.round_cells import NONE, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
-from asyncoll.algorithms.rounds.rules import rule_of
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.runtime.event_kinds import What
@@ -96,13 +95,7 @@ def _in_python(setting: Setting, operation: Operation, prompt_max: int) -> OneSi
 
 
 ROUNDS_WAYS: tuple[Way[OneSidedRounds], ...] = (
-    Way(
-        "rounds",
-        "memory, in C",
-        _compiled,
-        "a call is one step in C",
-        needs="an operation that the core knows",
-    ),
+    Way("rounds", "memory, in C", _compiled, "a call is one step in C", needs="an operation that the core knows"),
     Way("rounds", "memory, in Python", _in_python, "the reference"),
 )
 
@@ -126,7 +119,7 @@ def rounds_of(
         history=operation.history,
         limit=record.blocks.limit,
         nbytes=layout.nbytes,
-        **rule_of(operation)._asdict(),
+        **operation.rule._asdict(),
         sync_every=operation.sync_every,
         sync_offset=operation.sync_offset,
         keeps=operation.group_size > 0,

@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, ActivationStep, activation, edges, heard, synchronous
@@ -168,6 +168,20 @@ class Engine(Generic[R]):
             waits_s=tuple(waits_s),
             late_s=tuple(late_s),
         )
+
+
+class Accounted:
+    """What the rounds of one operation at one rank have in common, however they are carried out."""
+
+    is_prompt = False
+    at_once: Any = None
+    _engine: Engine[Any]
+
+    def end(self) -> tuple[int, int]:
+        return self._engine.end()
+
+    def take_back(self, delivery: Any) -> None:
+        self._engine.take_back(delivery.results[-1].number, delivery.lag, len(delivery.results) + delivery.skipped)
 
 
 # The events of a round at a rank, which are the steps of the signals that tell other ranks of them. The numbers are

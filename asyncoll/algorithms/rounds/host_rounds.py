@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.agent import Agent
 from asyncoll.algorithms.rounds.agent_signals import AGENTS, END
 from asyncoll.algorithms.rounds.engine import LATE
@@ -74,7 +73,7 @@ class HostRounds(OneSidedRounds):
 
     def _come(self, call: OneSidedCall) -> int:
         missing, number = super()._come(call), call.number
-        if not number and rules.late_calls_count(self.operation):
+        if not number and self.operation.rule.drawn:
             self._port.post(lambda: self._agent.tell(self._rounds.latest + 1, LATE))
         elif number > self._told and call.kept is None:
             self._told = number

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.engine import Engine
+from asyncoll.algorithms.rounds.engine import Accounted, Engine
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
 from asyncoll.algorithms.rounds.tally import OperationStatistics
@@ -35,7 +35,7 @@ class _KeptRound(NamedTuple):
     weight: float
 
 
-class LoneRounds:
+class LoneRounds(Accounted):
     """A persistent operation in a world of one rank. Implements `directory.Rounds`."""
 
     is_prompt = True
@@ -103,14 +103,8 @@ class LoneRounds:
         told = self._engine.conclude(result.number, result, self._missed(self._latest - 1))
         return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
 
-    def end(self) -> tuple[int, int]:
-        return self._engine.end()
-
     def release(self, delivery: Delivery) -> None:
         """Without effect: the results that are kept are copies."""
-
-    def take_back(self, delivery: Delivery) -> None:
-        self._engine.take_back(delivery.results[-1].number, delivery.lag, len(delivery.results) + delivery.skipped)
 
     def _missed(self, latest: int) -> list[Result]:
         """The results up to round `latest` that this rank's callers were not told of, as far as history has them."""

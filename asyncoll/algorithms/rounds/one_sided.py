@@ -24,8 +24,7 @@ from typing import Any, NamedTuple
 
 from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.call_order import CallOrder
-from asyncoll.algorithms.rounds.directory import AtOnce
-from asyncoll.algorithms.rounds.engine import Engine, Told
+from asyncoll.algorithms.rounds.engine import Accounted, Engine, Told
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.round_cells import LENT, NONE, Kept
 from asyncoll.algorithms.rounds.round_record import Chunk, Memory, RoundRecord, StagedCells
@@ -58,16 +57,13 @@ class Setting(NamedTuple):
     has_lost: Callable[[], bool]  # whether a rank is lost: that rank may never finish a chunk that it has claimed
 
 
-class OneSidedRounds:
+class OneSidedRounds(Accounted):
     """A persistent operation at one rank, in memory.
 
     A call runs in its caller's thread or on the runtime's loop, and may change between them at each await. So two calls
     of one rank may run in two threads at the same time. Their common state is under the control block's lock, or is
     ordered as the comments say.
     """
-
-    is_prompt = False
-    at_once: AtOnce | None = None
 
     def __init__(self, setting: Setting, operation: Operation) -> None:
         """Raises DisagreementError if the ranks of the host know the operation as another."""
@@ -448,9 +444,6 @@ class OneSidedRounds:
         fields = (number, parts, ranks, members, taken, synchronous, blocks.weight(block), False, False, False, block)
         return result_of(fields)
 
-    def end(self) -> tuple[int, int]:
-        return self._engine.end()
-
     def release(self, delivery: Delivery) -> None:
         """The results have been read, and the call is over.
 
@@ -462,9 +455,6 @@ class OneSidedRounds:
             self._unused.extend(blocks)  # small: dropped by the next call, which saves taking the lock now
         else:
             self._drop(blocks)
-
-    def take_back(self, delivery: Delivery) -> None:
-        self._engine.take_back(delivery.results[-1].number, delivery.lag, len(delivery.results) + delivery.skipped)
 
     def statistics(self) -> OperationStatistics:
         with self._control_block:

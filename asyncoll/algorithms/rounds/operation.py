@@ -35,6 +35,13 @@ class Opening(enum.Enum):
     QUORUM = "quorum"  # the Q-th rank that arrives, as counted by the drawn rank
 
 
+class Rule(NamedTuple):
+    """When a round may begin that does not wait for all ranks. All that the compiled core knows of a kind of rounds."""
+
+    ranks: int = 1  # so many have arrived, or are gone
+    drawn: bool = False  # and one that is drawn for the round is among them; late calls of these count
+
+
 @dataclass(frozen=True)  # without slots: `cached_property` needs a dictionary
 class Operation:
     """A persistent operation. All ranks have an equal value: ranks that differ in a field fail with MismatchError."""
@@ -59,6 +66,21 @@ class Operation:
     @property
     def verb(self) -> str:
         return f"{'group' if self.group_size else self.opening.value} allreduce"
+
+    @cached_property
+    def rule(self) -> Rule:
+        match self.opening:
+            case Opening.SOLO:
+                return Rule()
+            case Opening.MAJORITY:
+                return Rule(drawn=True)
+            case Opening.QUORUM:
+                return Rule(self.quorum)
+
+    @cached_property
+    def first_caller_opens(self) -> bool:
+        """Whether each round may begin as soon as one caller waits for it."""
+        return self.rule == Rule() and not self.sync_every
 
     @cached_property
     def nbytes(self) -> int:
@@ -123,14 +145,15 @@ class Operation:
 
 
 class RoundCall(NamedTuple):
-    """One call of a wait-avoiding operation."""
+    """One call of a wait-avoiding operation, or the one by which a rank joins it."""
 
     operation: Operation
     site: Site
+    joins: bool = False
 
     @property
     def verb(self) -> str:
-        return self.operation.verb
+        return "join" if self.joins else self.operation.verb
 
     @property
     def name(self) -> str:
@@ -142,38 +165,11 @@ class RoundCall(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name in quotes, by which the report of an overdue call identifies it."""
-        return f"{self.operation.name!r}"
+        """What the report of an overdue call identifies it by: the name in quotes. To join is another call."""
+        return f"{'join ' if self.joins else ''}{self.operation.name!r}"
 
     def __str__(self) -> str:
-        return f"a round of {self.operation} at {self.site}"
-
-
-class JoinCall(NamedTuple):
-    """The call by which a rank joins a wait-avoiding operation."""
-
-    operation: Operation
-    site: Site
-
-    @property
-    def verb(self) -> str:
-        return "join"
-
-    @property
-    def name(self) -> str:
-        return self.operation.name
-
-    @property
-    def epoch(self) -> int:
-        return self.operation.epoch
-
-    @property
-    def key(self) -> str:
-        """What the report of an overdue call identifies it by: it differs from a call of the operation."""
-        return f"join {self.operation.name!r}"
-
-    def __str__(self) -> str:
-        return f"join of {self.operation} at {self.site}"
+        return f"{'join' if self.joins else 'a round'} of {self.operation} at {self.site}"
 
 
 def check_operation(spec: Operation, size: int) -> None:

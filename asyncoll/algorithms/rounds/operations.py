@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncoll.algorithms.rounds.directory import Rounds, RoundsBackend
-from asyncoll.algorithms.rounds.operation import JoinCall, Operation, RoundCall
+from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
 from asyncoll.algorithms.rounds.repeats import Repeat
 from asyncoll.algorithms.rounds.tally import OperationStatistics
@@ -97,41 +97,46 @@ class Operations:
         if name in self._joined:
             raise UsageError(f"this rank has joined {name!r}, and contributes no more: use another name")
         self._called[name] = spec
-        call: RoundCall = tuple.__new__(RoundCall, (spec, site))  # in half the time of `RoundCall(...)`
-        if given.staged or name in self._turns:
-            return self._start_in_turn(call, given)
+        call: RoundCall = tuple.__new__(RoundCall, (spec, site, False))  # in half the time of `RoundCall(...)`
         rounds = self._known.get(name)
         # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
-        if rounds is not None and rounds.is_prompt and rounds.operation is spec:
+        is_prompt = rounds is not None and rounds.is_prompt and rounds.operation is spec
+        if rounds is not None and is_prompt and not given.staged and name not in self._turns:
             return self._begin(rounds, call, given)
-        receipt = Receipt()
-        pending = self.pending.enter(call)
+        return self._start(call, given, self.contribute)
+
+    def _start(
+        self,
+        call: RoundCall,
+        given: Bundle | Single,
+        work: Callable[[RoundCall, Bundle | Single, Receipt, PendingCall], Coroutine[Any, Any, T]],
+    ) -> Coroutine[Any, Any, T]:
+        """Start a call, which `work` carries out.
+
+        If tensors are on devices, it starts once they have arrived from there, and the call before is over. Until then
+        the call counts as not made: a round goes on without this rank, or waits for it.
+        """
+        receipt, pending, name = Receipt(), self.pending.enter(call), call.operation.name
         try:
-            work = self._traced(call, receipt, self._contribute(call, given, receipt, pending))
-            return self._backend.start(work, call.__str__, spec.nbytes, receipt.take_back)
+            if not given.staged and name not in self._turns:
+                body = self._traced(call, receipt, work(call, given, receipt, pending))
+                return self._backend.start(body, call.__str__, call.operation.nbytes, receipt.take_back)
+            arrival, runner = Arrival(self.member, given.staged), self.member.runner
+            self.pending.arrives(pending, given.staged)
+            # Repeated calls would not wait for their turn.
+            self.repeats.pop(name, None)
+            turn = self._turns.setdefault(name, asyncio.Lock())
+            rest = self._in_turn(turn, arrival, call, partial(work, call, given, receipt, pending), pending)
+            return runner.resuming(runner.start(self._traced(call, receipt, rest), receipt.take_back), arrival.join)
         except BaseException:
             self.pending.leave(pending)
             raise
-
-    def _start_in_turn(self, call: RoundCall, given: Bundle | Single) -> Coroutine[Any, Any, Reduction]:
-        """Start a call once its tensors have arrived from their devices, and the call before is over.
-
-        Until then the call counts as not made: a round goes on without this rank, or waits for it.
-        """
-        arrival, receipt, runner = Arrival(self.member, given.staged), Receipt(), self.member.runner
-        turn, pending = self._turns.setdefault(call.operation.name, asyncio.Lock()), self.pending.enter(call)
-        self.pending.arrives(pending, given.staged)
-        # Repeated calls would not wait for their turn.
-        self.repeats.pop(call.operation.name, None)
-        work = partial(self._contribute, call, given, receipt, pending)
-        rest = self._traced(call, receipt, self._in_turn(turn, arrival, call, work, pending))
-        return runner.resuming(runner.start(rest, receipt.take_back), arrival.join)
 
     async def _in_turn(
         self,
         turn: asyncio.Lock,
         arrival: Arrival,
-        call: RoundCall | JoinCall,
+        call: RoundCall,
         work: Callable[[], Coroutine[Any, Any, T]],
         pending: PendingCall,
     ) -> T:
@@ -178,89 +183,69 @@ class Operations:
                 spec, arguments, x.dtype, at_once, self.member, pending, begin, self.failed
             )
 
-    async def _contribute(
-        self, call: RoundCall, given: Bundle | Single, receipt: Receipt, pending: PendingCall
+    async def contribute(
+        self,
+        call: RoundCall,
+        given: Bundle | Single,
+        receipt: Receipt,
+        pending: PendingCall | None = None,
+        begun: tuple[Rounds, Rest] | None = None,
     ) -> Reduction:
-        """The whole call, on whichever loop drives it.
+        """The whole call, on whichever loop drives it; or what is left of one that has `begun` in its caller's thread.
 
         Raises PeerLostError if a rank is lost, and UsageError if this host has no memory for the contribution. An
         exception that the other ranks do not know aborts the communicator.
         """
+        pending = pending or self.pending.enter(call)
         try:
-            self.member.check()
-            if self.trace.sink is not None:
-                self.trace.tell(What.ARRIVE, call, receipt.key)
-            rounds = await self._find_or_open(call)
-            return await self._receive(call, rounds, rounds.call(given), given, receipt, pending)
+            if begun is None:
+                self.member.check()
+                if self.trace.sink is not None:
+                    self.trace.tell(What.ARRIVE, call, receipt.key)
+                rounds = await self._find_or_open(call)
+                begun = rounds, rounds.call(given)
+            rounds, rest = begun
+            delivery = await rest
+            # Without an await up to the signature: when the call is over for the operation, only the caller can lose
+            # its rounds.
+            try:
+                return self.hand_over(call.operation, delivery, given, self.pending.age_s(pending))
+            finally:
+                receipt.sign(rounds, delivery)
+                rounds.release(delivery)
         except Exception as error:
             self.failed(call, error)
             raise
         finally:
             self.pending.leave(pending)
-
-    async def wait(
-        self, call: RoundCall, rounds: Rounds, rest: Rest, given: Bundle | Single, receipt: Receipt
-    ) -> Reduction:
-        """The rest of a call that has begun in its caller's thread, and has to wait."""
-        pending = self.pending.enter(call)
-        try:
-            return await self._receive(call, rounds, rest, given, receipt, pending)
-        except Exception as error:
-            self.failed(call, error)
-            raise
-        finally:
-            self.pending.leave(pending)
-
-    async def _receive(
-        self,
-        call: RoundCall,
-        rounds: Rounds,
-        rest: Rest,
-        given: Bundle | Single,
-        receipt: Receipt,
-        pending: PendingCall,
-    ) -> Reduction:
-        """Wait for the delivery, and hand it over."""
-        delivery = await rest
-        # Without an await up to the signature: when the call is over for the operation, only the caller can lose its
-        # rounds.
-        try:
-            return self.hand_over(call.operation, delivery, given, self.pending.age_s(pending))
-        finally:
-            receipt.sign(rounds, delivery)
-            rounds.release(delivery)
 
     # -- events -----------------------------------------------------------------------------------
 
-    def _traced(
-        self, call: RoundCall | JoinCall, receipt: Receipt, work: Coroutine[Any, Any, T]
-    ) -> Coroutine[Any, Any, T]:
+    def _traced(self, call: RoundCall, receipt: Receipt, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         """`work`, which carries out `call`. In a trace the call begins here, and the other events of it follow."""
         if self.trace.sink is None:
             return work
         receipt.key = self.trace.begin(call, call.operation.nbytes)
         return self.followed(call, receipt, work)
 
-    def followed(
-        self, call: RoundCall | JoinCall, receipt: Receipt, work: Coroutine[Any, Any, T]
-    ) -> Coroutine[Any, Any, T]:
+    def followed(self, call: RoundCall, receipt: Receipt, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         """`work`, which carries out `call` or the rest of it. If there is a trace, its end is told."""
         trace = self.trace
         return work if trace.sink is None else trace.follow(call, receipt.key, work, partial(self.tell_end, call))
 
-    def tell_end(self, call: RoundCall | JoinCall, key: int, reduction: object) -> None:
+    def tell_end(self, call: RoundCall, key: int, reduction: object) -> None:
         """The call is over, and its caller gets `reduction`; None if there was nothing to tell."""
         if isinstance(reduction, Reduction):
             self.trace.tell(What.END, call, key, reduction.round, included=reduction.included)
         else:
             self.trace.tell(What.END, call, key)
 
-    def failed(self, call: RoundCall | JoinCall, error: BaseException) -> None:
+    def failed(self, call: RoundCall, error: BaseException) -> None:
         """Abort the communicator, unless this host has no room for the contribution: the others' rounds can go on."""
         if not isinstance(error, UsageError):
             self.member.failed(call, error)
 
-    async def _find_or_open(self, call: RoundCall | JoinCall) -> Rounds:
+    async def _find_or_open(self, call: RoundCall) -> Rounds:
         spec, site, operations = call.operation, call.site, self._backend.operations
         return operations.find(spec, self.member.group.rank, site) or await self._backend.open(spec, str(site))
 
@@ -278,30 +263,13 @@ class Operations:
             raise UsageError(f"x is not as in the calls of {spec}: pass tensors of the same dtypes and sizes")
         self._joined.add(name)
         self.repeats.pop(name, None)
-        call = JoinCall(spec, site)
-        pending = self.pending.enter(call)
-        try:
-            if given.staged or name in self._turns:
-                return self._join_in_turn(call, given, pending)
-            work = self._traced(call, Receipt(), self._conclude(call, given, pending))
-            return self._backend.start(work, call.__str__, spec.nbytes, _nothing)
-        except BaseException:
-            self.pending.leave(pending)
-            raise
+        return self._start(RoundCall(spec, site, joins=True), given, self._conclude)
 
-    def _join_in_turn(
-        self, call: JoinCall, given: Bundle | Single, pending: PendingCall
-    ) -> Coroutine[Any, Any, Reduction | None]:
-        """The contributions of this rank come before: it counts as one that makes no more calls from then on."""
-        arrival, runner = Arrival(self.member, given.staged), self.member.runner
-        turn = self._turns.setdefault(call.operation.name, asyncio.Lock())
-        self.pending.arrives(pending, given.staged)
-        work = partial(self._conclude, call, given, pending)
-        rest = self._traced(call, Receipt(), self._in_turn(turn, arrival, call, work, pending))
-        return runner.resuming(runner.start(rest, _nothing), arrival.join)
-
-    async def _conclude(self, call: JoinCall, given: Bundle | Single, pending: PendingCall) -> Reduction | None:
-        """The whole call, on whichever loop drives it. A cancellation aborts the communicator, as of a collective."""
+    async def _conclude(
+        self, call: RoundCall, given: Bundle | Single, receipt: Receipt, pending: PendingCall
+    ) -> Reduction | None:
+        """The whole call to join, on whichever loop drives it. A cancellation aborts the communicator."""
+        del receipt  # a result that has no receiver is not told again: this rank makes no more calls
         try:
             self.member.check()
             rounds = await self._find_or_open(call)
@@ -332,19 +300,8 @@ class Operations:
         missed: tuple[Any, ...] = ()
         if len(results) > 1:
             missed = tuple([given.like(old.parts, self._divisor(spec, old)) for old in results[:-1]])
-        return reduction_of(
-            result.number,
-            len(ranks),
-            included,
-            skipped,
-            result.synchronous,
-            missed,
-            result.members,
-            ranks,
-            lag,
-            waited_s,
-            given.given if ranks else None,
-        )
+        told = result.number, len(ranks), included, skipped, result.synchronous, missed, result.members, ranks
+        return reduction_of(*told, lag, waited_s, given.given if ranks else None)
 
     def _only_skipped(self, spec: Operation, rounds: Rounds, waited_s: float) -> Reduction | None:
         """What a join without news tells: the rounds of calls that were given up after a newer answer; None if none."""
@@ -372,10 +329,6 @@ class Operations:
         if spec.op is ReduceOp.AVG and not spec.group_size:
             return self.member.group.size
         return max(1, len(result.ranks)) if spec.op in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE) else 1
-
-
-def _nothing() -> None:
-    pass
 
 
 class _PromptCall(SharedWork[Reduction]):
@@ -424,6 +377,7 @@ class _PromptCall(SharedWork[Reduction]):
             self.is_over = True
             return
         assert rounds.arena is not None
-        body = operations.followed(call, self._receipt, operations.wait(call, rounds, answer, given, self._receipt))
+        rest = operations.contribute(call, given, self._receipt, begun=(rounds, answer))
+        body = operations.followed(call, self._receipt, rest)
         super().__init__(rounds.arena, body, operations.member.check, call.__str__)
         super().begin()

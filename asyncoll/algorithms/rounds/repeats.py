@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from operator import is_
 from types import CodeType
 from typing import Any, cast
@@ -25,51 +26,22 @@ from asyncoll.runtime.signature import Site, place_outside
 from asyncoll.tensors.operands import Bundle, Single, bundle
 
 
+@dataclass(slots=True, eq=False)
 class Repeat:
     """The calls of one operation with the same arguments, but for the array."""
 
-    __slots__ = (
-        "_arguments",
-        "_at_once",
-        "_begin",
-        "_call",
-        "_code",
-        "_dtype",
-        "_failed",
-        "_instruction",
-        "_member",
-        "_operation",
-        "_pending",
-        "_trace",
-    )
-
-    def __init__(
-        self,
-        operation: Operation,
-        arguments: tuple[object, ...],
-        dtype: np.dtype[Any],
-        at_once: AtOnce,
-        member: Member,
-        pending: PendingCalls,
-        begin: Callable[[RoundCall, Bundle | Single], Coroutine[Any, Any, Reduction]],
-        failed: Callable[[RoundCall, BaseException], None],
-    ) -> None:
-        """`at_once` makes a whole call of an array. `arguments` and `dtype` stand for `operation`.
-
-        `begin` starts a call of a contribution that is not over at once.
-        """
-        self._operation = operation
-        self._arguments = arguments
-        self._dtype = dtype
-        self._at_once = at_once
-        self._member = member
-        self._trace = member.trace
-        self._pending = pending
-        self._begin = begin
-        self._failed = failed
-        self._code: CodeType | None = None
-        self._instruction = 0
-        self._call: RoundCall | None = None  # at that place of the program
+    _operation: Operation
+    _arguments: tuple[object, ...]  # these and `_dtype` stand for the operation
+    _dtype: np.dtype[Any]
+    _at_once: AtOnce  # makes a whole call of an array
+    _member: Member
+    _pending: PendingCalls
+    # Starts a call of a contribution that is not over at once.
+    _begin: Callable[[RoundCall, Bundle | Single], Coroutine[Any, Any, Reduction]]
+    _failed: Callable[[RoundCall, BaseException], None]
+    _code: CodeType | None = None
+    _instruction: int = 0
+    _call: RoundCall | None = None  # at that place of the program
 
     def start(self, x: object, arguments: tuple[object, ...]) -> Coroutine[Any, Any, Reduction] | None:
         """Carry out the call now, or begin it. None if it differs from the calls before: nothing was done.
@@ -89,7 +61,7 @@ class Repeat:
             self._code, self._instruction = code, instruction
             call = self._call = RoundCall(self._operation, Site(code, instruction))
         self._member.check_caller()
-        is_traced = self._trace.sink is not None
+        is_traced = self._member.trace.sink is not None
         came_s = deadlines.now_s() if is_traced else 0.0
         answer = self._at_once(x)  # may raise the exception of a signal handler, which breaks nothing here
         if isinstance(answer, Exception):
@@ -104,7 +76,7 @@ class Repeat:
 
     def _tell(self, call: RoundCall, came_s: float, reduction: Reduction) -> None:
         """The events of a call that is over: no bytecode may run within it."""
-        trace = self._trace
+        trace = self._member.trace
         key = trace.begin(call, self._operation.nbytes, at_s=came_s)
         trace.tell(What.ARRIVE, call, key, at_s=came_s)
         trace.tell(What.REDUCE, self._operation, number=reduction.round, ranks=reduction.ranks)

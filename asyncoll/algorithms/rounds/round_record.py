@@ -103,7 +103,6 @@ class RoundRecord:
         self.size = size = group.size
         self._contributors = contributors or size
         self._drawn: tuple[int, Sequence[int]] = (0, ())  # for the round of that number
-        self._first_caller_opens = rules.first_caller_opens(operation)
         self._layout = layout
         self._cores = arena.cores
         self._keeps = operation.group_size > 0  # contributions stay, and replace each other
@@ -204,7 +203,7 @@ class RoundRecord:
 
     def may_open(self) -> bool:
         """Whether the next round, at which this rank's caller has arrived, may be opened."""
-        return not self.running and (self._first_caller_opens or rules.may_open(self._operation, self))
+        return not self.running and rules.may_open(self._operation, self)
 
     def late_call_opens(self) -> bool:
         """Whether a late call of this rank opens the next round."""

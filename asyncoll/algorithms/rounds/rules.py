@@ -7,9 +7,9 @@ workloads in deep learning with partial collective operations", PPoPP 2020, sect
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
-from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.round_cells import are_enough, needs_drawn, ranks_needed
 
 
@@ -38,35 +38,15 @@ class RoundView(Protocol):
         """Whether `rank` has arrived, or is gone."""
 
 
-class Rule(NamedTuple):
-    """When a round may begin that does not wait for all ranks. All that the compiled core knows of a kind of rounds."""
-
-    ranks: int = 1  # so many have arrived, or are gone
-    drawn: bool = False  # and one that is drawn for the round is among them
-
-
-def rule_of(operation: Operation) -> Rule:
-    match operation.opening:
-        case Opening.SOLO:
-            return Rule()
-        case Opening.MAJORITY:
-            return Rule(drawn=True)
-        case Opening.QUORUM:
-            return Rule(operation.quorum)
-
-
 def may_open(operation: Operation, round: RoundView) -> bool:  # noqa: A002 (the papers' word)
     """Whether the round, for which at least one caller waits, may begin."""
-    (ranks, drawn), synchronous = rule_of(operation), operation.is_synchronous(round.number)
+    if operation.first_caller_opens:
+        return True
+    (ranks, drawn), synchronous = operation.rule, operation.is_synchronous(round.number)
     needed = ranks_needed(ranks, round.size, synchronous)
     if needed > 1 and round.count() < needed:
         return False
     return not needs_drawn(drawn, synchronous) or any(map(round.has, round.drawn))
-
-
-def first_caller_opens(operation: Operation) -> bool:
-    """Whether `may_open` is true of every round for which a caller waits. Rounds in memory then do not ask it."""
-    return rule_of(operation) == Rule() and not operation.sync_every
 
 
 def counts_gone_ranks(operation: Operation) -> bool:
@@ -78,11 +58,6 @@ def counts_gone_ranks(operation: Operation) -> bool:
     return not operation.group_size
 
 
-def late_calls_count(operation: Operation) -> bool:
-    """Whether `late_call_opens` may be true: the ranks that open rounds must be told of late calls."""
-    return rule_of(operation).drawn
-
-
 def late_call_opens(operation: Operation, round: RoundView, rank: int) -> bool:  # noqa: A002
     """Whether a late call of `rank` opens the round at once, instead of taking the newest result.
 
@@ -91,7 +66,7 @@ def late_call_opens(operation: Operation, round: RoundView, rank: int) -> bool: 
     rest.
     """
     return (
-        needs_drawn(rule_of(operation).drawn, operation.is_synchronous(round.number))
+        needs_drawn(operation.rule.drawn, operation.is_synchronous(round.number))
         and are_enough(round.arrived, round.size)
         and rank in round.drawn
     )

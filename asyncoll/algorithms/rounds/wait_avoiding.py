@@ -35,6 +35,7 @@ from asyncoll.algorithms.rounds.engine import (
     GONE,
     JOINED,
     LATE,
+    Accounted,
     Begin,
     Engine,
     Instruction,
@@ -102,11 +103,9 @@ result_of = partial(tuple.__new__, Result)
 delivery_of = partial(tuple.__new__, Delivery)
 
 
-class WaitAvoiding(ABC):
+class WaitAvoiding(Accounted, ABC):
     """A persistent operation at one rank: its calls, its staged contribution, its results. On the runtime's loop."""
 
-    is_prompt = False
-    at_once = None
     arena = None
 
     def __init__(self, port: Port, operation: Operation, describe: Callable[[], str]) -> None:
@@ -221,8 +220,8 @@ class WaitAvoiding(ABC):
                 del self._waiting[number]
 
     def take_back(self, delivery: Delivery) -> None:
+        super().take_back(delivery)
         newest = delivery.results[-1]
-        self._engine.take_back(newest.number, delivery.lag, len(delivery.results) + delivery.skipped)
         if newest.lent:
             self._port.post(lambda: self._own(newest))
 
@@ -232,10 +231,7 @@ class WaitAvoiding(ABC):
             own = [part.copy() for part in result.parts]
             self._latest = result._replace(parts=own, lent=False, averaged=True)
 
-    def end(self) -> tuple[int, int]:
-        return self._engine.end()
-
-    def release(self, delivery: Delivery) -> None:  # noqa: B027 (results are this rank's own memory)
+    def release(self, delivery: Delivery) -> None:
         """The results of `delivery` have been read."""
 
     def statistics(self) -> OperationStatistics:
@@ -388,7 +384,7 @@ class WaitAvoiding(ABC):
     async def _carry_out(self) -> None:
         """The armed round is open: take this rank's part in it. It is a task of its own."""
 
-    async def _reclaim(self, number: int) -> None:  # noqa: B027 (only one of the carriers borrows memory)
+    async def _reclaim(self, number: int) -> None:
         """The caller stops waiting for round `number`: return when no round uses its memory any more."""
 
 

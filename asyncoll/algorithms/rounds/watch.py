@@ -6,6 +6,7 @@ It asks now and then, and only as long as a round lasts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from asyncoll.algorithms.rounds.alarm import PATIENCE_S, Alarm
@@ -24,32 +25,20 @@ class Situation(NamedTuple):
     progress: int = 0  # what it has exchanged with other hosts: as long as that changes, none of them has stopped
 
 
+@dataclass(eq=False)
 class Watch:
     """The watch of one agent. On the runtime's loop."""
 
-    def __init__(
-        self,
-        look: Callable[[], Situation],
-        ask: Callable[[Situation], None],
-        again: Callable[[Situation, int], None],
-        now_s: Callable[[], float],
-        alarm: Alarm,
-        nbytes: int,
-    ) -> None:
-        """`look` gives the newest round. `ask` asks the ranks that are awaited, which answer (`heard`).
-
-        `again` is called if one does not, with the number of earlier looks. `nbytes` is the size of a contribution.
-        """
-        self._look = look
-        self._ask = ask
-        self._again = again
-        self._now_s = now_s
-        self._alarm = alarm
-        self._patience_s = PATIENCE_S
-        self._data_s = nbytes / _SLOWEST_BYTES_S  # how long the data of a round may delay an answer
-        self._least_s: dict[int, float] = {}  # by rank: its quickest answer, the latency of the network
-        self._last: Situation | None = None
-        self._silent: dict[int, float] = {}  # when each rank was asked first that has not answered yet
+    _look: Callable[[], Situation]  # gives the newest round
+    _ask: Callable[[Situation], None]  # asks the ranks that are awaited, which answer (`heard`)
+    _again: Callable[[Situation, int], None]  # is called if one does not, with the number of earlier looks
+    _now_s: Callable[[], float]
+    _alarm: Alarm
+    _nbytes: int  # the size of a contribution
+    _patience_s: float = PATIENCE_S
+    _least_s: dict[int, float] = field(default_factory=dict)  # by rank: its quickest answer, the network's latency
+    _last: Situation | None = None
+    _silent: dict[int, float] = field(default_factory=dict)  # when each rank was asked first that has not answered yet
 
     def begin(self, number: int, attempt: int = 1) -> None:
         """An attempt at round `number` has begun."""
@@ -73,7 +62,8 @@ class Watch:
         latency of the network allow was not delayed by them: its process was stopped.
         """
         least_s = self._least_s[rank] = min(delay_s, self._least_s.get(rank, delay_s))
-        most_s = min(PATIENCE_S + 2 * least_s + self._data_s, _PATIENCE_MAX_S)
+        data_s = self._nbytes / _SLOWEST_BYTES_S  # how long the data of a round may delay an answer
+        most_s = min(PATIENCE_S + 2 * least_s + data_s, _PATIENCE_MAX_S)
         self._patience_s = max(self._patience_s, min(2 * delay_s, most_s))
 
     def act(self, serial: int) -> None:

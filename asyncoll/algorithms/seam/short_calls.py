@@ -58,6 +58,13 @@ class GeneralCalls(Protocol):
         """Enter the calls that `ShortCalls.counts` tells."""
 
 
+class Block(NamedTuple):
+    """Shared memory for a long array of one call."""
+
+    address: int
+    memory: Array  # bytes
+
+
 class BegunShortCall(Protocol):
     """A call that `ShortCalls` has begun."""
 
@@ -66,6 +73,10 @@ class BegunShortCall(Protocol):
 
     @property
     def array(self) -> Array | None: ...
+
+    @property
+    def block(self) -> Block | None:
+        """Shared memory with a copy of `array`, which takes part in its place, if there is one."""
 
     @property
     def result(self) -> Any:

@@ -18,13 +18,13 @@ _ARRIVAL = ("meeting-opened", "meeting-arrived", "meeting-claimed")
 _END = ("meeting-asleep", "futex-woken", "meeting-received", "meeting-left")
 _MEETING = (*_ARRIVAL, "meeting-published", "meeting-not-woken", *_END)
 _PIECE = ("piece-copied-in", "piece-reduced", "piece-copied-out", "piece-counted", "piece-awaited")
-# Only if all ranks have the core, and they are few: `Sizes.private`.
+# Only if all ranks have the core, and they are few: `Sizes.private_max`.
 _PEERS = ("peer-read", "peers-reduced", "peer-taken")
 _ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-taken", "round-reduced")
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
 _CHUNK = ("round-claimed", "round-helped", "round-counted")
 
-_PRIVATE = 300_000  # elements of an array that is read in private memory
+_PRIVATE = 600_000  # elements of an array that is read in private memory
 
 # The operations of the matrix that pass them, with the number of elements of a rank's array.
 PASSED: dict[tuple[str, int], tuple[str, ...]] = {
@@ -57,7 +57,7 @@ def operations_passing(point: str, size: int, *, mixed: bool) -> dict[str, int]:
     There are `size` ranks; `mixed`: some of them do without the core.
     """
     sizes = choose(size, {})
-    is_private = not mixed and sizes.private <= 4 * _PRIVATE <= sizes.private_max
+    is_private = not mixed and sizes.whole < 4 * _PRIVATE <= sizes.private_max
     calls = {call: points for call, points in PASSED.items() if is_private or "peer-read" not in points}
     return {operation: elements for (operation, elements), points in calls.items() if point in points}
 

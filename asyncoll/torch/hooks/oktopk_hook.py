@@ -126,11 +126,7 @@ class OkTopkState(HookState):
         return f"{self._name}, {method}"
 
     def _own_state(self) -> dict[str, Any]:
-        return {
-            "algorithm": self._algorithm,
-            "residual": self._residual.clone(),
-            "operations": self._operations(),
-        }
+        return {"algorithm": self._algorithm, "residual": self._residual.clone(), "operations": self._operations()}
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
         algorithm = saved.entry(own, "algorithm", lambda value: isinstance(value, str), "a text")

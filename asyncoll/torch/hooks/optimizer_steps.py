@@ -22,10 +22,7 @@ class OptimizerSteps:
         self._after = after
         self._is_expected = False
         self._is_own = False
-        self._handles = [
-            optimizer.register_step_pre_hook(self._begin),
-            optimizer.register_step_post_hook(self._end),
-        ]
+        self._handles = [optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end)]
 
     def expect(self) -> None:
         """A backward pass has begun."""

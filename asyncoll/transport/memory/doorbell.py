@@ -11,8 +11,8 @@ import os
 import weakref
 from collections.abc import Callable
 
+from asyncoll.transport import settle, settle_from_any_thread
 from asyncoll.transport.control_block import Turn
-from asyncoll.transport.futures import settle, settle_from_any_thread
 
 
 class Waiter:

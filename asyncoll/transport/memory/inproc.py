@@ -12,9 +12,8 @@ from asyncoll._core import NativeCore
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.forks import address_of
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport import ControlBlock, Loss, Turn, Wait
+from asyncoll.transport import ControlBlock, Loss, Turn, Wait, settle
 from asyncoll.transport.control_block import DOORBELLS, PythonControlBlock, control_block_bytes
-from asyncoll.transport.futures import settle
 from asyncoll.transport.memory.doorbell import TurnQueue
 
 

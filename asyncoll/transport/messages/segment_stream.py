@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from asyncoll.errors import ProtocolError
-from asyncoll.transport.futures import settle
+from asyncoll.transport import settle
 from asyncoll.transport.messages.service_protocol import BYE, CLOSED, HELLO, REASON_BYTES
 from asyncoll.transport.wire import SEGMENT_BYTES, Buffer
 

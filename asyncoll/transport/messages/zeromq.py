@@ -33,9 +33,8 @@ import zmq
 
 from asyncoll import forks
 from asyncoll.errors import PeerLostError
-from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Loss, Receiver, check_frames
+from asyncoll.transport import MAX_FRAME_BYTES, Buffer, Loss, Receiver, check_frames, settle
 from asyncoll.transport.addresses import check_path, process_behind, refuses_connections
-from asyncoll.transport.futures import settle
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.keys import Key
 from asyncoll.transport.meeting_folder import meeting_folder

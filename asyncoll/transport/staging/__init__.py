@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from asyncoll.tensors.reductions import Array, ReduceOp
-from asyncoll.transport.futures import settle_from_any_thread
+from asyncoll.transport import settle_from_any_thread
 
 HANDLE_BYTES = 96  # of a block: 64 of a handle of CUDA IPC, 16 of the UUID of its GPU, 8 of its size, 8 of a nonce
 
@@ -54,7 +54,9 @@ class Mark(Protocol):
     another one.
     """
 
-    nbytes: int  # the bytes of its elements, which copies see packed, in the order of a contiguous tensor
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its elements, which copies see packed, in the order of a contiguous tensor."""
 
     def come(self) -> Transfer:
         """A transfer of one byte, which copies nothing: it is over once the device has come to the mark."""

@@ -21,7 +21,7 @@ from asyncoll.transport.memory.arena import local_world
 from tests.support.properties import given, st
 
 SIZES = Sizes(
-    shown=1 << 11, short=1 << 14, chunk=1 << 12, window=1 << 12, piece=1 << 12, whole=0, private=1 << 62, calls=2
+    shown=1 << 11, short=1 << 14, chunk=1 << 12, window=1 << 12, piece=1 << 12, whole=0, private_max=0, calls=2
 )
 CORES: dict[str, list[ModuleType | None]] = {"python": [None]}
 if _core.native is not None:

@@ -25,7 +25,8 @@ from tests.support.places import SCRIPTS
 from tests.support.properties import given, settings, st
 
 pytestmark = pytest.mark.skipif(_core.native is None, reason="needs the compiled core")
-LONG = 5 << 16  # elements of float32 that are too many to be copied
+LONG = 5 << 16  # elements of float32 that are too many for a meeting: a call of a communicator copies them as a whole
+PRIVATE = 5 << 17  # so many are too many for that
 shared = pytest.mark.parametrize("transport", ["shm", "shm-mixed"])
 
 
@@ -66,7 +67,7 @@ def test_each_rank_gets_the_reduction_in_the_order_of_ranks_however_they_interle
             await SharedCall(area, number, 5).allreduce(mine[number][area.rank], op, dtype)
             area.end(number)
 
-    with rendezvous_areas(size, [_core.native], 1 << 16, private=1 << 10) as areas:
+    with rendezvous_areas(size, [_core.native], 1 << 16, private_max=1 << 24) as areas:
         assert all(can_read(areas))
         if 0 <= unreadable < size:
             areas[unreadable].peers = None
@@ -149,7 +150,7 @@ def test_meetings_with_private_arrays_end_with_the_reduction_wherever_a_rank_goe
     A rank spoils its array as soon as a call is over: one that still read it would have a wrong result.
     """
     count, generator, draw = kib * 1024 // np.dtype(dtype).itemsize, np.random.default_rng(seed), random.Random(seed)
-    with rendezvous_areas(size, [_core.native], 1 << 16, private=1 << 10) as areas:
+    with rendezvous_areas(size, [_core.native], 1 << 16, private_max=1 << 24) as areas:
         assert all(can_read(areas))
         if 0 <= slot < size:
             areas[slot].peers = None
@@ -185,7 +186,7 @@ def test_meetings_with_private_arrays_end_with_the_reduction_wherever_a_rank_goe
 
 @pytest.mark.parametrize("point", ["peer-read", "peers-reduced", "peer-taken", "meeting-counted", "meeting-left"])
 def test_meetings_with_private_arrays_pass_their_points(point):
-    with rendezvous_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas, CorePoint(point) as passed:
+    with rendezvous_areas(2, [_core.native], 1 << 12, private_max=1 << 24) as areas, CorePoint(point) as passed:
         assert all(can_read(areas))
         ranks = [Meeting(area, np.ones(LONG, np.float32), ReduceOp.SUM, 0) for area in areas]
         while not all(each.is_over for each in ranks):
@@ -196,7 +197,7 @@ def test_meetings_with_private_arrays_pass_their_points(point):
 
 
 def test_a_meeting_in_the_core_leaves_it_to_python_when_memory_cannot_be_read():
-    with rendezvous_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
+    with rendezvous_areas(2, [_core.native], 1 << 12, private_max=1 << 24) as areas:
         assert all(can_read(areas))
         mine = Meeting(areas[1], np.ones(LONG, np.float32), ReduceOp.SUM, 0)
         areas[0].rendezvous(0, 0, signed(5)).arrive(16, 4 * LONG, private=True)  # no array is there
@@ -210,7 +211,7 @@ def test_a_meeting_in_the_core_leaves_it_to_python_when_memory_cannot_be_read():
 
 def test_a_rank_that_takes_its_array_back_is_not_waited_for_by_readers():
     """One has reduced all, and withdraws. The other gives up in Python, where it waits for the failure."""
-    with rendezvous_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
+    with rendezvous_areas(2, [_core.native], 1 << 12, private_max=1 << 24) as areas:
         assert all(can_read(areas))
         first, last = (Meeting(area, np.ones(LONG, np.float32), ReduceOp.SUM, 0) for area in areas)
         first.step(in_python=False)
@@ -251,16 +252,17 @@ def test_a_world_with_a_rank_without_the_core_uses_slots():
 
 
 @shared
+@pytest.mark.parametrize("count", [LONG, PRIVATE])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_many_calls_of_long_arrays_follow_each_other(transport, size):
+def test_many_calls_of_long_arrays_follow_each_other(transport, size, count):
     """Ranks change their arrays at once after a call; a rank that still read them would get other results."""
 
     async def main(comm: Communicator) -> bool:
-        x, good = np.empty(LONG, np.float32), True
+        x, good = np.empty(count, np.float32), True
         for call in range(12):
-            x[...] = np.arange(LONG) % 1021 + comm.rank * call
+            x[...] = np.arange(count) % 1021 + comm.rank * call
             await comm.allreduce(x)
-            good &= bool((x == size * (np.arange(LONG) % 1021) + call * (size * (size - 1) // 2)).all())
+            good &= bool((x == size * (np.arange(count) % 1021) + call * (size * (size - 1) // 2)).all())
             x[...] = -1
         return good
 
@@ -274,10 +276,11 @@ def test_calls_that_two_threads_reduce_at_the_same_time_do_not_mix(forked_world)
 
 
 @shared
+@pytest.mark.parametrize("count", [LONG, PRIVATE])
 @pytest.mark.parametrize("leaver", [0, 1])
-def test_a_cancelled_caller_gets_its_array_back(transport, leaver):
+def test_a_cancelled_caller_gets_its_array_back(transport, leaver, count):
     async def main(comm: Communicator) -> bool:
-        x = np.ones(LONG, np.float32)
+        x = np.ones(count, np.float32)
         for _ in range(2):
             await comm.allreduce(x)
         if comm.rank == leaver:
@@ -297,7 +300,7 @@ def test_a_cancelled_caller_gets_its_array_back(transport, leaver):
 
 def test_a_rank_that_reads_memory_that_was_withdrawn_waits_for_the_failure():
     """It does not report the error of the system call: the other rank has returned its array to its caller."""
-    with rendezvous_areas(2, [_core.native], 1 << 12, private=1 << 10) as areas:
+    with rendezvous_areas(2, [_core.native], 1 << 12, private_max=1 << 24) as areas:
         can_read(areas)
         x, wait = np.ones(LONG, np.float32), None
 

@@ -28,9 +28,9 @@ CALLS = 2
 
 @contextlib.contextmanager
 def rendezvous_areas(
-    size: int, natives: Sequence[ModuleType | None], piece: int, private: int = 1 << 62, whole: int = 0
+    size: int, natives: Sequence[ModuleType | None], piece: int, private_max: int = 0, whole: int = 0
 ) -> Iterator[list[RendezvousArea]]:
-    sizes = Sizes(short=64, chunk=256, window=256, piece=piece, whole=whole, private=private, calls=CALLS)
+    sizes = Sizes(short=64, chunk=256, window=256, piece=piece, whole=whole, private_max=private_max, calls=CALLS)
     with local_world(size, natives) as arenas:
         yield [RendezvousArea(arena, size, rank, 7, sizes) for rank, arena in enumerate(arenas)]
 

@@ -56,12 +56,13 @@ def test_a_withdrawal_does_not_wait_for_a_count_of_an_earlier_rendezvous(natives
 @shared
 @pytest.mark.parametrize("count", [LENT, LONG])
 @pytest.mark.parametrize("is_known", [False, True])
-def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport, is_known, count):
+@pytest.mark.parametrize("is_registered", [False, True])
+def test_a_call_that_fails_before_it_sleeps_gives_its_array_back(transport, is_registered, is_known, count):
     ready, aborted = asyncio.Event(), asyncio.Event()
 
     async def main(comm: Communicator) -> None:
         await comm.allreduce(np.ones(10, np.float32))
-        x = comm.empty(count, np.float32)
+        x = comm.empty(count, np.float32) if is_registered else np.empty(count, np.float32)
         x[...] = 1
         if is_known:
             assert (await comm.allreduce(x) == 2).all()
@@ -99,6 +100,42 @@ def test_ranks_may_differ_in_whether_a_long_array_is_registered(transport, size)
         return found
 
     assert run_ranks(size, main, transport) == [[True] * 8] * size
+
+
+@shared
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_calls_of_long_arrays_that_are_under_way_at_the_same_time_do_not_share_a_copy(transport, size):
+    """A call that finds no block for its copy, or a shorter one, goes the general way."""
+
+    async def main(comm: Communicator) -> bool:
+        good = True
+        for counts in ([LONG // 2], [LONG, LONG // 2, LONG], [LONG] * 5, [LONG // 2, LONG]) * 3:
+            arrays = [np.full(count, 10.0**i + comm.rank, np.float32) for i, count in enumerate(counts)]
+            calls = [comm.allreduce(x) for x in arrays]
+            for call in reversed(calls):
+                await call
+            good &= all((x == size * 10.0**i + size * (size - 1) // 2).all() for i, x in enumerate(arrays))
+        return good
+
+    assert run_ranks(size, main, transport) == [True] * size
+
+
+@pytest.mark.skipif(_core.native is None, reason="a whole call is one of the core")
+@pytest.mark.parametrize(("size", "count"), [(2, LONG // 2), (2, LONG), (4, LONG // 2), (5, LENT * 2), (5, LONG)])
+def test_the_core_carries_out_calls_of_long_arrays_with_a_copy(size, count):
+    async def main(comm: Communicator) -> list[str]:
+        kinds = []
+        for _ in range(6):
+            x = np.ones(count, np.float32)
+            call = comm.allreduce(x)
+            kinds.append(type(call).__name__)
+            await call
+            assert (x == size).all()
+            await comm.barrier()
+        return kinds[1:]
+
+    # Among ranks of one loop a whole call is over when it returns only at the last rank to come.
+    assert all("ShortCall" in kinds for kinds in zip(*run_ranks(size, main, "shm"), strict=True))
 
 
 @shared

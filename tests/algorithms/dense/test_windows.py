@@ -16,7 +16,7 @@ from asyncoll.testing import FakeDevice, fake_device, run_ranks, simulate
 
 # Windows are shorter than all arrays that are not short. Arrays that are not on devices are copied as a whole, read in
 # private memory, or reduced in pieces.
-SIZES = "short=64,staged=2048,window=1024,chunk=256,piece=512,whole=4096,private=8192"
+SIZES = "short=64,staged=2048,window=1024,chunk=256,piece=512,whole=4096,private_max=8192"
 COUNTS = [511, 512, 513, 1500, 5001]  # of float32
 
 

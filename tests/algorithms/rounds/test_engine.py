@@ -414,7 +414,7 @@ def test_a_round_for_which_no_caller_waits_does_not_open(what):
 )
 def test_the_first_caller_opens_every_round_or_not(what):
     opens = all(rules.may_open(what, view(number, [rank])) for number in (1, 2) for rank in range(4))
-    assert rules.first_caller_opens(what) is opens
+    assert what.first_caller_opens is opens
 
 
 @pytest.mark.parametrize(

@@ -977,7 +977,6 @@ def compiled():
 
 def main():
     warnings.filterwarnings("ignore", "Guards may run slower on Python 3.13.0", RuntimeWarning)  # of torch.compile
-    torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.enable()
     dist.init_process_group("asyncoll", timeout=SECONDS)
     for case in sys.argv[1:]:

@@ -367,7 +367,6 @@ def emulated():
 
 
 def main():
-    torch.set_num_threads(1)
     dist.init_process_group("asyncoll", timeout=SECONDS)
     for case in sys.argv[1:]:
         globals()[case]()

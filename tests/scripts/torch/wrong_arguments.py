@@ -282,7 +282,6 @@ def elsewhere():
 
 
 def main():
-    torch.set_num_threads(1)
     torch.sparse.check_sparse_tensor_invariants.enable()
     dist.init_process_group("asyncoll", timeout=SECONDS)
     refused_by_all()

@@ -46,6 +46,7 @@ from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
 from asyncoll.training import EagerSGD
 from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery
+from tests.support.processes import PATIENCE_S
 
 CALLS = draw("solo", 1, 0).calls  # the most calls of a rank
 
@@ -67,18 +68,30 @@ SEEDS = 13  # worlds of each kind: one of each size
     ],
 )
 def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices):
-    """Runs the command: once in two processes, and otherwise here, because processes take seconds to start."""
     command = ["laws", "--seeds", f"0:{seeds}", "--transport", transport, *devices]
-    if seeds == SEEDS:
-        command = [sys.executable, "-m", "asyncoll.cli", *command, "--jobs", "2"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        code, out, err = done.returncode, done.stdout, done.stderr
-    else:
-        result = CliRunner().invoke(main, [*command, "--jobs", "1"])
-        code, out, err = result.exit_code, result.stdout, result.stderr
+    result = CliRunner().invoke(main, [*command, "--jobs", "1"])
+    assert_all_hold(result.exit_code, result.stdout, result.stderr, ALL_KINDS, seeds)
+
+
+@pytest.mark.slow
+def test_worlds_are_checked_in_several_processes():
+    """As few small worlds as are worth two processes: each of these loads the package first."""
+    seeds = 40
+    command = ["laws", "--kind", "solo", "--ranks", "2", "--seeds", f"0:{seeds}", "--jobs", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncoll.cli", *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=PATIENCE_S,
+    )
+    assert_all_hold(done.returncode, done.stdout, done.stderr, ["solo"], seeds)
+
+
+def assert_all_hold(code, out, err, kinds, seeds):
     assert code == 0, out + err
     lines = out.splitlines()
-    assert [line.split()[:3] for line in lines] == [[kind, str(seeds), "worlds"] for kind in ALL_KINDS]
+    assert [line.split()[:3] for line in lines] == [[kind, str(seeds), "worlds"] for kind in kinds]
     assert all(line.endswith("all laws hold") for line in lines)
 
 

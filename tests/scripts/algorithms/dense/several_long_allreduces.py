@@ -10,7 +10,7 @@ import numpy as np
 import asyncoll
 from asyncoll import Communicator
 
-COUNTS = 700_000, 4_000_000, 800_000  # elements
+COUNTS = 700_000, 4_000_000, 800_000, 300_000  # elements; the last array is copied, others are read where they are
 
 
 async def main(comm: Communicator) -> None:

@@ -15,7 +15,6 @@ from asyncoll.errors import AsyncollError
 from asyncoll.torch import hooks
 from tests.support.raising import caught
 
-torch.set_num_threads(1)
 STATES = {
     hooks.allreduce: lambda ddp, optimizer: hooks.AllreduceState(ddp),
     hooks.eager_sgd: lambda ddp, optimizer: hooks.EagerSGDState(ddp, optimizer),

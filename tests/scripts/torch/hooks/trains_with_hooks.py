@@ -27,9 +27,6 @@ from tests.support.raising import caught
 
 with warnings.catch_warnings(action="ignore"):  # torch's own, about torch.jit.script
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_wrapper
-    from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
-
-torch.set_num_threads(1)
 
 
 class Model(nn.Module):
@@ -857,6 +854,10 @@ wrapped = []
 
 def refused_when_made():
     """Options, optimizers and models that the constructor refuses."""
+    with warnings.catch_warnings(action="ignore"):  # as above
+        # It takes a fifth of a second, and the other cases do without it.
+        from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+
     refused("backend asyncoll", eager_state, process_group=dist.new_group(backend="gloo"))
     refused("find_unused_parameters", eager_state, find_unused_parameters=True)
     refused("skip_all_reduce_unused_params", eager_state, skip_all_reduce_unused_params=True)

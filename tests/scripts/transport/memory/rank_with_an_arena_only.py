@@ -1,6 +1,7 @@
 """One rank of a host that has nothing but an arena: `rank_with_an_arena_only.py FOLDER RANK SIZE WHAT`."""
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -63,5 +64,7 @@ def find_out(control_block):
 folder, rank, size, what = sys.argv[1:]
 ranks = tuple(range(10, 10 + int(size)))  # ranks of the world are not local ranks
 arena = fd_passing.join(Path(folder), ranks[int(rank)], ranks)
-asyncio.run({"count": count, "die": die}[what](arena))
+with asyncio.Runner() as runner:
+    runner.get_loop().slow_callback_duration = math.inf  # in debug mode, a busy machine would have it print
+    runner.run({"count": count, "die": die}[what](arena))
 arena.close()
