@@ -209,6 +209,7 @@ class ShortCalls:
         end: Callable[[int], None],
         note: Callable[[Any], None],
         place_outside: Callable[[FrameType, tuple[str, ...]], tuple[CodeType, int]],
+        reported: Callable[[], tuple[CodeType, int] | None],
         running_loop: Callable[[], asyncio.AbstractEventLoop],
         expiry: Callable[[], float | None],
         array_type: type,

@@ -31,9 +31,9 @@ typedef struct {
 } Kind;
 
 /* Names of attributes, as Python strings in ShortCalls.names. */
-enum { ANY, CLOSED, DRIVE, DTYPE, IS_TIMER_SET, SET_TIMER, TURN, UNSTARTED, NAMES };
-static const char *const names[NAMES] = {"any",          "closed",    "drive", "dtype",
-                                         "is_timer_set", "set_timer", "turn",  "unstarted"};
+enum { ANY, BACK, CLOSED, DRIVE, DTYPE, INSTRUCTION, IS_TIMER_SET, SET_TIMER, TURN, UNSTARTED, NAMES };
+static const char *const names[NAMES] = {"any",     "f_back",       "closed",    "drive", "dtype",
+                                         "f_lasti", "is_timer_set", "set_timer", "turn",  "unstarted"};
 
 /* The objects that the calls need. The first ones are arguments of `ShortCalls`. */
 enum {
@@ -52,6 +52,7 @@ enum {
     END,           /* end(number): tells that call */
     NOTE,          /* note(entry): for reports; plan, number, code, instruction */
     PLACE_OUTSIDE, /* asyncoll.runtime.signature.place_outside */
+    REPORTED,      /* the place that calls of the current context are reported at, or None */
     RUNNING_LOOP,  /* asyncio.get_running_loop */
     EXPIRY,        /* the end of the deadline of the current context, or None */
     ARRAY_TYPE,    /* numpy.ndarray */
@@ -60,13 +61,16 @@ enum {
     CALL_TYPE = GIVEN, /* ShortCall */
     ENTRY,             /* of the newest call, or NULL */
     LIBRARIES,         /* a tuple: what the names of files begin with that are not the user's */
+    METHOD,            /* the code of a public method; that of its caller, which is the user's; and LIBRARIES then; */
+    CALLER,            /* or NULL */
+    CALLER_LIBRARIES,
     PARTS
 };
 
 static const char *const given[GIVEN] = {
-    "general",       "rest",         "runner", "home",       "held",      "endpoint", "failures",
-    "unused",        "own",          "blocks", "unfinished", "turns",     "end",      "note",
-    "place_outside", "running_loop", "expiry", "array_type", "may_raise",
+    "general",       "rest",     "runner",       "home",       "held",       "endpoint",  "failures",
+    "unused",        "own",      "blocks",       "unfinished", "turns",      "end",       "note",
+    "place_outside", "reported", "running_loop", "expiry",     "array_type", "may_raise",
 };
 
 typedef struct {
@@ -229,22 +233,63 @@ static PyObject *loop_of(ShortCalls *self)
     return loop;
 }
 
+/* Whether nothing is reported elsewhere, and `method` and `caller` are those of the last call whose place was looked for.
+ * The place depends on nothing else. -1 with an exception. */
+static int is_known(ShortCalls *self, PyObject *method, PyObject *caller)
+{
+    PyObject **parts = self->parts;
+    if (method != parts[METHOD] || caller != parts[CALLER] || parts[LIBRARIES] != parts[CALLER_LIBRARIES])
+        return 0;
+    PyObject *reported = PyObject_CallNoArgs(parts[REPORTED]);
+    Py_XDECREF(reported);
+    return reported ? reported == Py_None : -1;
+}
+
+/* The entry of a call with its place, which the rule in Python finds. To ask it takes as long as to reduce a short array,
+ * so the user's last line is known by its code. */
+static PyObject *found(ShortCalls *self, Kind *kind, long long number, PyObject *frame, PyObject *method,
+                       PyObject *caller)
+{
+    PyObject *place = PyObject_CallFunctionObjArgs(self->parts[PLACE_OUTSIDE], frame, self->parts[LIBRARIES], NULL),
+             *reported = place ? PyObject_CallNoArgs(self->parts[REPORTED]) : NULL, *entry = NULL;
+    PyObject *code, *instruction;
+    if (reported && PyArg_ParseTuple(place, "OO:place", &code, &instruction)) {
+        if (reported == Py_None && code == caller) {
+            replace(&self->parts[METHOD], Py_NewRef(method));
+            replace(&self->parts[CALLER], Py_NewRef(caller));
+            replace(&self->parts[CALLER_LIBRARIES], Py_NewRef(self->parts[LIBRARIES]));
+        }
+        entry = Py_BuildValue("OLOO", kind->plan, number, code, instruction);
+    }
+    Py_XDECREF(reported);
+    Py_XDECREF(place);
+    return entry;
+}
+
 /* The entry of a call for reports: its plan, its number, and the place of the call, which the frame on top leads to: that
  * of the public method. */
 static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
 {
     /* The place is found now, in every call: when an error has to name it, the caller has gone on from there. */
-    PyObject *frame = (PyObject *)PyEval_GetFrame();
+    PyFrameObject *frame = PyEval_GetFrame();
     if (!frame) {
         PyErr_SetString(PyExc_RuntimeError, "no Python function makes this call");
         return NULL;
     }
-    PyObject *place = PyObject_CallFunctionObjArgs(self->parts[PLACE_OUTSIDE], frame, self->parts[LIBRARIES], NULL),
-             *entry = NULL;
-    PyObject *code, *instruction;
-    if (place && PyArg_ParseTuple(place, "OO:place", &code, &instruction))
-        entry = Py_BuildValue("OLOO", kind->plan, number, code, instruction);
-    Py_XDECREF(place);
+    PyObject *back = PyObject_GetAttr((PyObject *)frame, self->names[BACK]), *entry = NULL;
+    if (!back)
+        return NULL;
+    PyObject *method = (PyObject *)PyFrame_GetCode(frame);
+    PyObject *caller = back == Py_None ? Py_NewRef(Py_None) : (PyObject *)PyFrame_GetCode((PyFrameObject *)back);
+    int is = is_known(self, method, caller);
+    if (!is)
+        entry = found(self, kind, number, (PyObject *)frame, method, caller);
+    PyObject *instruction = is > 0 ? PyObject_GetAttr(back, self->names[INSTRUCTION]) : NULL;
+    if (instruction)
+        entry = Py_BuildValue("OLON", kind->plan, number, caller, instruction);
+    Py_DECREF(caller);
+    Py_DECREF(method);
+    Py_DECREF(back);
     return entry;
 }
 

@@ -21,7 +21,7 @@ PACKAGE = ROOT / "asyncoll"
 # Lines of code, without empty lines, comments and docstrings, in Python and C.
 LINES = {
     "": 1_680,
-    "_core": 5_620,
+    "_core": 5_660,  # short calls know the last line of the user, which saves a sixth of their time
     "algorithms": 1_220,
     "algorithms/dense": 2_620,
     "algorithms/gossip": 320,

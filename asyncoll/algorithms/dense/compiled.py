@@ -28,7 +28,7 @@ from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import CALLS_PER_TURN
 from asyncoll.runtime.shared_work import Driven, SharedWork
-from asyncoll.runtime.signature import Signature, place_outside
+from asyncoll.runtime.signature import Signature, place_outside, reported
 from asyncoll.runtime.trace import Event
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import BFLOAT16, ReduceOp, kernel_number, reducer
@@ -128,6 +128,7 @@ class CompiledCalls:
             end=area.end,
             note=note,
             place_outside=place_outside,
+            reported=reported.get,
             running_loop=runner.caller,
             expiry=deadlines.expiry.get,
             array_type=np.ndarray,
