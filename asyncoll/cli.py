@@ -69,6 +69,13 @@ def launch(size: int | None, hosts: str | None, program: tuple[str, ...], **opti
     from asyncoll.launch import launch as run
     from asyncoll.launch import parse_hosts
 
+    if program[0].startswith("-"):
+        known = [name for parameter in click.get_current_context().command.params for name in parameter.opts]
+        raise click.NoSuchOption(program[0], possibilities=known)
+    late = next((word for word in program[1:] if word in ("-n", "--hosts")), None)
+    if late and size is None and hosts is None:
+        remedy = f"put it before, as in `asyncoll launch {late} ... {program[0]}`"
+        raise UsageError(f"{late} after the program is an argument of the program: {remedy}")
     ranks = size if hosts is None else parse_hosts(hosts)
     if ranks is None or None not in (size, hosts):
         raise UsageError("give either -n RANKS, for this host, or --hosts HOST:RANKS,...")
@@ -165,7 +172,7 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     show_default=True,
     help="FAULT/OPERATION/MOMENT with the wildcards * and ?; several are separated by commas.",
 )
-@click.option("--sample", type=click.IntRange(min=0), default=0, help="Draw this number of cells.  [default: all]")
+@click.option("--sample", type=click.IntRange(min=1), help="Draw this number of cells.  [default: all]")
 @click.option("--seed", type=_SEED, default=0, show_default=True, help="Seed of the draw.")
 @click.option("--repeat", type=_COUNT, default=1, show_default=True, help="Repeat with the next seeds.")
 @click.option("-n", "size", type=click.IntRange(2, 1024), default=4, show_default=True, help="Number of ranks.")
@@ -184,7 +191,9 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     help="Number of cells that run at the same time.",
 )
 @click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Number of hosts.")
-def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport: str, jobs: int, hosts: int) -> None:
+def faults(
+    cells: str, sample: int | None, seed: int, repeat: int, size: int, transport: str, jobs: int, hosts: int
+) -> None:
     """Let a rank fail in every way, in every operation, and check that the other ranks raise the right error in time.
 
     Each cell is a world of real processes. One of them suffers {kill, orphan, exit, raise, signal, interrupt,
@@ -208,7 +217,7 @@ def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport
     from asyncoll.testing.faults.matrix import sweep
 
     check_current_folder()
-    sys.exit(not sweep(matrix.select(cells, sample, repeat, seed, transport, size, hosts), jobs))
+    sys.exit(not sweep(matrix.select(cells, sample or 0, repeat, seed, transport, size, hosts), jobs))
 
 
 main.add_command(bench)

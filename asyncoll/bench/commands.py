@@ -23,9 +23,12 @@ class Command(click.Command):
 
 
 class CommandGroup(click.Group):
-    """A group of such commands."""
+    """A group of such commands. Without arguments it prints its help, which is no error."""
 
     command_class = Command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], Any]:
@@ -90,13 +93,12 @@ def allreduce(as_json: bool, **plan: Any) -> None:
 
 
 @bench.command()
-@_ranks(2)
 @_sizes("4:100M")
 @_transport
 @_json
 def pingpong(as_json: bool, **plan: Any) -> None:
-    """Send and receive between ranks 0 and 1: half a round trip."""
-    _measure(BenchPlan("pingpong", **plan), as_json)
+    """Send and receive between two ranks: half a round trip."""
+    _measure(BenchPlan("pingpong", ranks=2, **plan), as_json)
 
 
 @bench.command()
