@@ -29,6 +29,7 @@ TEXTS = {
     "RemoteError": (1, ""),
     "NonFiniteError": (1, ""),
 }
+GROUPED_FROM = 50  # texts of a class
 ROOMS = {  # by folder
     "": "Communicator, notebooks, calls without an event loop",
     "_core": "The compiled core",
@@ -55,12 +56,15 @@ def filled(markdown: str) -> str:
 def error(name: str) -> str:
     """What an error class means, and all texts that the source raises with it."""
     meaning = (inspect.getdoc(getattr(errors, name)) or "").partition("\n\nAttributes:")[0]
-    rooms = "\n\n".join(
-        f"**{ROOMS[room]}**\n\n" + "\n".join(f"- {_code(text)}" for text in sorted(texts, key=str.casefold))
-        for room, texts in sorted(texts_raised()[name].items())
-        if texts
+    by_room = texts_raised()[name]
+    groups = {f"### {name}: {ROOMS[room]}\n\n": texts for room, texts in sorted(by_room.items()) if texts}
+    if sum(map(len, groups.values())) <= GROUPED_FROM:
+        groups = {"": set().union(*groups.values())}
+    lists = (
+        title + "\n".join(f"- {_code(text)}" for text in sorted(texts, key=str.casefold))
+        for title, texts in groups.items()
     )
-    return f"{meaning}\n\nTexts, with {VALUE} for values:\n\n{rooms}" if rooms else meaning
+    return "\n\n".join((meaning, f"Texts, with {VALUE} for values:", *lists)) if any(groups.values()) else meaning
 
 
 @cache

@@ -65,7 +65,7 @@ def test_the_texts_of_the_source_are_listed(name, said):
 
 def test_a_text_is_listed_once_in_its_group():
     for name in CLASSES:
-        for group in generated.error(name).split("\n\n**"):
+        for group in generated.error(name).split("\n\n### "):
             lines = [line for line in group.splitlines() if line.startswith("- ")]
             assert len(lines) == len(set(lines))
 
