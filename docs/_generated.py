@@ -31,7 +31,7 @@ TEXTS = {
 }
 GROUPED_FROM = 50  # texts of a class
 ROOMS = {  # by folder
-    "": "Communicator, notebooks, calls without an event loop",
+    "": "Communicator, command line, notebooks",
     "_core": "The compiled core",
     "algorithms": "Collectives, rounds, messages",
     "bench": "asyncoll bench",
