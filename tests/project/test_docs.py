@@ -50,7 +50,11 @@ PACKAGE = ROOT / "asyncoll"
 SOURCES = [path for folder in ("asyncoll", "tests", "trainers") for path in (ROOT / folder).rglob("*.py")]
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 DESIGN = [ROOT / "DESIGN.md", *sorted((DOCS / "design").glob("*.md"))]  # they name files and definitions of the code
-PROSE = [*PAGES, *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "BENCHMARKS.md", "CONTRIBUTING.md"))]
+PROSE = [
+    *PAGES,
+    *(ROOT / name for name in ("DESIGN.md", "SECURITY.md", "BENCHMARKS.md", "CONTRIBUTING.md")),
+    *(ROOT / "benchmarks").rglob("*.md"),
+]
 STUBS = ROOT / "tests" / "stubs"  # programs that are not on this machine, such as ssh to other hosts
 RANKS = 3
 SHORT = {"ROUNDS": "4", "COMPUTE_MS": "0"}  # what the scripts of the tutorial read
