@@ -25,7 +25,7 @@ SHARING := $(addprefix tests/,algorithms/test_shared_memory.py algorithms/rounds
 # The tests start hundreds of interpreters, and each compiles the package again where Python writes no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-python gpu-stand-in torch-tests screen-tests check sanitize core format style lint docs wheel clean
+.PHONY: demo test test-python gpu-stand-in torch-tests screen-tests check sanitize core format style lint docs wheel benchmarks benchmarks-age clean
 
 demo: core
 	$(BIN)/python -m trainers demo
@@ -90,6 +90,16 @@ docs: core
 screen-tests: $(VENV)/.screen core
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -q screen_tests
 
+# Measures the claims of docs/benchmarks.md beside their peers, and writes the page: an hour, on a machine that does
+# nothing else; several hosts need root. `make benchmarks CLAIM=rpc` measures one.
+CLAIM :=
+benchmarks: $(VENV)/.peers core
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python benchmarks/page.py renew $(CLAIM)
+
+# Lists the records that are older than the code that they measure, and fails if there are any: a part of a release.
+benchmarks-age: $(READY)
+	$(BIN)/python benchmarks/page.py age
+
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
@@ -97,6 +107,10 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 
 $(VENV)/.release: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[release]'
+	touch $@
+
+$(VENV)/.peers: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[peers]'
 	touch $@
 
 $(VENV)/.screen: $(READY)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncoll
+from asyncoll.bench.claims import Cells
 from asyncoll.bench.table import aligned
 from asyncoll.launch import launch
 
@@ -70,13 +71,13 @@ class Record:
         self._tables.append({"title": title, "lines": [list(line) for line in lines]})
         print(f"\n{title}\n{aligned(lines)}", flush=True)
 
-    def write(self, raw: object) -> None:
-        """Write all raw numbers, and the tables, and tell where."""
-        self.keep(raw)
+    def write(self, raw: object, cells: Cells | None = None) -> None:
+        """Write all raw numbers, the tables, and the cells that claims.toml names, and tell where."""
+        self.keep(raw, cells)
         print(f"\n# all numbers: {self._path('.json')}")
 
-    def keep(self, raw: object) -> None:
-        """Write all raw numbers so far, and the tables."""
+    def keep(self, raw: object, cells: Cells | None = None) -> None:
+        """Write all raw numbers so far, and the tables and cells."""
         options = {key: str(value) for key, value in vars(self.arguments).items()}
         document = {
             "benchmark": self.name,
@@ -85,6 +86,7 @@ class Record:
             "machine": self._machine,
             "load average at the end": os.getloadavg(),
             "tables": self._tables,
+            "cells": cells or {},
             "raw": raw,
         }
         self._path(".json").write_text(json.dumps(document, indent=1, allow_nan=False) + "\n")

@@ -1,6 +1,6 @@
 """Builds the site of the documentation in build/site: puts its pages together in build/docs, then runs the generator.
 
-- Pages and plots outside of this folder are in the site, too, under `repository/`; links to them are redirected.
+- Pages outside of this folder are in the site, too, under `repository/`; links to them are redirected.
 - Parts that are made from the source are filled in (`_generated.py`).
 - Drawings are put into the page instead of being linked, so that they take its colours.
 """
@@ -14,7 +14,11 @@ from pathlib import Path
 
 from _generated import filled
 
-REPOSITORY_PAGES = ("DESIGN.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md", "BENCHMARKS.md")
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import page as benchmarks
+
+REPOSITORY_PAGES = ("DESIGN.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md")
 ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "build" / "docs"
 LINK = re.compile(r"\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
@@ -28,9 +32,10 @@ def assemble() -> None:
     shutil.copytree(ROOT / "docs" / "assets", PAGES / "assets")
     for source in sorted((ROOT / "docs").rglob("*.md")):
         write(str(source.relative_to(ROOT / "docs")), source)
+    page = PAGES / benchmarks.PAGE.relative_to(ROOT / "docs")
+    page.write_text(benchmarks.marked(page.read_text()))
     for name in REPOSITORY_PAGES:
         write(f"repository/{name}", ROOT / name)
-    shutil.copytree(ROOT / "benchmarks" / "plots", PAGES / "repository" / "benchmarks" / "plots")
 
 
 def write(page: str, source: Path) -> None:

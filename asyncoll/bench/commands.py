@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
@@ -157,6 +158,41 @@ def tune(ranks: int) -> None:
     sizes, lines = measure(ranks)
     click.echo(aligned(lines))
     click.echo(f"\nbuilt in: {VARIABLE}={setting(choose(ranks, {}))}\nhere:     {VARIABLE}={setting(sizes)}")
+
+
+@bench.command()
+@click.option("--quick", is_flag=True, help="Fewer ranks, rounds and draws: some four minutes for all claims.")
+@click.option(
+    "--claim", "names", multiple=True, help="A claim of the page of benchmarks; several with several options."
+)
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all cells to this file.")
+def suite(names: tuple[str, ...], file: Path | None, quick: bool) -> None:
+    """Check the claims of the page of benchmarks that need no peer. Exit code 1 if one does not hold here."""
+    import json
+
+    from asyncoll.bench import suite as claims
+
+    found, hold = {}, True
+    for claim in claims.chosen(names):
+        click.echo(f"# measuring: {claim.heading}", err=True)
+        found[claim.name] = claims.cells_of(claim, quick=quick)
+        for holds, line in claims.verdicts(claim, found[claim.name]):
+            click.echo(line)
+            hold = hold and holds
+        if file:
+            file.write_text(json.dumps({"claims": found}, indent=1) + "\n")
+    sys.exit(int(not hold))
+
+
+@bench.command()
+@click.argument("first", metavar="A.json", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("second", metavar="B.json", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def compare(first: Path, second: Path) -> None:
+    """Compare two results of `asyncoll bench suite --json`, or records of `make benchmarks`, cell by cell."""
+    from asyncoll.bench.suite import compared
+    from asyncoll.bench.table import aligned
+
+    click.echo(aligned(compared(first, second)))
 
 
 def _measure(plan: BenchPlan, as_json: bool) -> None:

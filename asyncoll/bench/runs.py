@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import asyncoll
-from asyncoll.bench import dense_calls, skewed
+from asyncoll.bench import dense_calls, skewed, sparse_calls
 from asyncoll.bench.places import check
 from asyncoll.bench.plan import BenchPlan, Row
 from asyncoll.communicator import Communicator
@@ -38,6 +38,14 @@ def run_plan(plan: BenchPlan) -> tuple[int, list[Row]]:
         return code, [json.loads(line) for line in results.read_text().splitlines()] if code == 0 else []
 
 
+def rows_of(plan: BenchPlan) -> list[Row]:
+    """The rows of a benchmark. Raises RuntimeError if the job fails or a result is wrong."""
+    code, rows = run_plan(plan)
+    if code or any(row["wrong"] for row in rows):
+        raise RuntimeError(f"{plan}: exit code {code}, {rows}")
+    return rows
+
+
 def rank_main() -> None:
     """Run one rank, with a plan and a folder as arguments. Rank 0 writes the rows into the folder, as lines of JSON."""
     plan, folder = BenchPlan.from_json(sys.argv[1]), Path(sys.argv[2])
@@ -58,6 +66,8 @@ async def measure(comm: Communicator, plan: BenchPlan) -> list[Row]:
         return await skewed.solo(comm, plan, asyncio.sleep if plan.transport == "inproc" else _compute)
     if plan.benchmark == "pingpong":
         return [await dense_calls.pingpong(comm, size) for size in plan.sizes]
+    if plan.benchmark == "sparse":
+        return [await sparse_calls.sparse(comm, size) for size in plan.sizes]
     return [await dense_calls.allreduce(comm, plan, size) for size in plan.sizes]
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncoll.algorithms.dense.tuning import VARIABLE, Sizes, choose
 from asyncoll.bench.plan import BenchPlan
-from asyncoll.bench.runs import run_plan
+from asyncoll.bench.runs import rows_of
 
 _REPEATS = 3
 _CHUNKS = tuple(1 << power for power in range(15, 20))
@@ -61,10 +61,7 @@ def _compare(plan: BenchPlan, candidates: list[Sizes]) -> np.ndarray[tuple[int, 
     for repeat in range(_REPEATS):
         for index, candidate in enumerate(candidates):
             with mock.patch.dict(os.environ, {VARIABLE: setting(candidate)}):
-                code, rows = run_plan(plan)
-            if code or any(row["wrong"] for row in rows):
-                raise RuntimeError(f"exit code {code} with {candidate}: {rows}")
-            times[repeat, index] = [row["time_us"] for row in rows]
+                times[repeat, index] = [row["time_us"] for row in rows_of(plan)]
     return np.median(times, axis=0)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import re
 import runpy
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from asyncoll.bench import claims
 from asyncoll.bench.skewed import MODES, expected
 from asyncoll.testing import run_ranks
 from asyncoll.transport.messages.simulated import Network
@@ -28,6 +30,7 @@ BENCHMARKS = ROOT / "benchmarks"
 SCRIPTS = (
     "dc_s3gd_overlap",
     "ddp",
+    "demo",
     "gpu",
     "group_propagation",
     "long_messages",
@@ -224,6 +227,65 @@ def test_hyperplane_compares_with_both_and_the_paper() -> None:
     solo = dict(zip(lines[0], lines[3], strict=True))
     assert (solo["over synchronous"], solo[f"over {hyperplane.DDP}"], solo["paper"]) == ("1.60", "2.00", "1.50")
     assert (solo["loss/synchronous"], solo["allows"]) == ("1.00", "1.67")
+
+
+# -- the page -------------------------------------------------------------------------------------
+
+
+def test_the_page_is_what_its_records_give() -> None:
+    """`python benchmarks/page.py` writes it."""
+    for name, text in load("page").files(claims.load()).items():
+        assert (ROOT / name).read_text() == text, name
+
+
+@pytest.mark.parametrize("claim", claims.load().values(), ids=lambda claim: claim.name)
+def test_a_claim_is_complete(claim: claims.Claim) -> None:
+    assert len(claim.rows) <= 6
+    assert len(claim.columns) <= 5
+    assert set(claim.columns.values()) <= {"s", "times", "share", "number"}
+    for place in (*claim.measures, *(run.script for run in claim.runs)):
+        assert (ROOT / place).exists(), place
+    for run in claim.modules:
+        assert set(run.options) == set(run.quick), "a quick run has the same options"
+    cells = load("page").cells_of(load("page").record_of(claim))
+    assert cells.keys() & set(claim.rows), "a record"
+    for row, column in (*re.findall(r"\{([^:{}]+):([^{}]+)\}", claim.text), *(bound.cell for bound in claim.holds)):
+        assert row in claim.rows, row
+        assert column in claim.columns, column
+    lists = set(claim.peers) | {peer for peers in claim.peers.values() for peer in peers}
+    assert lists <= {*claim.rows, *claim.columns, *(column for found in cells.values() for column in found)}
+
+
+def test_a_number_that_links_to_the_page_stands_in_its_section() -> None:
+    """So a number of another page changes with the record."""
+    sections = load("page").sections()
+    links = 0
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for text, anchor in re.findall(r"\[([^\]]*)\]\([\w./]*benchmarks\.md#([\w-]+)\)", page.read_text()):
+            assert anchor in sections, (page, anchor)
+            for number in re.findall(r"\d+(?:\.\d+)?(?: (?:us|ms|s|%)\b)?", text):
+                links += 1
+                assert number in sections[anchor], (page, number, anchor)
+    assert links
+
+
+def test_a_record_of_other_code_is_marked(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    page, claim = load("page"), claims.load()["rpc"]
+    monkeypatch.setattr(page, "age", lambda its: 3 if its.name == claim.name else 0)
+    assert f"## {claim.heading}\n\n*Older than the code: 3 commits" in page.marked((ROOT / page.PAGE).read_text())
+    assert page.tell_ages({claim.name: claim}) == 1
+    assert "make benchmarks CLAIM=rpc" in capsys.readouterr().out
+
+
+def test_a_peer_that_is_faster_is_on_the_page() -> None:
+    columns, unit = {"ours": "s", "theirs": "s"}, ("theirs",)
+    claim = dataclasses.replace(claims.load()["ddp"], rows=("a", "b"), columns=columns, peers={"ours": unit})
+    cells: claims.Cells = {"a": {"ours": 2.0, "theirs": 1.0}, "b": {"ours": 1.0, "theirs": 2.0}}
+    rows: claims.Cells = {"ours": {"a": 2.0, "b": 1.0}, "theirs": {"a": 1.0, "b": 2.0}}
+    turned = dataclasses.replace(claim, rows=("ours", "theirs"), columns={"a": "s", "b": "s"})
+    for found in (*claim.losses(cells), *turned.losses(rows)):
+        assert (found.what, found.ours, found.peer, found.mine_s, found.theirs_s) == ("a", "ours", "theirs", 2.0, 1.0)
+    assert len([*claim.losses(cells), *turned.losses(rows)]) == 2
 
 
 # -- gpu.py --------------------------------------------------------------------------------------

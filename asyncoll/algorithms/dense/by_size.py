@@ -18,7 +18,7 @@ from asyncoll.tensors.reductions import Array, Combine
 from asyncoll.transport.wire import SEGMENT_BYTES
 
 # Where the bandwidth of the ring and of Rabenseifner's algorithm begins to outweigh their extra messages. Measured with
-# `asyncoll bench allreduce` over ZeroMQ; see BENCHMARKS.md.
+# `asyncoll bench allreduce` over ZeroMQ; see benchmarks/history.
 DOUBLING_MAX_BYTES = 1 << 18
 RABENSEIFNER_MAX_BYTES = 1 << 21
 # Segments of each message of a ring above which there are two rings, whose messages are still longer than a segment.
@@ -34,7 +34,7 @@ SMALL_MAX_BYTES = 1 << 20
 
 # A tiny array goes through a tree of radix 8: 4 messages a rank on average, sent or received, instead of 2 log2 P, and
 # fewer one after another. Each message takes processor time from the computation of its ranks. Measured: see
-# BENCHMARKS.md.
+# benchmarks/history.
 TREE_MIN_RANKS = 5
 TREE_MAX_BYTES = 1 << 15  # enough for the participation list of a round, 16 bytes a rank, of two thousand ranks
 

@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
     calls: int = 4  # calls of a communicator that may be under way at the same time; further ones wait
 
 
-# By the least number of ranks. Measured on 2 cores; see BENCHMARKS.md. The kernel looks up each page of private memory
+# By the least number of ranks. Measured on 2 cores; see benchmarks/. The kernel looks up each page of private memory
 # for each rank that reads it: with 8 ranks that took twice as long as to copy into slots. With 4 ranks it takes 7.8 ms
 # of processor time at 4 MiB, where slots take 9.3, and 54 at 25 MiB, where slots take 42. Two ranks take as long either
 # way from 12 to 20 MiB, and at 25 MiB 8.1 and 7.3 ms, where slots take 6.1. With few cores each piece costs a turn of

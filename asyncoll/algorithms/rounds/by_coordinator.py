@@ -27,7 +27,7 @@ from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport.wire import Buffer
 
-# Contributions of all ranks together up to which one rank sums them faster than all do: measured, see BENCHMARKS.md.
+# Contributions of all ranks together up to which one rank sums them faster than all do: measured (benchmarks/).
 COORDINATED_MAX_BYTES = 1 << 20
 
 # A step of signals beside the events of `engine`, from the coordinator to all ranks, through a tree. ARRIVED and LATE

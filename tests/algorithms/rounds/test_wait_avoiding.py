@@ -207,7 +207,7 @@ def test_statistics_count_rounds_and_traffic():
 
 
 def test_a_thousand_ranks():
-    """Ten solo rounds of 1,024 ranks, one of them five times slower (BENCHMARKS.md has wall times)."""
+    """Ten solo rounds of 1,024 ranks, one of them five times slower (benchmarks/history has wall times)."""
 
     async def main(comm):
         newest, counts = 0, Counter()

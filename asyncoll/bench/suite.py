@@ -1,0 +1,78 @@
+"""`asyncoll bench suite`: measures the claims that need no peer on this host. `asyncoll bench compare`: two results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from asyncoll.bench.claims import Cells, Claim, Run, judge, load, merged, show
+from asyncoll.errors import UsageError
+
+
+def measure(run: Run, *, quick: bool) -> Cells:
+    """The cells of a module of this package."""
+    options: Mapping[str, Any] = (run.quick or {}) if quick else run.options
+    cells: Cells = import_module(f"asyncoll.bench.{run.module}").cells(**options)
+    return cells
+
+
+def chosen(names: tuple[str, ...]) -> list[Claim]:
+    """The claims of these names that can be measured without a peer; all of them without names."""
+    able = {name: claim for name, claim in load().items() if claim.modules}
+    if unknown := [name for name in names if name not in able]:
+        raise UsageError(f"--claim {unknown[0]}: asyncoll bench suite measures {', '.join(able)}")
+    return [able[name] for name in names or able]
+
+
+def cells_of(claim: Claim, *, quick: bool) -> Cells:
+    """What its modules measure."""
+    return merged(measure(run, quick=quick) for run in claim.modules)
+
+
+def verdicts(claim: Claim, cells: Cells) -> Iterator[tuple[bool, str]]:
+    """For each bound of the claim: whether it holds on this host, and a line that says so."""
+    for words, holds in judge(claim, cells):
+        yield holds, f"{'holds' if holds else 'does not hold here'}: {claim.heading}: {words}"
+
+
+def compared(first: Path, second: Path) -> list[list[str]]:
+    """A table of all cells that both files have: of `asyncoll bench suite --json`, or of benchmarks/results.
+
+    The last column is the value of the second over that of the first. Raises UsageError.
+    """
+    lines, claims = [["claim", "row", "column", first.name, second.name, "second / first"]], load()
+    one, two = _read(first), _read(second)
+    for name in one.keys() & two.keys() & claims.keys():
+        for row, column, value in _numbers(one[name]):
+            other = two[name].get(row, {}).get(column)
+            if isinstance(other, float):
+                unit = claims[name].columns.get(column, "s")
+                ratio = show(other / value, "times") if value else "-"
+                lines.append([name, row, column, show(value, unit), show(other, unit), ratio])
+    if len(lines) == 1:
+        raise UsageError(f"{first} and {second} have no cell in common")
+    return lines
+
+
+def _numbers(cells: Cells) -> Iterator[tuple[str, str, float]]:
+    for row, found in cells.items():
+        for column, value in found.items():
+            if isinstance(value, float):
+                yield row, column, value
+
+
+def _read(path: Path) -> dict[str, Cells]:
+    """The cells by claim."""
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+        if "runs" not in document:
+            cells: dict[str, Cells] = document["claims"]
+            return cells
+        return {document["claim"]: merged(run["cells"] for run in document["runs"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} is no result of `asyncoll bench suite --json` or of `make benchmarks`: {error}"
+        ) from error
