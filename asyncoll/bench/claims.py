@@ -7,7 +7,6 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from math import floor, log10
 from typing import Any
 
 Cell = float | str  # a number in the unit of its column, or words in its place
@@ -62,6 +61,7 @@ class Claim:
     rows: tuple[str, ...]
     columns: Mapping[str, str]  # the unit of each
     plot: str
+    caption: str
     measures: tuple[str, ...]
     runs: tuple[Run, ...]
     holds: tuple[Bound, ...] = ()
@@ -77,10 +77,10 @@ class Claim:
         return _CELL.sub(lambda found: self.shown(cells, found[1], found[2]), self.text)
 
     def shown(self, cells: Cells, row: str, column: str) -> str:
-        """A cell as text."""
+        """A cell as text: empty if there is no such cell, "not run" if its row or column was not measured."""
         value = cells.get(row, {}).get(column)
         if value is None:
-            return "" if row in cells else MISSING
+            return "" if row in cells and any(column in found for found in cells.values()) else MISSING
         return value if isinstance(value, str) else show(value, self.columns[column])
 
     def losses(self, cells: Cells) -> Iterator[Loss]:
@@ -147,7 +147,8 @@ def show_seconds(value: float) -> str:
     scale, name = next(((scale, name) for scale, name in _SECONDS if value >= 0.9995 * scale), _SECONDS[-1])
     mantissa = value / scale
     digits = 3 if f"{mantissa:.1e}"[0] == "1" else 2
-    places = max(0, digits - 1 - floor(log10(mantissa)))
+    exponent = int(f"{mantissa:.{digits - 1}e}".partition("e")[2])
+    places = max(0, digits - 1 - exponent)
     return f"{mantissa:.{places}f} {name}"
 
 

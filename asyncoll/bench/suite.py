@@ -45,7 +45,7 @@ def compared(first: Path, second: Path) -> list[list[str]]:
     """
     lines, claims = [["claim", "row", "column", first.name, second.name, "second / first"]], load()
     one, two = _read(first), _read(second)
-    for name in one.keys() & two.keys() & claims.keys():
+    for name in (name for name in claims if name in one and name in two):
         for row, column, value in _numbers(one[name]):
             other = two[name].get(row, {}).get(column)
             if isinstance(other, float):
