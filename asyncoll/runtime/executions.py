@@ -553,7 +553,7 @@ class Executions:
         text = f"rank {source} called {dispute.description}, but rank {self._router.rank} called {mine}"
         self._failures.mismatch(dispute.communicator, members, text)
 
-    def trace(self, source: int) -> str:
+    def last_call(self, source: int) -> str:
         """The description of the execution of the last message of `source`; empty if there is none."""
         identity = self._identity(self._last_heard.get(source, (0, 0)))
         return identity.describe() if identity else ""

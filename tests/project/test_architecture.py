@@ -177,6 +177,7 @@ PACKAGES: dict[str, set[str]] = {
         "algorithms.dense",
         "algorithms.gossip",
         "algorithms.rounds",
+        "algorithms.seam",
         "algorithms.sparse",
         "blocking",
         "communicator",
