@@ -65,10 +65,25 @@ def launch(size: int | None, hosts: str | None, program: tuple[str, ...], **opti
     With --hosts a:4,b:4 ranks 0 to 3 run on host a, and 4 to 7 on host b. `ssh a` and `ssh b` must work without a
     question, also for this host. Python, asyncoll, the program and the current folder must be at the same paths on all
     hosts. The ranks get the variables ASYNCOLL_*, PYTHON*, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, and those of --env.
+
+    The exit code is that of the rank that failed first (128 plus the signal that has killed it), 124 after --timeout,
+    and 130 after Ctrl-C.
+
+    \b
+    Examples:
+      asyncoll launch -n 4 train.py --epochs 3
+      asyncoll launch --hosts a:4,b:4 --timeout 3600 -m package.train
     """
     from asyncoll.launch import launch as run
     from asyncoll.launch import parse_hosts
 
+    if program[0].startswith("-"):
+        known = [name for parameter in click.get_current_context().command.params for name in parameter.opts]
+        raise click.NoSuchOption(program[0], possibilities=known)
+    late = next((word for word in program[1:] if word in ("-n", "--hosts")), None)
+    if late and size is None and hosts is None:
+        remedy = f"put it before, as in `asyncoll launch {late} ... {program[0]}`"
+        raise UsageError(f"{late} after the program is an argument of the program: {remedy}")
     ranks = size if hosts is None else parse_hosts(hosts)
     if ranks is None or None not in (size, hosts):
         raise UsageError("give either -n RANKS, for this host, or --hosts HOST:RANKS,...")
@@ -84,6 +99,10 @@ def key(file: Path) -> None:
 
     Copy FILE to every host, readable for your user alone. Ranks find it there as ~/.asyncoll.key, or by
     ASYNCOLL_KEY_FILE=FILE.
+
+    \b
+    Example:
+      asyncoll key ~/.asyncoll.key
     """
     from asyncoll.transport.keys import write_key
 
@@ -103,7 +122,13 @@ def key(file: Path) -> None:
     help="Number of ranks, for --ways.  [default: WORLD_SIZE, or 2]",
 )
 def doctor(as_json: bool, gpu: bool, ways: bool, ranks: int) -> None:
-    """Show what asyncoll finds on this host, and what it would choose for a job."""
+    """Show what asyncoll finds on this host, and what it would choose for a job.
+
+    \b
+    Examples:
+      asyncoll doctor
+      asyncoll doctor --ways -n 8
+    """
     from asyncoll import doctor
 
     click.echo(doctor.ways(ranks, as_json) if ways else doctor.render(doctor.examine(with_gpu=gpu), as_json))
@@ -145,6 +170,11 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     """Check the laws of collectives, of gossip, of training and of ends of programs in many worlds, drawn from seeds.
 
     Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world.
+
+    \b
+    Examples:
+      asyncoll laws --kind solo,quorum --seeds 0:50
+      asyncoll laws --kind dense --ranks 4 --transport shm --seed 17
     """
     from asyncoll.launch import check_current_folder
     from asyncoll.testing.laws import sweep
@@ -165,7 +195,7 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     show_default=True,
     help="FAULT/OPERATION/MOMENT with the wildcards * and ?; several are separated by commas.",
 )
-@click.option("--sample", type=click.IntRange(min=0), default=0, help="Draw this number of cells.  [default: all]")
+@click.option("--sample", type=click.IntRange(min=1), help="Draw this number of cells.  [default: all]")
 @click.option("--seed", type=_SEED, default=0, show_default=True, help="Seed of the draw.")
 @click.option("--repeat", type=_COUNT, default=1, show_default=True, help="Repeat with the next seeds.")
 @click.option("-n", "size", type=click.IntRange(2, 1024), default=4, show_default=True, help="Number of ranks.")
@@ -184,31 +214,52 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     help="Number of cells that run at the same time.",
 )
 @click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Number of hosts.")
-def faults(cells: str, sample: int, seed: int, repeat: int, size: int, transport: str, jobs: int, hosts: int) -> None:
+def faults(
+    cells: str, sample: int | None, seed: int, repeat: int, size: int, transport: str, jobs: int, hosts: int
+) -> None:
     """Let a rank fail in every way, in every operation, and check that the other ranks raise the right error in time.
 
-    Each cell is a world of real processes. One of them suffers {kill, orphan, exit, raise, signal, interrupt,
-    terminate, crash, fatal, disconnect, stop, gil, slow} {before, inside, after} an operation. "interrupt" is Ctrl-C,
-    "terminate" SIGTERM, "crash" SIGSEGV, "fatal" SIGABRT. "orphan" kills a rank with a living child; "signal" sends a
-    signal whose handler ends the program by an exception. "kill" and "stop" also strike at each injection point of the
-    compiled core, such as kill/allreduce/meeting-arrived, in the operations that pass it. Operations staged_* have
-    tensors on devices without hardware; faults strike them also when a copy has "begun" or "landed". Operations init_*
-    are programs of asyncoll.init, torch_* of torch.distributed, and ddp_solo one of DDP with a solo hook; "return" ends
-    these without a call by which they leave. All other ranks must raise an error that names that rank: within 100 ms of
-    a death, and within 1 s of a freeze. For a rank that is slow, or holds its GIL, no rank may raise an error. No rank
-    may hang, and no process or file may be left behind.
-    With --hosts, ranks are on hosts that are network namespaces of this machine, which needs root; and "kill-host",
-    "stop-host", "down-host" (its interface is set down) and "cut-host" (its cable is cut) strike all ranks of a host,
-    also in the operation "joining".
+    Each cell is a world of real processes, in which one rank suffers a FAULT at a MOMENT of an OPERATION.
+
+    The other ranks must raise an error that names the rank: within 100 ms of a death, within 1 s of a freeze. For a
+    rank that is slow, or holds its GIL, no rank may raise an error. No rank may hang, and no process or file may be
+    left behind.
+
+    \b
+    FAULT is
+      kill, orphan           SIGKILL; orphan: of a rank with a living child
+      exit, raise            the program exits, or raises
+      signal                 a signal whose handler ends the program by raising
+      interrupt, terminate   SIGINT (Ctrl-C), SIGTERM
+      crash, fatal           SIGSEGV, SIGABRT
+      disconnect             the connections are closed
+      stop, gil, slow        SIGSTOP; the GIL is held; the rank is slow
+      return                 a program of asyncoll.init or torch ends without leaving
+      kill-host, stop-host   all ranks of a host, with --hosts
+      down-host, cut-host    the interface of a host is set down, its cable is cut
+
+    MOMENT is before, inside or after the operation; for tensors on devices also begun and landed, those of a copy. kill
+    and stop strike at each injection point of the compiled core, too, as in kill/allreduce/meeting-arrived.
+
+    OPERATION is a call; staged_*: one with tensors on devices without hardware; init_*: a program of asyncoll.init;
+    torch_*: one of torch.distributed; ddp_solo: one of DDP with a solo hook; joining: the start of ranks on --hosts.
+
+    With --hosts, ranks are on hosts that are network namespaces of this machine, which needs root.
+
     Exits with 1 if a cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs
     leaves a processor for each process.
+
+    \b
+    Examples:
+      asyncoll faults --sample 20
+      asyncoll faults --cells 'kill/*/inside,stop/solo/after' -n 3
     """
     from asyncoll.launch import check_current_folder
     from asyncoll.testing.faults import cells as matrix
     from asyncoll.testing.faults.matrix import sweep
 
     check_current_folder()
-    sys.exit(not sweep(matrix.select(cells, sample, repeat, seed, transport, size, hosts), jobs))
+    sys.exit(not sweep(matrix.select(cells, sample or 0, repeat, seed, transport, size, hosts), jobs))
 
 
 main.add_command(bench)

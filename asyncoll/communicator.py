@@ -73,8 +73,8 @@ class Communicator(Uncopied):
     collective calls in the same order; tasks may await them in any order. Messages (`send`, `recv`) are numbered by
     sender, receiver and tag. Wait-avoiding calls are not numbered: ranks may make different numbers of them.
 
-    *Errors.* A UsageError is raised when a call is made. It has no number then, and nothing was sent; the other ranks
-    wait until this rank makes the call, or aborts. In a forked child of a rank's process every call is a UsageError.
+    *Errors.* A call that raises UsageError does not count as a call: nothing is sent, and the other ranks go on waiting
+    for this rank. In a forked child of a rank's process every call is a UsageError.
     All other errors are raised when a call is awaited, except ClosedError, which may come at either time.
     MismatchError, AbortedError and DeadlineError end the communicator; PeerLostError, and ProtocolError (a rank has
     sent forbidden bytes), end all communicators of the world. All ranks raise the same first error, in every pending

@@ -6,7 +6,7 @@ other exception that comes out of it is a bug.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Self
 
 
 def describe(error: BaseException) -> str:
@@ -24,7 +24,22 @@ def text_of(thing: object) -> str:
 
 
 class AsyncollError(Exception):
-    """The base class of all errors of this library. It is never raised itself."""
+    """The base class of all errors of this library. It is never raised itself.
+
+    A note at the end of its traceback names the section of the page Troubleshooting that says what to do.
+    """
+
+    _section: ClassVar = ""  # of that page; one derived elsewhere has that of its base, or none
+
+    def __init_subclass__(cls) -> None:
+        if cls.__module__ == __name__:
+            cls._section = cls.__name__.lower()
+
+    def __new__(cls, *args: object, **_: object) -> Self:
+        error = super().__new__(cls, *args)
+        if cls._section:
+            error.add_note(f"docs: troubleshooting#{cls._section}")
+        return error
 
 
 class UsageError(AsyncollError):

@@ -1,6 +1,7 @@
 """Builds the site of the documentation in build/site: puts its pages together in build/docs, then runs the generator.
 
 - Pages outside of this folder are in the site, too, under `repository/`; links to them are redirected.
+- Parts that are made from the source are filled in (`_generated.py`).
 - Drawings are put into the page instead of being linked, so that they take its colours.
 """
 
@@ -10,6 +11,8 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+from _generated import filled
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
@@ -40,7 +43,7 @@ def write(page: str, source: Path) -> None:
     target = PAGES / page
     target.parent.mkdir(parents=True, exist_ok=True)
     unsearched = "---\nsearch:\n  exclude: true\n---\n\n" if UNSEARCHED.match(page) else ""
-    target.write_text(unsearched + adapted(source.read_text(), page))
+    target.write_text(unsearched + adapted(filled(source.read_text()), page))
 
 
 def adapted(markdown: str, page: str) -> str:

@@ -102,6 +102,13 @@ def test_the_version_is_that_of_the_package(option):
     assert run.stdout == f"asyncoll {asyncoll.__version__}\n"
 
 
+@pytest.mark.parametrize("arguments", [[], ["bench"]], ids=["asyncoll", "bench"])
+def test_a_group_without_a_command_prints_its_help_and_succeeds(arguments):
+    run = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert run.stdout.startswith("Usage: ")
+    assert run.stderr == ""
+
+
 def test_the_help_of_laws_names_all_kinds():
     help_ = " ".join(CliRunner().invoke(main, ["laws", "--help"]).output.split())
     assert f"{', '.join(ALL_KINDS)}; or all." in help_
@@ -135,6 +142,14 @@ def test_the_help_of_laws_names_all_kinds():
         (["launch", "-n", "2", "--log-dir", "", __file__], "'--log-dir': an empty path"),
         (["launch", "-n", "2", "--log-dir", __file__, __file__], "cannot write logs"),
         (["launch", "--hosts", "a:٣", __file__], "--hosts a:٣: 'a:٣' is not HOST:RANKS"),
+        (
+            ["launch", __file__, "-n", "2"],
+            "-n after the program is an argument of the program: put it before, as in",
+        ),
+        (["launch", __file__, "--hosts", "a:1"], "--hosts after the program is an argument of the program"),
+        (["launch", "-n", "2", "--nproc", "2", __file__], "No such option '--nproc'."),
+        (["launch", "-n", "2", "--time-out", "2", __file__], "No such option '--time-out'. Did you mean '--timeout'?"),
+        (["faults", "--sample", "0"], "'--sample': 0 is not in the range x>=1"),
         (["key", ""], "'FILE': an empty path"),
         (["key", str(SCRIPTS)], "exists: if it is a key of yours"),
         (["key", "/none/key"], "cannot write a key to /none/key: No such file or directory"),
@@ -145,7 +160,7 @@ def test_the_help_of_laws_names_all_kinds():
             ["bench", "allreduce", "-n", "99999999", "--transport", "inproc"],
             "'-n': 99999999 is not in the range 1<=x<=1024",
         ),
-        (["bench", "pingpong", "-n", "99999999"], "'-n': 99999999 is not in the range 2<=x<=1024"),
+        (["bench", "pingpong", "-n", "2"], "No such option '-n'"),
         (["bench", "solo", "--skew", "1e400s"], "'--skew': '1e400s' is not a duration"),
         (["bench", "solo", "--skew", "9" * 400 + "s"], "is not a duration"),
         (["bench", "solo", "--iterations", "9" * 21], "'--iterations': 999999999999999999999 is not in the range"),

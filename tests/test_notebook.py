@@ -175,9 +175,9 @@ class Score:
     ("main", "kind", "told"),
     [
         (_raises, RemoteError, r"(?s)^ValueError at rank 1: unwell: very\n\nTraceback.*in _raises"),
-        (_is_killed, PeerLostError, r"^rank 1 \(host .*, pid \d+\) is gone: it was killed by SIGKILL$"),
-        (_is_ended, PeerLostError, "it was killed by SIGTERM$"),
-        (_exits, PeerLostError, r"is gone: it ended with exit code 3$"),
+        (_is_killed, PeerLostError, r"(?m)^rank 1 \(host .*, pid \d+\) is gone: it was killed by SIGKILL$"),
+        (_is_ended, PeerLostError, "(?m)it was killed by SIGTERM$"),
+        (_exits, PeerLostError, r"(?m)is gone: it ended with exit code 3$"),
         (_exits_well, PeerLostError, r"^rank 1 \(host .*, pid \d+\) is gone: as rank [02] reports: rank 1 .* is gone"),
         (_leaves, RemoteError, r"(?s)^asyncoll.*UsageError at rank 1: main has raised SystemExit\(\),.*sys.exit"),
         (_leaves_last, RemoteError, r"^asyncoll.*UsageError at rank 1: main has raised SystemExit\('enough'\), "),

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import click
 
 import asyncoll
+from asyncoll.testing import Waiting
 from asyncoll.training import (
     ADPSGD,
     DCASGD,
@@ -28,7 +29,6 @@ from asyncoll.training import (
     Trainer,
     WagmaSGD,
 )
-from trainers.time_model import Waiting
 
 POSITIVE = click.IntRange(min=1)
 NATURAL = click.IntRange(min=0)

@@ -14,11 +14,12 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from asyncoll.testing import expected_round_s
+from asyncoll.testing.time_model import Rule
 from trainers.imbalance import OneRandom
 from trainers.plots import plot_scores
 from trainers.report import Point, seconds
 from trainers.runs import Run, RunFailedError, launch
-from trainers.time_model import Rule, expected_round_s
 
 COMPUTE_S = 0.1
 LATE = OneRandom(0.2)
@@ -60,7 +61,7 @@ def _launch(rule: Rule, ranks: int, seed: int, device: str, folder: Path, consol
 
 
 def _comparison(runs: Mapping[Rule, Run], ranks: int, target: float) -> Table:
-    """One column for each run. The rows "theory" have the values of `time_model`."""
+    """One column for each run. The rows "theory" have the values of `expected_round_s`."""
     reports = [run.report for run in runs.values()]
     first = reports[0]
     expected_s = [expected_round_s(rule, COMPUTE_S, LATE, ranks, average_every=0) for rule in runs]

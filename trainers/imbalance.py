@@ -21,6 +21,7 @@ from typing import Literal, Protocol, get_args
 import numpy as np
 
 import asyncoll
+from asyncoll.testing import Delays
 
 _UNITS_S = {"ms": 1e-3, "s": 1.0}
 
@@ -41,14 +42,11 @@ IMBALANCES = {
 }
 
 
-class Imbalance(Protocol):
-    """A model of the ranks' imbalance; a pure function of its arguments. `str` gives what `parse_imbalance` reads."""
+class Imbalance(Delays, Protocol):
+    """A model of the ranks' imbalance. `str` gives what `parse_imbalance` reads.
 
-    def delay_s(self, seed: int, round_: int, rank: int, size: int, computed_s: float = 0.0) -> float:
-        """The seconds that `rank` of `size` waits in the step that aims at `round_`, after `computed_s` of computation.
-
-        Rounds count from 1. Raises UsageError if the model needs more ranks.
-        """
+    `delay_s` raises UsageError if the model needs more ranks.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +209,11 @@ class Trace:
 
     def __str__(self) -> str:
         return f"trace-{self.name}:{self.factor:g}"
+
+
+def are_drawn(imbalance: Imbalance) -> bool:
+    """Whether the delays of a round do not depend on those of the round before."""
+    return isinstance(imbalance, Balanced | OneRandom | KRandom | Trace)
 
 
 def parse_duration(text: str) -> float:

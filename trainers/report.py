@@ -19,11 +19,12 @@ import torch
 from rich.table import Table
 
 import asyncoll
+from asyncoll.testing import least_round_s
 from asyncoll.training import Trainer
 from trainers.algorithms import ALGORITHMS
 from trainers.consensus import Distance
+from trainers.imbalance import Real, are_drawn
 from trainers.settings import Settings
-from trainers.time_model import least_round_s
 from trainers.workloads import Workload
 
 MEGABYTE = 1e6
@@ -201,7 +202,7 @@ async def collect(
         rounds=rounds,
         wall_s=wall_s,
         steps_per_s=rounds / wall_s,
-        steps_per_s_bound=_bound(algorithm, settings, comm.size),
+        steps_per_s_bound=bound(algorithm, settings, comm.size),
         gradients_per_s=gradients / wall_s,
         time_to_target_s=next((p.wall_s for p in record.curve if p.score >= settings.target), None),
         final_score=record.curve[-1].score,
@@ -227,13 +228,21 @@ def machine() -> dict[str, str | int]:
     }
 
 
-def _bound(algorithm: str, settings: Settings, ranks: int) -> float | None:
+def bound(algorithm: str, settings: Settings, ranks: int) -> float | None:
     """The most rounds per second that the time model allows."""
     waiting = ALGORITHMS[algorithm].waiting(settings.options, ranks)
-    if waiting is None:
+    imbalance = settings.imbalance
+    if waiting is None or isinstance(imbalance, Real):  # nobody knows how long a real step takes
         return None
-    compute_s = settings.accumulate * settings.compute_s
-    least_s = least_round_s(waiting, compute_s, settings.imbalance, ranks, rounds=settings.rounds, seed=settings.seed)
+    least_s = least_round_s(
+        waiting,
+        settings.accumulate * settings.compute_s,
+        imbalance,
+        ranks,
+        rounds=settings.rounds,
+        seed=settings.seed,
+        are_drawn=are_drawn(imbalance),
+    )
     return 1 / least_s if least_s else None
 
 

@@ -20,7 +20,7 @@ from asyncoll.runtime.group import Group
 from asyncoll.runtime.lifetime import Lifetime
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
-from asyncoll.runtime.signature import Site
+from asyncoll.runtime.signature import END, Site
 from asyncoll.statistics import Traffic
 from asyncoll.tensors.registered import RegisteredMemory, SharedMemory
 from asyncoll.transport.staging.opening import open_stager
@@ -134,7 +134,7 @@ class Core:
 
     def leave(self, site: Site) -> Coroutine[Any, Any, None]:
         """Start a barrier as the last call of this rank. `site` is shown in errors."""
-        call = self.calls.number("the end of its program", "", -1, "", site)
+        call = self.calls.number(END, "", -1, "", site)
         return self.calls.start(Call(call, lambda collectives: collectives.barrier()))
 
     def split(self, group: Group, *, keeps_messages: bool = True) -> Core:

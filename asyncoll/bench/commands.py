@@ -24,9 +24,12 @@ class Command(click.Command):
 
 
 class CommandGroup(click.Group):
-    """A group of such commands."""
+    """A group of such commands. Without arguments it prints its help, which is no error."""
 
     command_class = Command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], Any]:
@@ -69,7 +72,10 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print one JSON obj
 
 @click.group(cls=CommandGroup)
 def bench() -> None:
-    """Measure on this host. Every result is checked: #wrong counts wrong elements over all ranks."""
+    """Measure on this host. Every result is checked: #wrong counts wrong elements over all ranks.
+
+    Exits with 1 if an element is wrong.
+    """
 
 
 @bench.command()
@@ -86,18 +92,28 @@ def bench() -> None:
 )
 @_json
 def allreduce(as_json: bool, **plan: Any) -> None:
-    """Allreduce of float32: time (the slowest rank's median) and bandwidths, as nccl-tests defines them."""
+    """Allreduce of float32: time (the slowest rank's median) and bandwidths, as nccl-tests defines them.
+
+    \b
+    Examples:
+      asyncoll bench allreduce -n 4 --sizes 4K:64M
+      asyncoll bench allreduce -n 4 --transport tcp --json
+    """
     _measure(BenchPlan("allreduce", **plan), as_json)
 
 
 @bench.command()
-@_ranks(2)
 @_sizes("4:100M")
 @_transport
 @_json
 def pingpong(as_json: bool, **plan: Any) -> None:
-    """Send and receive between ranks 0 and 1: half a round trip."""
-    _measure(BenchPlan("pingpong", **plan), as_json)
+    """Send and receive between two ranks: half a round trip.
+
+    \b
+    Example:
+      asyncoll bench pingpong --sizes 4,1M --transport ipc
+    """
+    _measure(BenchPlan("pingpong", ranks=2, **plan), as_json)
 
 
 @bench.command()
@@ -115,14 +131,24 @@ def pingpong(as_json: bool, **plan: Any) -> None:
 )
 @click.option("--iterations", type=click.IntRange(1, 1_000_000), default=128, show_default=True, help="Counted calls.")
 def solo(as_json: bool, **plan: Any) -> None:
-    """Skewed arrivals: the waits of ranks in full, majority, quorum (half of the ranks) and solo allreduces."""
+    """Skewed arrivals: the waits of ranks in full, majority, quorum (half of the ranks) and solo allreduces.
+
+    \b
+    Example:
+      asyncoll bench solo -n 4 --skew 5ms --sizes 1M
+    """
     _measure(BenchPlan("solo", **plan), as_json)
 
 
 @bench.command()
 @_ranks(2)
 def tune(ranks: int) -> None:
-    """Measure the best sizes of pieces in shared memory on this host, and print the setting. Takes some minutes."""
+    """Measure the best sizes of pieces in shared memory on this host, and print the setting. Takes some minutes.
+
+    \b
+    Example:
+      asyncoll bench tune -n 4
+    """
 
     from asyncoll.algorithms.dense.tuning import VARIABLE, choose
     from asyncoll.bench.table import aligned

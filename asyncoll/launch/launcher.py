@@ -36,6 +36,7 @@ from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
 from asyncoll.transport import standard_streams
 from asyncoll.transport.keys import new_key
 from asyncoll.transport.loopback import loopback
+from asyncoll.transport.settings import check_names
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = signal.SIGTSTP  # Ctrl-Z
@@ -78,6 +79,7 @@ def launch(
     """
     check_current_folder()
     check_encoding(os.environ)
+    check_names(os.environ)
     placement = Placement({HERE: ranks} if isinstance(ranks, int) else dict(ranks))
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")

@@ -330,7 +330,8 @@ class _Decoder:
         if expected is None:
             known = ", ".join(self._types) or "none"
             raise UsageError(
-                f"a dataclass {name:.100} was received, which no annotation here names; those named here: {known}"
+                f"a dataclass {name:.100} was received, which no annotation here names; those named here: {known}. "
+                "Name it in the annotations of the function, and call by proxy(Class), which reads them"
             )
         own = {field.name for field in dataclasses.fields(expected.type) if field.init}
         if set(fields) != own:

@@ -56,8 +56,9 @@ async def serve(
     `url` is one of:
 
     - `ipc://path`: a unix socket. Only processes of this user on this host can connect.
-    - `tcp://address:port`: an IP address of this host. Port 0 means a free port; the yielded address names it. Without
-      a key only a loopback address is allowed, and every user of this host can call every method: prefer ipc.
+    - `tcp://address:port`: an address of this host, as a number or a name. Port 0 means a free port; the yielded
+      address names it. Without a key only a loopback address is allowed, and every user of this host can call every
+      method: prefer ipc.
 
     `key_file` is a file of mode 0600 with 32 random bytes (`asyncoll key FILE` makes one). With it, connections are
     encrypted, and clients without the same key are refused.
@@ -122,10 +123,11 @@ async def connect(url: str, *, key_file: KeyFile | None = None) -> AsyncIterator
     only if the service has one. The process needs no world, but may be a rank of one. The connection belongs to the
     loop of the `async with`: make all calls there.
 
-    Raises ServiceLostError if there is no answer within 10 s or by the end of `asyncoll.deadline`, or if the key is
-    refused; UsageError if the address or the key file cannot be used, or if an `ipc://` socket belongs to another user;
-    ProtocolError if the service runs another version. At the end of the context without an exception, waits up to 10 s
-    until all notifications have begun. Calls that still wait raise ClosedError.
+    Raises ServiceLostError if there is no answer within 10 s or by the end of `asyncoll.deadline`, at once if the
+    socket of an `ipc://` address is missing, and if the key is refused; UsageError if the address or the key file
+    cannot be used, or if an `ipc://` socket belongs to another user; ProtocolError if the service runs another version.
+    At the end of the context without an exception, waits up to 10 s until all notifications have begun. Calls that
+    still wait raise ClosedError.
     """
     program_loop()
     async with registered.of_context(open_stager):

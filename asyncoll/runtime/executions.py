@@ -35,6 +35,7 @@ from asyncoll.runtime.checks import Checks
 from asyncoll.runtime.failures import WORLD, Failure, Failures, break_off
 from asyncoll.runtime.matching import Key, Mailbox, Receive
 from asyncoll.runtime.router import Router
+from asyncoll.runtime.signature import END
 from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Buffer, Transport, settle, wire
 from asyncoll.transport.wire import SEGMENT_BYTES
@@ -550,7 +551,7 @@ class Executions:
         if known is None and dispute.context in self.described:
             known = self.described[dispute.context](dispute.number)
         members, mine = known or ((source,), "another operation, long ago")
-        text = f"rank {source} called {dispute.description}, but rank {self._router.rank} called {mine}"
+        text = f"rank {source} {_did(dispute.description)}, but rank {self._router.rank} {_did(mine)}"
         self._failures.mismatch(dispute.communicator, members, text)
 
     def last_call(self, source: int) -> str:
@@ -574,6 +575,11 @@ def _check_whole(receive: Receive) -> None:
     """Raise ProtocolError if a short array is incomplete: its sender sends it as one segment."""
     if receive.into.nbytes <= SEGMENT_BYTES and not receive.complete:
         raise ProtocolError(f"a segment of {receive.filled} elements; {receive.into.size} were expected")
+
+
+def _did(call: str) -> str:
+    """What a rank did that made the call of this description. The end of its program is no call of the user."""
+    return f"has come to {call}" if call.startswith(END) else f"called {call}"
 
 
 def _cost(payload: Buffer) -> int:

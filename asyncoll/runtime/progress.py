@@ -34,6 +34,7 @@ from asyncoll.transport.system_calls import needed
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 # The time that pure Python code in another thread may keep the GIL while the progress thread waits for it. At Python's
 # default of 5 ms a round waits up to 10 ms for a rank that computes in Python; at this value, 1.2 ms.
@@ -53,6 +54,12 @@ _ENDING_S = 1.0
 
 # In a forked child: the loops of its parent's runtime. No thread runs them there, so no caller waits for their work.
 _abandoned: set[asyncio.AbstractEventLoop] = set()
+
+
+def _named_in_warnings(function: F) -> F:
+    """Python warns of a coroutine that was never awaited by this name, and shows the line that has made it."""
+    function.__qualname__ = "a call of asyncoll"
+    return function
 
 
 def ignore() -> None:
@@ -393,6 +400,7 @@ class SharedLoop(Runner):
             self.home.call_soon_threadsafe(what)
 
 
+@_named_in_warnings
 async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
     """Wait for `task`. Cancelling the waiter cancels `task`, waits until it has stopped, and calls `discarded`."""
     try:
@@ -486,6 +494,7 @@ class ProgressThread(Runner):
         self.set_timer()
         return _BegunCoroutine(self._claim(work, discarded), discarded)
 
+    @_named_in_warnings
     async def _claim(self, work: Driven[T], discarded: Callable[[], None]) -> T:
         """Continue `work` for the caller that awaits it, or wait for the runtime if that has taken it over."""
         claimed = self.held.pop(work, None) is not None

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from asyncoll.arguments import digest
 from asyncoll.tensors.reductions import storage
 
+END = "the end of its program"  # the operation of the barrier with which a rank leaves
 Place = tuple[CodeType, int]  # the code that makes a call, and the instruction of the call in it
 _TRAINERS = f"{Path(__file__).parents[1]}/training"  # make their calls for the user's line that awaits them
 _BACKWARD = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py", "/torch/_tensor.py")  # run hooks of trainers

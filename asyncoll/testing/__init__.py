@@ -1,6 +1,7 @@
 """The test kit: worlds of ranks in one process, real or simulated; contract suites for transports, arenas
 and devices; a device without hardware; the laws
-of wait-avoiding collectives; faults that strike real ranks."""
+of wait-avoiding collectives; faults that strike real ranks; the
+time of a round in theory."""
 
 from asyncoll.testing.contract import check_arena, check_transport
 from asyncoll.testing.devices import DeviceProgram, FakeDevice, Hazard, check_device, fake_device
@@ -19,12 +20,14 @@ from asyncoll.testing.faults.injectors import (
     fault,
 )
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
+from asyncoll.testing.time_model import Delays, Waiting, expected_round_s, least_round_s
 from asyncoll.testing.worlds import SimReport, run_ranks, simulate
 from asyncoll.transport.messages.simulated import Crash, Cut, Network, Pause
 
 __all__ = [
     "Crash",
     "Cut",
+    "Delays",
     "DeviceProgram",
     "Disconnect",
     "Exit",
@@ -44,12 +47,15 @@ __all__ = [
     "SimReport",
     "Slow",
     "Stop",
+    "Waiting",
     "check_arena",
     "check_device",
     "check_laws",
     "check_transport",
+    "expected_round_s",
     "fake_device",
     "fault",
+    "least_round_s",
     "run_ranks",
     "simulate",
 ]

@@ -7,6 +7,30 @@ from collections.abc import Mapping
 
 from asyncoll.errors import UsageError
 
+PREFIX = "ASYNCOLL_"
+NAMES = (  # docs/reference/variables.md says what they mean
+    *("ASYNCOLL_TRANSPORT", "ASYNCOLL_DEADLINE_S", "ASYNCOLL_FREEZE_S", "ASYNCOLL_STOPPED_S", "ASYNCOLL_PRELOAD"),
+    *("ASYNCOLL_KEY_FILE", "ASYNCOLL_ENCRYPT", "ASYNCOLL_INTERFACE", "ASYNCOLL_ADDRESS", "ASYNCOLL_PORTS"),
+    *("ASYNCOLL_CORE", "ASYNCOLL_BUILD_CORE", "ASYNCOLL_SIZES"),
+    *("ASYNCOLL_FOLDER", "ASYNCOLL_RANK_OF", "ASYNCOLL_FAULTS_CABLE"),  # set by asyncoll itself
+)
+OF_TESTS = "ASYNCOLL_TEST_"  # begins the names of those that tests read
+_OF_A_SERVICE = "_SERVICE_HOST"  # ends the name of one of those that Kubernetes sets for a service
+
+
+def check_names(environ: Mapping[str, str]) -> None:
+    """Raise UsageError if `environ` has a variable ASYNCOLL_* that asyncoll does not read. An empty one is not set."""
+    services = [name.removesuffix(_OF_A_SERVICE) for name in environ if name.endswith(_OF_A_SERVICE)]
+    of_services = tuple(f"{service}_{part}" for service in services for part in ("SERVICE_", "PORT"))
+    for name, value in environ.items():
+        known = name in NAMES or name.startswith((OF_TESTS, *of_services))
+        if name.startswith(PREFIX) and value and not known:
+            import difflib  # a part of the launcher's start otherwise
+
+            similar = difflib.get_close_matches(name, NAMES, 1, cutoff=0.8)
+            meant = f"did you mean {similar[0]}?" if similar else f"its variables are {', '.join(NAMES)}"
+            raise UsageError(f"{name} in the environment is not a variable of asyncoll: {meant}")
+
 
 def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
     """The seconds in the environment variable `name`, or `default`. Raises UsageError if it has something else."""

@@ -14,7 +14,7 @@ from typing import Any
 from asyncoll.errors import UsageError
 from asyncoll.transport.keys import find_key
 from asyncoll.transport.messages.peer_reports import FREEZE_S
-from asyncoll.transport.settings import seconds
+from asyncoll.transport.settings import check_names, seconds
 from asyncoll.world.launchers import RUN, check_agrees, check_is_no_worker, read_launcher
 
 TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the rest; or messages alone
@@ -64,8 +64,16 @@ class Environment:
 
         `place` replaces MASTER_ADDR and MASTER_PORT: that of a given store; empty, and 0, as far as it has none.
 
-        Raises UsageError if it describes a part of a world, or an impossible one.
+        Raises UsageError if it describes a part of a world, or an impossible one, and for a wrong setting in any case.
         """
+        check_names(environ)
+        settings: dict[str, Any] = {
+            "shares_memory": _choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
+            "freeze_s": freeze_s(environ),
+            "deadline_s": deadline_s(environ),
+            "encrypt": _choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
+            "ports": _ports(environ),
+        }
         if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
             launched = read_launcher(environ)
             if launched is not None:
@@ -88,15 +96,11 @@ class Environment:
             folder,
             master_addr=place[0].strip("[]"),
             master_port=place[1],
-            shares_memory=_choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
             run=environ.get(RUN, ""),
-            freeze_s=freeze_s(environ),
-            deadline_s=deadline_s(environ),
             key_file="" if folder else find_key(environ),
-            encrypt=_choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
             address=environ.get("ASYNCOLL_ADDRESS", "").strip("[]"),
             interface=environ.get("ASYNCOLL_INTERFACE", ""),
-            ports=_ports(environ),
+            **settings,
         )
 
 

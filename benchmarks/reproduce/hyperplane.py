@@ -37,11 +37,12 @@ from common import Record, ask, numbers, parser, program
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from asyncoll.testing import Waiting, least_round_s
+from asyncoll.testing.time_model import Rule
 from trainers.experiment import learning_rate
 from trainers.imbalance import OneRandom, parse_duration
 from trainers.runs import RunFailedError, launch
 from trainers.settings import Settings
-from trainers.time_model import Rule, Waiting, least_round_s
 from trainers.workloads import WORKLOADS
 
 Report = dict[str, Any]
@@ -199,7 +200,7 @@ def table(delay_s: float, runs: dict[str, list[Report]]) -> list[list[str]]:
         speeds = [report["steps_per_s"] for report in reports]
         over = [ratios(reports, runs[base]) for base in ("synchronous", DDP)]
         least_s = {
-            of: least_round_s(Waiting(RULES[of]), COMPUTE_S, OneRandom(delay_s), RANKS)
+            of: least_round_s(Waiting(RULES[of]), COMPUTE_S, OneRandom(delay_s), RANKS, are_drawn=True)
             for of in ("synchronous", method)
         }
         times = [

@@ -3,6 +3,7 @@
 - A Python block whose first line is `# name.py` is a file of that page; all others share the page's namespace. A file
   is started by a shell block, or imported by another block. Otherwise it calls `asyncoll.run`, and runs here, among
   `RANKS` ranks on one loop.
+- A difference of two files of the page, `a.py` and `b.py`, is the file `b.diff`.
 - A shell block runs in a folder with the page's files, with real processes (marked slow), a home folder of its own, and
   free ports in place of those of the page. Processes take seconds to start: after the first launch of a page, blocks
   that only launch files which call `asyncoll.run` run here, among as many ranks on one loop.
@@ -70,6 +71,7 @@ REFERENCE = re.compile(
 MEMBER = re.compile(r"`(?P<name>[A-Z]\w*[a-z]\w*(?:\.\w+)*|_\w+)`")  # `Class`, `Class.name`, `_private`
 INFO = re.compile(r"(?P<language>\w*)(?P<attributes>[^\n]*)\n")
 NAME = re.compile(r"# (?P<name>\w+\.py)\n")
+DIFFERENCE = re.compile(r"--- \w+\.py\n\+\+\+ (?P<name>\w+)\.py\n")  # of two files of the page
 ON_HOSTS = re.compile(r"# On each of (?P<count>\d) hosts\.\n")
 PORT = re.compile(r"(?<=[:=])29\d{3}\b")
 LAUNCH = re.compile(
@@ -86,6 +88,8 @@ class Block:
 
     @property
     def name(self) -> str:
+        if difference := DIFFERENCE.match(self.source):
+            return f"{difference['name']}.diff"
         found = NAME.match(self.source)
         return found["name"] if found else ""
 
@@ -152,7 +156,7 @@ def preloaded(page: Path) -> str:
     programs = " ".join(block.source for block in blocks_of(page) if block.name and block.name in started)
     if "torch" not in programs:
         return LIGHT["ASYNCOLL_PRELOAD"]
-    return TRAINING["ASYNCOLL_PRELOAD"] + (",sklearn.datasets" if "sklearn" in page.read_text() else "")
+    return TRAINING["ASYNCOLL_PRELOAD"]
 
 
 def forget(folder: Path):
@@ -196,7 +200,7 @@ def test_shell_blocks_run(page, folder, monkeypatch):
     has_launched = False
     for block in blocks_of(page):
         if block.is_output and printed:
-            _compare(block, re.sub(r"^\d+: ", "", printed, flags=re.MULTILINE))
+            _compare(block, printed)
         printed = ""
         if block.language != "sh" or not block.runs:
             continue
@@ -375,6 +379,9 @@ def _is_used(block: Block, page: Path) -> bool:
 
 
 def _compare(block: Block, printed: str):
-    assert sorted(line.rstrip() for line in printed.splitlines()) == sorted(
-        line.rstrip() for line in block.source.splitlines()
-    ), f"line {block.line}"
+    assert _lines(printed) == _lines(block.source), f"line {block.line}"
+
+
+def _lines(output: str) -> list[str]:
+    """Its lines in an order of their own, without the rank that the launcher puts in front."""
+    return sorted(re.sub(r"^\d+: ", "", line.rstrip()) for line in output.splitlines())

@@ -304,7 +304,7 @@ def test_the_next_call_reports_the_round_of_a_call_that_was_not_awaited(transpor
         return reduction.round, len(reduction.missed), reduction.skipped
 
     told = (2, 1, 0) if size == 1 else (1, 0, 0)  # a rank alone has opened a round with its second call
-    with pytest.warns(RuntimeWarning, match="never awaited"):
+    with pytest.warns(RuntimeWarning, match="'a call of asyncoll' was never awaited"):
         assert run_ranks(size, main, transport=transport) == [told] * size
 
 

@@ -164,4 +164,4 @@ def test_a_mismatch_with_the_end_of_a_program_names_the_line_that_ends_it(forked
     where = "|".join(f"program_ends_at_a_call.py:{line}" for line in lines)
     for code, out, err in (rank.end() for rank in forked_world(os.environ | LIGHT, 2, ENDS, way)):
         assert code == 0, err
-        assert re.search(rf"rank 0 called the end of its program #1 at ({where})\b", out), (out, err)
+        assert re.search(rf"rank 0 has come to the end of its program #1 at ({where})\b", out), (out, err)

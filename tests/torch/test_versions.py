@@ -80,7 +80,7 @@ def test_an_old_package_is_told_at_the_first_use_of_asyncoll_and_not_by_import_t
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
     assert (done.returncode, done.stdout) == (1, "torch\n")
     said = "asyncoll needs msgpack 1.1 or newer, and 1.0.8 is installed: pip install 'msgpack>=1.1'"
-    assert done.stderr.endswith(f"asyncoll.errors.UsageError: {said}\n")
+    assert done.stderr.endswith(f"asyncoll.errors.UsageError: {said}\ndocs: troubleshooting#usageerror\n")
 
 
 def test_a_torch_that_takes_no_backend_can_still_be_imported(monkeypatch):

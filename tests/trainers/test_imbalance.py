@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import asyncoll
+from asyncoll.testing import expected_round_s
 from tests.support.cases import SIZES, looped
 from trainers.imbalance import (
     IMBALANCES,
@@ -25,7 +26,6 @@ from trainers.imbalance import (
     parse_duration,
     parse_imbalance,
 )
-from trainers.time_model import expected_round_s
 
 MODELS: list[Imbalance] = [
     Balanced(),

@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 
 import asyncoll
-from asyncoll.testing import run_ranks, simulate
+from asyncoll.testing import Waiting, expected_round_s, least_round_s, run_ranks, simulate
 from asyncoll.training import EagerSGD
 from tests.support.cases import looped
 from trainers.__main__ import main as cli
@@ -24,10 +24,9 @@ from trainers.algorithms import ALGORITHMS
 from trainers.consensus import Consensus
 from trainers.devices import own_device
 from trainers.experiment import Machine, experiment, learning_rate, make_scheduler, make_trainer
-from trainers.imbalance import IMBALANCES, OneRandom, Real, Rotating, parse_imbalance
-from trainers.report import Record, Report
+from trainers.imbalance import IMBALANCES, OneRandom, Real, Rotating, are_drawn, parse_imbalance
+from trainers.report import Record, Report, bound
 from trainers.settings import Settings, flags
-from trainers.time_model import Waiting, expected_round_s, least_round_s
 from trainers.workloads import WORKLOADS, Digits, Hyperplane
 
 SIZES = [1, 3, 4]
@@ -41,9 +40,10 @@ EVERYONE = {"allreduce_sgd", "overlapped_sgd", "dc_s3gd", "oktopk_sgd"}  # each 
 def test_the_recursion_respects_the_bounds(ranks: int) -> None:
     for text in ("one-random:200ms", "rotating:200ms:10", "all-skewed:50ms-400ms", "fixed-skewed:50ms-400ms"):
         imbalance = parse_imbalance(text)
+        drawn = are_drawn(imbalance)
         for rule in ("synchronous", "solo", "majority"):
             expected_s = expected_round_s(rule, 0.1, imbalance, ranks, average_every=0, rounds=400)
-            least_s = least_round_s(Waiting(rule), 0.1, imbalance, ranks, rounds=400)
+            least_s = least_round_s(Waiting(rule), 0.1, imbalance, ranks, rounds=400, are_drawn=drawn)
             assert least_s <= expected_s + 1e-9, f"{text}, {rule}"
             if rule == "synchronous":
                 assert least_s == pytest.approx(expected_s)
@@ -51,7 +51,7 @@ def test_the_recursion_respects_the_bounds(ranks: int) -> None:
 
 def test_the_bounds_are_those_of_one_random_late_rank() -> None:
     def least(rule: Literal["synchronous", "solo", "majority", "quorum"], **rules: int) -> float:
-        return least_round_s(Waiting(rule, **rules), 0.1, OneRandom(0.2), 4, rounds=50)
+        return least_round_s(Waiting(rule, **rules), 0.1, OneRandom(0.2), 4, rounds=50, are_drawn=True)
 
     assert least("synchronous") == pytest.approx(0.3)
     assert least("solo") == pytest.approx(0.1)
@@ -74,7 +74,8 @@ def test_ranks_that_meet_rarely_hide_each_others_delays() -> None:
 
 
 def test_a_real_machine_has_no_bound() -> None:
-    assert least_round_s(Waiting("synchronous"), 0.0, Real(), 4) == 0.0
+    assert bound("allreduce_sgd", Settings(compute_s=0.1, imbalance=Real()), 4) is None
+    assert bound("allreduce_sgd", Settings(compute_s=0.1, imbalance=OneRandom(0.2)), 4) == pytest.approx(1 / 0.3)
 
 
 @pytest.mark.parametrize("partial", ["solo", "majority"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from asyncoll.errors import UsageError
@@ -51,3 +53,40 @@ def test_variables_that_are_empty_or_incomplete_do_not_hide_those_of_a_launcher(
     world = Environment.read(launched | given | {"MASTER_ADDR": "head", "MASTER_PORT": "29500"})
     assert (world.rank, world.size) == (1, 2)
     assert Environment.read({"RANK": "", "WORLD_SIZE": ""}) is None
+
+
+@pytest.mark.parametrize("world", [{}, WORLD], ids=["alone", "launched"])
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        (
+            {"ASYNCOLL_FREZE_S": "3"},
+            "ASYNCOLL_FREZE_S in the environment is not a variable of asyncoll: did you mean ASYNCOLL_FREEZE_S?",
+        ),
+        (
+            {"ASYNCOLL_X": "1"},
+            "is not a variable of asyncoll: its variables are ASYNCOLL_TRANSPORT, ",
+        ),
+        ({"ASYNCOLL_PORT": "30000"}, "did you mean ASYNCOLL_PORTS?"),
+        ({"ASYNCOLL_TRANSPORT": "foo"}, "ASYNCOLL_TRANSPORT='foo' in the environment: use one of shm, zmq"),
+        ({"ASYNCOLL_ENCRYPT": "foo"}, "ASYNCOLL_ENCRYPT='foo' in the environment: use one of control, all"),
+        ({"ASYNCOLL_FREEZE_S": "abc"}, "ASYNCOLL_FREEZE_S='abc' in the environment: give a number of seconds"),
+        ({"ASYNCOLL_DEADLINE_S": "abc"}, "ASYNCOLL_DEADLINE_S='abc' in the environment: give a number of seconds"),
+        ({"ASYNCOLL_PORTS": "abc"}, "ASYNCOLL_PORTS='abc' in the environment: give the first and the last port"),
+    ],
+    ids=str,
+)
+def test_a_wrong_setting_is_refused_with_and_without_a_launcher(world, setting, complaint):
+    with pytest.raises(UsageError, match=re.escape(complaint)):
+        Environment.read(world | setting)
+
+
+def test_a_service_of_kubernetes_that_is_named_asyncoll_is_no_setting():
+    """Kubernetes sets these in each container of the namespace."""
+    address = {"ASYNCOLL_SERVICE_HOST": "10.0.0.1", "ASYNCOLL_SERVICE_PORT": "80", "ASYNCOLL_PORT": "tcp://10.0.0.1:80"}
+    other = {"ASYNCOLL_JOB_SERVICE_HOST": "10.0.0.1", "ASYNCOLL_JOB_PORT_80_TCP_ADDR": "10.0.0.1"}
+    assert Environment.read(address | other) is None
+
+
+def test_names_that_are_empty_or_of_tests_or_of_other_programs_are_no_settings():
+    assert Environment.read({"ASYNCOLL_FREZE_S": "", "ASYNCOLL_TEST_SEED": "1", "MY_ASYNCOLL_X": "1"}) is None

@@ -72,7 +72,7 @@ def test_a_rank_that_finds_another_process_in_its_place_names_it(monkeypatch):
     store = HashStore()
     for sealed in processes(store, 2):
         sealed.begin_turn()
-    with pytest.raises(DeadlineError, match=r"rank 0 \(not in the store yet\)$"):  # it has been there itself
+    with pytest.raises(DeadlineError, match=r"(?m)rank 0 \(not in the store yet\)$"):  # it has been there itself
         processes(store, 2, limit_s=0.0)[1].begin_turn()
     monkeypatch.setattr(os, "getpid", lambda: 7)
     with pytest.raises(DeadlineError, match=r"world rank 1 is process \d+ on host \S+, so two jobs may use"):

@@ -28,14 +28,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
-from trainers.imbalance import Balanced, Imbalance, KRandom, OneRandom, Real, Trace
-
-_DRAWN = (Balanced, OneRandom, KRandom, Trace)  # the delays of a round do not depend on those of the round before
 Rule = Literal["synchronous", "solo", "majority", "quorum"]
+
+
+class Delays(Protocol):
+    """How late the ranks are: a pure function of its arguments."""
+
+    def delay_s(self, seed: int, round_: int, rank: int, size: int, computed_s: float = 0.0) -> float:
+        """The seconds that `rank` of `size` waits in the step that aims at `round_`, after `computed_s` of computation.
+
+        Rounds count from 1.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +62,23 @@ class Waiting:
 
 
 def least_round_s(
-    waiting: Waiting, compute_s: float, imbalance: Imbalance, ranks: int, *, rounds: int = 4000, seed: int = 0
+    waiting: Waiting,
+    compute_s: float,
+    delays: Delays,
+    ranks: int,
+    *,
+    rounds: int = 4000,
+    seed: int = 0,
+    are_drawn: bool = False,
 ) -> float:
-    """The bound above, in mean seconds of the rounds of a run with this `seed`; 0 if the steps' times are unknown."""
-    if isinstance(imbalance, Real):
-        return 0.0
+    """The least time of a round: mean seconds over `rounds`, of `ranks` ranks that compute `compute_s` in a step.
+
+    `are_drawn` says that the delays of a round do not depend on those of the round before. The bound of "majority" is
+    longer then.
+    """
     steps_s = np.array(
         [
-            [compute_s + imbalance.delay_s(seed, round_, rank, ranks, compute_s) for rank in range(ranks)]
+            [compute_s + delays.delay_s(seed, round_, rank, ranks, compute_s) for rank in range(ranks)]
             for round_ in range(1, rounds + 1)
         ]
     )
@@ -72,7 +88,7 @@ def least_round_s(
         return float(sum(steps_s[start : start + together].sum(axis=0).max() for start in starts)) / rounds
     ascending = np.sort(steps_s, axis=1)
     opening_s = ascending
-    if waiting.rule == "majority" and not isinstance(imbalance, _DRAWN):
+    if waiting.rule == "majority" and not are_drawn:
         opening_s = np.minimum(ascending, ascending[:, [(ranks - 1) // 2]])
     least_s = opening_s @ _openers(waiting, ranks)
     if waiting.sync_every:
@@ -91,22 +107,23 @@ def _openers(waiting: Waiting, ranks: int) -> list[float]:
 
 
 def expected_round_s(
-    rule: Rule, compute_s: float, imbalance: Imbalance, ranks: int, average_every: int, rounds: int = 4000
+    rule: Rule, compute_s: float, delays: Delays, ranks: int, average_every: int = 0, rounds: int = 4000
 ) -> float:
-    """Mean seconds per round of the recursion above, for synchronous, solo and majority.
+    """The expected time of a round: mean seconds over `rounds`, of `ranks` ranks that compute `compute_s` in a step.
 
-    Models are averaged every `average_every` rounds (0: never).
+    `rule` is "synchronous", "solo" or "majority" with one candidate. Models are averaged every `average_every` rounds
+    (0: never). Communication takes no time.
     """
     initiators = np.random.default_rng(0).integers(ranks, size=rounds + 1)
     newest, end_s = 0, 0.0
     aims = [1] * ranks
-    calls_s = [compute_s + imbalance.delay_s(0, 1, rank, ranks, compute_s) for rank in range(ranks)]
+    calls_s = [compute_s + delays.delay_s(0, 1, rank, ranks, compute_s) for rank in range(ranks)]
     waiting: set[int] = set()
 
     def step(rank: int) -> None:
         """`rank` starts the step for the next round when its own step and the newest round are over."""
         aims[rank] = newest + 1
-        step_s = compute_s + imbalance.delay_s(0, newest + 1, rank, ranks, compute_s)
+        step_s = compute_s + delays.delay_s(0, newest + 1, rank, ranks, compute_s)
         calls_s[rank] = max(calls_s[rank], end_s) + step_s
 
     while newest < rounds:
