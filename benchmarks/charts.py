@@ -14,7 +14,7 @@ WIDTH, LEFT, RIGHT = 400, 4, 70  # a phone's width; beside the longest bar there
 BAR, GAP, LABEL, LEGEND, CAPTION = 10, 3, 18, 22, 24
 UNITS = {0: "s", -3: "ms", -6: "us", -9: "ns"}
 COLOURS = ("one", "two", "three", "four")
-SIZES = "max-width: 28rem; min-width: 0"  # the page makes its drawings wider than a phone
+SIZES = "margin: 0; max-width: 28rem; min-width: 0"  # the page makes its drawings wider than a phone
 STYLE = """  <style>
     svg { --fg: var(--md-default-fg-color, #24292f); --quiet: var(--md-default-fg-color--light, #6e7781); }
     @media (prefers-color-scheme: dark) {

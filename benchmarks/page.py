@@ -25,7 +25,7 @@ from typing import Any
 from charts import draw
 from common import machine
 
-from asyncoll.bench.claims import Cells, Claim, Loss, Run, judge, load, merged, show
+from asyncoll.bench.claims import Cells, Claim, FasterPeer, ClaimRun, judge, load, merged, show
 from asyncoll.bench.suite import measure
 
 ROOT = Path(__file__).parent.parent
@@ -110,7 +110,7 @@ def renew(claim: Claim) -> bool:
     return True
 
 
-def measured(claim: Claim, run: Run) -> Record:
+def measured(claim: Claim, run: ClaimRun) -> Record:
     place: Record = {
         "command": command(claim, run),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -129,7 +129,7 @@ def measured(claim: Claim, run: Run) -> Record:
     return place | {"cells": found["cells"], "raw": found["raw"]}
 
 
-def command(claim: Claim, run: Run) -> str:
+def command(claim: Claim, run: ClaimRun) -> str:
     return f"asyncoll bench suite --claim {claim.name}" if run.module else f"python {run.script} {run.options}".strip()
 
 
@@ -222,7 +222,7 @@ def place(run: Record) -> str:
 
 def faster_peers(claims: dict[str, Claim], found: dict[str, Cells]) -> str:
     """A row for each system and peer of a claim: all cells in which it is faster, and the worst ratio of these."""
-    groups: dict[tuple[str, str, str], list[Loss]] = {}
+    groups: dict[tuple[str, str, str], list[FasterPeer]] = {}
     for claim in claims.values():
         for loss in claim.losses(found[claim.name]):
             groups.setdefault((loss.heading, loss.ours, loss.peer), []).append(loss)

@@ -30,7 +30,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ClaimRun:
     """What measures cells: a module of `asyncoll.bench`, or a script of the repository."""
 
     module: str = ""
@@ -40,7 +40,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class FasterPeer:
     """A cell in which a peer is faster."""
 
     heading: str
@@ -63,12 +63,12 @@ class Claim:
     plot: str
     caption: str
     measures: tuple[str, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ClaimRun, ...]
     holds: tuple[Bound, ...] = ()
     peers: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of each system of ours, by row or by column
 
     @property
-    def modules(self) -> tuple[Run, ...]:
+    def modules(self) -> tuple[ClaimRun, ...]:
         """The runs that need no peer."""
         return tuple(run for run in self.runs if run.module)
 
@@ -83,7 +83,7 @@ class Claim:
             return "" if row in cells and any(column in found for found in cells.values()) else MISSING
         return value if isinstance(value, str) else show(value, self.columns[column])
 
-    def losses(self, cells: Cells) -> Iterator[Loss]:
+    def losses(self, cells: Cells) -> Iterator[FasterPeer]:
         """Where a peer is faster."""
         if not set(self.peers) <= set(self.rows):
             by_system = cells
@@ -95,7 +95,7 @@ class Claim:
                 for peer in peers:
                     mine, theirs = systems.get(ours), systems.get(peer)
                     if isinstance(mine, float) and isinstance(theirs, float) and theirs < mine:
-                        yield Loss(self.heading, ours, peer, what, mine, theirs)
+                        yield FasterPeer(self.heading, ours, peer, what, mine, theirs)
 
 
 def load() -> dict[str, Claim]:
@@ -106,7 +106,7 @@ def load() -> dict[str, Claim]:
 
 def _claim(name: str, entry: dict[str, Any]) -> Claim:
     lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
-    lists["runs"] = tuple(Run(**run) for run in entry["runs"])
+    lists["runs"] = tuple(ClaimRun(**run) for run in entry["runs"])
     lists["holds"] = tuple(Bound(tuple(bound.pop("cell")), **bound) for bound in entry.get("holds", ()))
     return Claim(name, **entry | lists)
 
