@@ -25,7 +25,7 @@ from typing import Any
 from charts import draw
 from common import machine
 
-from asyncoll.bench.claims import Cells, Claim, FasterPeer, ClaimRun, judge, load, merged, show
+from asyncoll.bench.claims import Cells, Claim, ClaimRun, FasterPeer, judge, load, merged, show
 from asyncoll.bench.suite import measure
 
 ROOT = Path(__file__).parent.parent
