@@ -14,8 +14,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from asyncoll.testing import expected_round_s
-from asyncoll.testing import StartRule
+from asyncoll.testing import StartRule, expected_round_s
 from trainers.imbalance import OneRandom
 from trainers.plots import plot_scores
 from trainers.report import Point, seconds

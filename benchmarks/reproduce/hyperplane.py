@@ -37,8 +37,7 @@ from common import Record, ask, numbers, parser, program
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncoll.testing import Waiting, least_round_s
-from asyncoll.testing import StartRule
+from asyncoll.testing import StartRule, Waiting, least_round_s
 from trainers.experiment import learning_rate
 from trainers.imbalance import OneRandom, parse_duration
 from trainers.runs import RunFailedError, launch
