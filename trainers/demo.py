@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Literal
 
 import click
 from rich.console import Console
 from rich.table import Table
 
 from asyncoll.testing import expected_round_s
-from asyncoll.testing.time_model import Rule
 from trainers.imbalance import OneRandom
 from trainers.plots import plot_scores
 from trainers.report import Point, seconds
 from trainers.runs import Run, RunFailedError, launch
+
+Rule = Literal["synchronous", "solo", "majority"]
 
 COMPUTE_S = 0.1
 LATE = OneRandom(0.2)

@@ -46,7 +46,7 @@ class Delays(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class RoundRule:
     """The ranks that a round waits for.
 
     `quorum` and `candidates` are those of the rules of these names. Every `sync_every`-th round is synchronous (0:
@@ -62,7 +62,7 @@ class Waiting:
 
 
 def least_round_s(
-    waiting: Waiting,
+    waiting: RoundRule,
     compute_s: float,
     delays: Delays,
     ranks: int,
@@ -97,7 +97,7 @@ def least_round_s(
     return float(least_s.mean())
 
 
-def _openers(waiting: Waiting, ranks: int) -> list[float]:
+def _openers(waiting: RoundRule, ranks: int) -> list[float]:
     """The probability that the rank with the k-th shortest step opens the round, for each k."""
     if waiting.rule == "majority":  # all of the candidates are among the ranks from the k-th on, and it is one
         drawn = min(waiting.candidates, ranks)
