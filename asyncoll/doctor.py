@@ -98,6 +98,8 @@ def render(findings: Findings, as_json: bool) -> str:
 def ways(ranks: int, as_json: bool) -> str:
     """The ways of calls among so many ranks, in the order in which they are tried, as text or as one JSON object.
 
+    It says of each whether the core of this process carries it out, too, once it has learnt a call from one like it.
+
     Raises UsageError for a wrong ASYNCOLL_SIZES.
     """
     from asyncoll.algorithms.choice import tables
@@ -107,10 +109,10 @@ def ways(ranks: int, as_json: bool) -> str:
     for where, table in tables(ranks, os.environ).items():
         for way in table:
             if way.over < way.up_to:
-                rows[f"{way.call}, {where}"].append(
-                    (limits(way), way.name, way.why, way.needs or "an element for each rank" * way.is_cut)
-                )
-    head = "bytes", "way", "why", "needs"
+                in_c = "whole calls" * (way.compiled > 0 and _core.native is not None)
+                needs = way.needs or "an element for each rank" * way.is_cut
+                rows[f"{way.call}, {where}"].append((limits(way), way.name, in_c, way.why, needs))
+    head = "bytes", "way", "in C", "why", "needs"
     if as_json:
         return json.dumps({call: [dict(zip(head, row, strict=True)) for row in shown] for call, shown in rows.items()})
     widths = [max(map(len, column)) for column in zip(head, *chain.from_iterable(rows.values()), strict=True)]

@@ -34,6 +34,7 @@ import numpy as np
 from common import RANK, Record, answer, ask, numbers, parser
 
 import asyncoll
+from asyncoll.bench.claims import Cells, show_bytes
 from asyncoll.bench.dense_calls import WARMUP, pattern
 from asyncoll.bench.plan import ITEM_BYTES, parse_sizes, repeats
 from asyncoll.tensors.reductions import Array
@@ -75,7 +76,7 @@ def main() -> None:
         record.table(f"{ranks} ranks: cold calls (us)", cold_times(cold, chosen.cold))
         record.table(f"{ranks} ranks: memory of a rank after {chosen.sizes[-1]} bytes (MiB)", memory(runs))
     plot(record, {ranks: raw[ranks] for ranks in chosen.ranks}, chosen.sizes)
-    record.write(raw)
+    record.write(raw, cells(raw[chosen.ranks[0]], chosen.sizes))
 
 
 def systems() -> list[str]:
@@ -288,6 +289,14 @@ def occupied() -> float:
 
 
 # -- showing --------------------------------------------------------------------------------------
+
+
+def cells(runs: list[dict[str, list[Row]]], sizes: tuple[int, ...]) -> Cells:
+    """What the page of benchmarks shows: the times in seconds with the first number of ranks."""
+    return {
+        show_bytes(size): {system: median(runs, system, place, "time_us") / 1e6 for system in systems()}
+        for place, size in enumerate(sizes)
+    }
 
 
 def times(runs: list[dict[str, list[Row]]], sizes: tuple[int, ...], key: str = "time_us") -> list[list[str]]:

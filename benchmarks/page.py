@@ -25,7 +25,7 @@ from typing import Any
 from charts import draw
 from common import machine
 
-from asyncoll.bench.claims import Cells, Claim, Loss, Run, judge, load, merged, show
+from asyncoll.bench.claims import Cells, Claim, ClaimRun, FasterPeer, judge, load, merged, show
 from asyncoll.bench.suite import measure
 
 ROOT = Path(__file__).parent.parent
@@ -69,20 +69,20 @@ asyncoll bench tune -n 4    # how arrays are best cut up in memory on this host
 
 
 def main(words: Sequence[str]) -> int:
-    claims = load()
+    claims, failed = load(), False
     match list(words):
         case []:
             pass
         case ["renew", *names] if set(names) <= set(claims):
-            for name in names or claims:
-                renew(claims[name])
+            renewed = [renew(claims[name]) for name in names or claims]
+            failed = not all(renewed)
         case ["age"]:
             return tell_ages(claims)
         case _:
             print(f"{__doc__}\nNAME is one of {', '.join(claims)}")
             return 2
     write(claims)
-    return 0
+    return int(failed)
 
 
 # -- records --------------------------------------------------------------------------------------
@@ -97,15 +97,20 @@ def cells_of(record: Record) -> Cells:
     return merged(run["cells"] for run in record["runs"])
 
 
-def renew(claim: Claim) -> None:
-    """Measure the claim, and write its record."""
-    runs = [measured(claim, run) for run in claim.runs]
+def renew(claim: Claim) -> bool:
+    """Measure the claim, and write its record. Returns whether that was possible: some scripts need root."""
+    try:
+        runs = [measured(claim, run) for run in claim.runs]
+    except (subprocess.CalledProcessError, RuntimeError) as error:
+        print(f"{claim.name} keeps its record: {error}", file=sys.stderr)
+        return False
     RESULTS.mkdir(exist_ok=True)
     document = json.dumps({"claim": claim.name, "runs": runs}, indent=1, allow_nan=False)
     (RESULTS / f"{claim.name}.json").write_text(document + "\n")
+    return True
 
 
-def measured(claim: Claim, run: Run) -> Record:
+def measured(claim: Claim, run: ClaimRun) -> Record:
     place: Record = {
         "command": command(claim, run),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
@@ -124,7 +129,7 @@ def measured(claim: Claim, run: Run) -> Record:
     return place | {"cells": found["cells"], "raw": found["raw"]}
 
 
-def command(claim: Claim, run: Run) -> str:
+def command(claim: Claim, run: ClaimRun) -> str:
     return f"asyncoll bench suite --claim {claim.name}" if run.module else f"python {run.script} {run.options}".strip()
 
 
@@ -155,7 +160,12 @@ def tell_ages(claims: dict[str, Claim]) -> int:
 
 
 def marked(markdown: str) -> str:
-    """The page, with a mark at each claim whose record is older than the code. docs/_site.py shows it so."""
+    """The page, with a mark at each claim whose record is older than the code. docs/_site.py shows it so.
+
+    Without the history of the repository, as in a source distribution, nothing is marked.
+    """
+    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository") == "true":
+        return markdown
     for claim in load().values():
         heading = f"## {claim.heading}\n"
         if commits := age(claim):
@@ -175,8 +185,8 @@ def write(claims: dict[str, Claim]) -> None:
 def files(claims: dict[str, Claim]) -> dict[str, str]:
     """The page and its drawings, by their paths in the repository."""
     found = {claim.name: cells_of(record_of(claim)) for claim in claims.values()}
-    sections = [section(claim, found[claim.name], record_of(claim)["runs"]) for claim in claims.values()]
-    page = "\n".join([TOP, *sections, faster_peers(claims, found), END])
+    parts = [section(claim, found[claim.name], record_of(claim)["runs"]) for claim in claims.values()]
+    page = "\n".join([TOP, *parts, faster_peers(claims, found), END])
     drawings = {DRAWINGS / f"{claim.name}.svg": draw(claim, found[claim.name]) for claim in claims.values()}
     return {str(path.relative_to(ROOT)): text for path, text in {PAGE: page, **drawings}.items()}
 
@@ -193,7 +203,7 @@ def section(claim: Claim, cells: Cells, runs: list[Record]) -> str:
 {fails}
 {table(["", *claim.columns], rows)}
 
-![{claim.heading}](drawings/benchmarks/{claim.name}.svg)
+![](drawings/benchmarks/{claim.name}.svg)
 
 <details markdown="1">
 <summary>make benchmarks CLAIM={claim.name}</summary>
@@ -212,7 +222,7 @@ def place(run: Record) -> str:
 
 def faster_peers(claims: dict[str, Claim], found: dict[str, Cells]) -> str:
     """A row for each system and peer of a claim: all cells in which it is faster, and the worst ratio of these."""
-    groups: dict[tuple[str, str, str], list[Loss]] = {}
+    groups: dict[tuple[str, str, str], list[FasterPeer]] = {}
     for claim in claims.values():
         for loss in claim.losses(found[claim.name]):
             groups.setdefault((loss.heading, loss.ours, loss.peer), []).append(loss)
@@ -244,7 +254,7 @@ def anchor(heading: str) -> str:
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
-    return "\n".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|" for line in lines)
+    return "\n".join(f"|{'|'.join(cell or ' ' for cell in line)}|" for line in lines)
 
 
 if __name__ == "__main__":

@@ -23,8 +23,10 @@ from closed_forms import Model, ceiling, mean_wait, openers, shown
 from common import Record, numbers, parser
 
 from asyncoll import Communicator, Reduction
+from asyncoll.bench.claims import Cells
 from asyncoll.bench.plan import ITEM_BYTES, parse_sizes
 from asyncoll.bench.skewed import MODES, expected, half
+from asyncoll.bench.waiting import NAMES
 from asyncoll.testing import simulate
 from asyncoll.transport.messages.simulated import Network
 
@@ -63,7 +65,16 @@ def main() -> None:
             )
             record.table(f"{title}; {size} bytes; rank r arrives r x {1e3 * skew(size):g} ms late", table(rows))
     plot(record, raw)
-    record.write({"skewed": raw, "together": together})
+    record.write({"skewed": raw, "together": together}, cells(next(iter(raw.values()))))
+
+
+def cells(rows: list[Row]) -> Cells:
+    """What the page of benchmarks shows: mean waits of the shortest arrays on one network, in seconds."""
+    named: Cells = {}
+    for row in rows:
+        if row["size"] == rows[0]["size"]:
+            named.setdefault(f"{row['ranks']:,} ranks", {})[NAMES.get(row["mode"], row["mode"])] = row["wait_s"]
+    return named
 
 
 def fits(ranks: int, size: int) -> bool:

@@ -53,7 +53,7 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=3)
     record = Record(options, "skewed_arrivals")
     chosen = record.arguments
-    raw = {}
+    raw: dict[int, Any] = {}
     for ranks in chosen.ranks:
         plan = BenchPlan("solo", ranks, (chosen.size,), skew_s=chosen.skew, iterations=chosen.iterations)
         repeats = [measure(plan) for _ in range(chosen.repeats)]
@@ -63,7 +63,8 @@ def main() -> None:
         record.table(f"{ranks} ranks, where the time goes: what a round costs", costs(rows))
         raw[ranks] = {"repeats": repeats, "summary": rows}
     plot(record, raw)
-    record.write(raw)
+    of_peers = [row for row in raw[chosen.ranks[0]]["summary"] if row["mode"] in peers()]
+    record.write(raw, {row["mode"]: {"mean wait": row["mean_us"] / 1e6} for row in of_peers})
 
 
 # -- measuring ------------------------------------------------------------------------------------

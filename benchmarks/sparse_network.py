@@ -95,7 +95,7 @@ def main() -> None:
         record.table(title(shape, chosen, answer["link_gbit_per_s"], load), table(rows))
         print(verdict(rows))
     plot(record, {shape: of_shape["summary"] for shape, of_shape in found.items()})
-    record.write(found)
+    record.write(found, {shape_name(shape): cells(of_shape["summary"]) for shape, of_shape in found.items()})
 
 
 def refuse_without_means() -> None:
@@ -389,6 +389,18 @@ def table(rows: list[Row]) -> list[list[str]]:
             ]
         )
     return lines
+
+
+def cells(rows: list[Row]) -> dict[str, float | str]:
+    """What the page of benchmarks shows, in seconds."""
+    round_s = {row["system"]: row["round_s"] for row in rows}
+    names = {ALLREDUCE: ALLREDUCE, "Ok-Topk": EXACT, GLOO: GLOO}
+    return {name: round_s[system] for name, system in names.items() if system in round_s}
+
+
+def shape_name(shape: str) -> str:
+    hosts, local = shape.split("x")
+    return f"{hosts} hosts x {local} rank{'s' if local != '1' else ''}"
 
 
 def verdict(rows: list[Row]) -> str:

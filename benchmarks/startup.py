@@ -7,8 +7,6 @@ The two take turns; every rank imports torch and prints one line.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import subprocess
 import sys
@@ -16,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from asyncoll.bench.table import aligned
+from common import Record, parser
 
 SCRIPT = "import os, torch\nprint('rank', os.environ['RANK'], torch.__version__, flush=True)\n"
 ASYNCOLL = [sys.executable, "-m", "asyncoll.cli", "launch", "-n"]
@@ -24,23 +22,27 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--ranks", type=int, default=8)
+    options.add_argument("--rounds", type=int, default=3)
+    record = Record(options, "startup")
+    chosen = record.arguments
     times: dict[str, list[tuple[float, float]]] = {"asyncoll launch": [], "torchrun": []}
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "first_output.py"
         script.write_text(SCRIPT)
-        for _ in range(arguments.rounds):
+        for _ in range(chosen.rounds):
             for name, command in (("asyncoll launch", ASYNCOLL), ("torchrun", TORCHRUN)):
-                times[name].append(start([*command, str(arguments.ranks), str(script)], arguments.ranks))
-    print(f"# {arguments.ranks} ranks that import torch; {len(os.sched_getaffinity(0))} cores; seconds, every round")
+                times[name].append(start([*command, str(chosen.ranks), str(script)], chosen.ranks))
     lines = [["", "first line: median", "all", "last line: median", "all"]]
     for name, runs in times.items():
         first, last = zip(*runs, strict=True)
         lines.append([name, *show(first), *show(last)])
-    print(aligned(lines))
+    record.table(f"{chosen.ranks} ranks that import torch: seconds, every round", lines)
+    medians = {name: map(statistics.median, zip(*runs, strict=True)) for name, runs in times.items()}
+    record.write(
+        times, {name: dict(zip(("first line", "last line"), each, strict=True)) for name, each in medians.items()}
+    )
 
 
 def show(seconds: tuple[float, ...]) -> tuple[str, str]:

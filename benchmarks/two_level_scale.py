@@ -112,7 +112,7 @@ class TwoLevels:
 
     def is_short(self, size: int) -> bool:
         together = self.hosts * (size + PARTICIPATION_BYTES * self.ranks)
-        return size <= attempt.SHORT_BYTES and together <= attempt.ALL_SHORT_BYTES
+        return size <= attempt.OPENER_MAX and together <= attempt.ALL_AT_OPENER_MAX
 
     def _between(self, size: float) -> float:
         return self.links.latency_s + self._occupied(size)

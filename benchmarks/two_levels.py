@@ -42,6 +42,7 @@ from sparse_network import (
 )
 
 import asyncoll
+from asyncoll.bench.claims import Cells
 from asyncoll.launch.rank_environment import THREADS
 from asyncoll.transport.keys import write_key
 
@@ -72,7 +73,7 @@ def main() -> None:
                 rows = ask_hosts(names, local, placement, question)
             found += [{"shape": shape, "placement": placement, "hosts": count, **row} for row in rows]
     record.table(f"calls between hosts, links of {chosen.rate}", table(found))
-    record.write(found)
+    record.write(found, cells(found))
 
 
 def ask_hosts(names: list[str], local: int, placement: str, question: Row) -> Any:
@@ -122,6 +123,20 @@ def table(found: list[Row]) -> list[list[str]]:
             ]
         )
     return lines
+
+
+def cells(found: list[Row]) -> Cells:
+    """What the page of benchmarks shows, in seconds; the allreduces of 100 MB by the names of its rows."""
+    named: Cells = {}
+    for row in found:
+        hosts, local = row["shape"].split("x")
+        turn = ", dealt in turn" if row["placement"] == "cyclic" else ""
+        name = f"{row['call']} of {row['mb']} MB, {hosts} hosts x {local} ranks{turn}"
+        if (row["call"], row["mb"]) == ("allreduce", 100):
+            name = f"{hosts} x {local}{turn}" if turn else f"{hosts} hosts x {local} ranks"
+        gloo, ours = (row["systems"][system]["s"] for system in SYSTEMS)
+        named[name] = {row["call"]: ours, GLOO: gloo}
+    return named
 
 
 # -- a rank ---------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ static int drop_result(Awaitable *self)
         return 0;
     self->state = AWAITED; /* first: what follows may run Python, which may come back here */
     Py_CLEAR(self->result);
-    return self->ways->unused ? self->ways->unused(self) : 0;
+    return self->kind->unused ? self->kind->unused(self) : 0;
 }
 
 /* The caller drives the call no longer: it has the result or an exception. */
@@ -28,8 +28,8 @@ static void leave(Awaitable *self)
 {
     self->state = AWAITED;
     Py_CLEAR(self->rest);
-    if (self->ways->left)
-        self->ways->left(self);
+    if (self->kind->left)
+        self->kind->left(self);
 }
 
 PySendResult awaitable_send(PyObject *object, PyObject *value, PyObject **result)
@@ -40,7 +40,7 @@ PySendResult awaitable_send(PyObject *object, PyObject *value, PyObject **result
         PyErr_SetString(PyExc_RuntimeError, "cannot reuse already awaited coroutine");
         return PYGEN_ERROR;
     }
-    if (self->state == BEGUN && self->ways->resume(self) < 0) {
+    if (self->state == BEGUN && self->kind->resume(self) < 0) {
         leave(self);
         return PYGEN_ERROR;
     }
@@ -191,7 +191,7 @@ static int owe(Awaitable *object)
     return done ? 0 : -1;
 }
 
-static const Ways ways_of_answers = {.unused = owe};
+static const AwaitableKind kind_of_answers = {.unused = owe};
 
 PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t rounds, int64_t number, bool turns)
 {
@@ -199,7 +199,7 @@ PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t 
     Answer *self = (Answer *)allocate((PyTypeObject *)type, 0);
     if (!self)
         return NULL;
-    self->head.ways = &ways_of_answers;
+    self->head.kind = &kind_of_answers;
     self->head.result = Py_NewRef(result);
     self->head.turns = turns;
     self->head.state = ENDED;

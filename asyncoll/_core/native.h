@@ -254,11 +254,11 @@ typedef struct {
     int (*resume)(Awaitable *); /* the first step of a call that is BEGUN: it is ENDED then, or RESTING */
     int (*unused)(Awaitable *); /* the result has no receiver; or NULL */
     void (*left)(Awaitable *);  /* the call is over for its caller, which may use its array again; or NULL */
-} Ways;
+} AwaitableKind;
 
 struct Awaitable {
     PyObject_HEAD
-    const Ways *ways;
+    const AwaitableKind *kind;
     PyObject *result; /* of a call; NULL once it is handed over */
     PyObject *rest;
     int state;

@@ -181,7 +181,7 @@ class ShortCall(Awaitable):
     def finish(self) -> Coroutine[Any, Any, Any]: ...
 
 class ShortCalls:
-    """Implements `algorithms.seam.ShortCalls`."""
+    """Implements `algorithms.seam.short_calls.ShortCalls`."""
 
     last: int
     libraries: tuple[str, ...]
@@ -189,13 +189,12 @@ class ShortCalls:
         cls,
         meetings: Meetings,
         segment: tuple[int, int, int],
-        whole_and_private_max: tuple[int, int],
         polls: int,
         sleep_ns: int,
         calls_per_turn: int,
         /,
         *,
-        host: Any,
+        general: Any,
         rest: Any,
         runner: Any,
         home: asyncio.AbstractEventLoop | None,
@@ -203,12 +202,14 @@ class ShortCalls:
         endpoint: Any,
         failures: Any,
         unused: Any,
+        own: list[Any],
         blocks: list[Any],
         unfinished: set[int],
         turns: dict[int, Any],
         end: Callable[[int], None],
         note: Callable[[Any], None],
         place_outside: Callable[[FrameType, tuple[str, ...]], tuple[CodeType, int]],
+        reported: Callable[[], tuple[CodeType, int] | None],
         running_loop: Callable[[], asyncio.AbstractEventLoop],
         expiry: Callable[[], float | None],
         array_type: type,
@@ -220,7 +221,17 @@ class ShortCalls:
     ) -> Coroutine[Any, Any, Any] | None: ...
     def barrier(self) -> Coroutine[Any, Any, Any] | None: ...
     def learn(
-        self, key: object, op: object, nbytes: int, plan: Any, fingerprint: int, divisor: int, done: int, kernel: int, /
+        self,
+        key: object,
+        op: object,
+        nbytes: int,
+        plan: Any,
+        fingerprint: int,
+        divisor: int,
+        done: int,
+        kernel: int,
+        ways: int,
+        /,
     ) -> None: ...
     def counts(self) -> list[tuple[Any, int, int]]: ...
     def latest(self) -> tuple[Any, float] | None: ...

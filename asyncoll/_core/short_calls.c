@@ -5,7 +5,7 @@
  * and has to sleep or has failed, goes on in Python, too: `go_on` makes the coroutine of the rest.
  *
  * No signal handler of Python runs here, except while this calls Python: before the call has a number, or after it has
- * arrived. Then `Host.interrupted` ends the communicator.
+ * arrived. Then `CompiledCalls.interrupted` ends the communicator.
  */
 #include "native.h"
 
@@ -24,19 +24,20 @@ typedef struct {
     Py_ssize_t nbytes;
     PyObject *plan; /* asyncoll.algorithms.seam.short_calls.Plan; NULL in an empty entry */
     Meeting meeting;
+    int ways;         /* BY_MEETING, or the sum of others, in the order in which they are tried; 0 for barriers */
     bool is_shown;    /* the others see a registered array where it is */
     int64_t reduced;  /* since `counts`: calls that ended here, and that this rank has reduced */
     int64_t received; /* calls that another rank has reduced */
 } Kind;
 
 /* Names of attributes, as Python strings in ShortCalls.names. */
-enum { ANY, CLOSED, DRIVE, DTYPE, IS_TIMER_SET, SET_TIMER, TURN, UNSTARTED, NAMES };
-static const char *const names[NAMES] = {"any",          "closed",    "drive", "dtype",
-                                         "is_timer_set", "set_timer", "turn",  "unstarted"};
+enum { ANY, BACK, CLOSED, DRIVE, DTYPE, INSTRUCTION, IS_TIMER_SET, SET_TIMER, TURN, UNSTARTED, NAMES };
+static const char *const names[NAMES] = {"any",     "f_back",       "closed",    "drive", "dtype",
+                                         "f_lasti", "is_timer_set", "set_timer", "turn",  "unstarted"};
 
 /* The objects that the calls need. The first ones are arguments of `ShortCalls`. */
 enum {
-    HOST,          /* asyncoll.algorithms.seam.short_calls.Host */
+    GENERAL,       /* asyncoll.algorithms.seam.short_calls.GeneralCalls */
     REST,          /* goes on with calls that have to wait: asyncoll.algorithms.dense.compiled.CompiledCalls */
     RUNNER,        /* asyncoll.runtime.progress.Runner */
     HOME,          /* the only loop that may make calls; None: any loop may */
@@ -44,12 +45,14 @@ enum {
     ENDPOINT,      /* `closed` if this rank has left */
     FAILURES,      /* `any` if something has failed */
     UNUSED,        /* registered memory to give back before the next call, if not empty */
+    OWN,           /* a list: ways of the program, which come first */
     BLOCKS,        /* a list: blocks of shared memory that no call uses, each a tuple of its address and its memory */
     UNFINISHED,    /* a set: the numbers of the calls under way */
     TURNS,         /* a dict, empty unless a call waits for the end of another one */
     END,           /* end(number): tells that call */
     NOTE,          /* note(entry): for reports; plan, number, code, instruction */
     PLACE_OUTSIDE, /* asyncoll.runtime.signature.place_outside */
+    REPORTED,      /* the place that calls of the current context are reported at, or None */
     RUNNING_LOOP,  /* asyncio.get_running_loop */
     EXPIRY,        /* the end of the deadline of the current context, or None */
     ARRAY_TYPE,    /* numpy.ndarray */
@@ -58,12 +61,16 @@ enum {
     CALL_TYPE = GIVEN, /* ShortCall */
     ENTRY,             /* of the newest call, or NULL */
     LIBRARIES,         /* a tuple: what the names of files begin with that are not the user's */
+    METHOD,            /* the code of a public method; that of its caller, which is the user's; and LIBRARIES then; */
+    CALLER,            /* or NULL */
+    CALLER_LIBRARIES,
     PARTS
 };
 
 static const char *const given[GIVEN] = {
-    "host",       "rest",  "runner", "home", "held",          "endpoint",     "failures", "unused",     "blocks",
-    "unfinished", "turns", "end",    "note", "place_outside", "running_loop", "expiry",   "array_type", "may_raise",
+    "general",       "rest",     "runner",       "home",       "held",       "endpoint",  "failures",
+    "unused",        "own",      "blocks",       "unfinished", "turns",      "end",       "note",
+    "place_outside", "reported", "running_loop", "expiry",     "array_type", "may_raise",
 };
 
 typedef struct {
@@ -74,7 +81,6 @@ typedef struct {
     long long last; /* the number of the last call */
     long long polls, sleep_ns, calls_per_turn;
     long long start, length, first; /* of this rank's shared memory: pointer, bytes, address of the first byte */
-    long long whole, private_max;   /* bytes of the longest array in a block, and of one that the others may read */
     double ended_s;                 /* when the last call ended */
     int calls_in_row;               /* that have ended since the caller's loop has turned */
     int known;                      /* entries of `kinds` that are used */
@@ -101,7 +107,7 @@ typedef struct {
     bool is_wanted;    /* another thread is to go on with it */
 } ShortCall;
 
-static const Ways ways;
+static const AwaitableKind kind_of_calls;
 
 static double now_s(void)
 {
@@ -125,23 +131,32 @@ static Kind *entry_of(ShortCalls *self, PyObject *key, PyObject *op, Py_ssize_t 
     }
 }
 
-static void fill(ShortCalls *self, Kind *kind, PyObject *plan, const Meeting *meeting)
+static void fill(ShortCalls *self, Kind *kind, PyObject *plan, const Meeting *meeting, int ways)
 {
     kind->meeting = *meeting;
+    kind->ways = ways;
     kind->is_shown = kind->nbytes && kind->nbytes >= meetings_shown_min(self->meetings);
     kind->plan = Py_NewRef(plan);
 }
 
-/* `learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel)`: the next calls with these arguments begin here. A
- * barrier has the key None. Without effect if too many kinds are known. */
+/* Whether arrays of `nbytes` bytes go these ways here. */
+static bool goes(const ShortCalls *self, long long nbytes, int ways)
+{
+    if (nbytes <= meetings_short_bytes(self->meetings))
+        return ways == BY_MEETING;
+    return ways && !(ways & ~(IN_PLACE | IN_A_COPY | IN_PRIVATE_MEMORY));
+}
+
+/* `learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel, ways)`: the next calls with these arguments begin
+ * here. A barrier has the key None. Without effect if too many kinds are known, or Python has other ways for them. */
 static PyObject *learn(PyObject *object, PyObject *arguments)
 {
     ShortCalls *self = (ShortCalls *)object;
     PyObject *key, *op, *plan;
     long long nbytes, fingerprint, divisor, done;
-    int kernel;
-    if (!PyArg_ParseTuple(arguments, "OOLOLLLi:learn", &key, &op, &nbytes, &plan, &fingerprint, &divisor, &done,
-                          &kernel))
+    int kernel, ways;
+    if (!PyArg_ParseTuple(arguments, "OOLOLLLii:learn", &key, &op, &nbytes, &plan, &fingerprint, &divisor, &done,
+                          &kernel, &ways))
         return NULL;
     const Meeting meeting = {.fingerprint = fingerprint, .divisor = divisor, .done = done, .kernel = kernel};
     bool fits = key == Py_None ? nbytes == 0 && done == 1
@@ -153,16 +168,18 @@ static PyObject *learn(PyObject *object, PyObject *arguments)
     }
     if (key == Py_None) {
         if (!self->barriers.plan)
-            fill(self, &self->barriers, plan, &meeting);
+            fill(self, &self->barriers, plan, &meeting, 0);
         Py_RETURN_NONE;
     }
+    if (!goes(self, nbytes, ways))
+        Py_RETURN_NONE;
     Kind *kind = entry_of(self, key, op, (Py_ssize_t)nbytes);
     if (!kind->plan && self->known < KINDS_MAX) {
         self->known++;
         kind->key = Py_NewRef(key); /* so no other object gets its address */
         kind->op = Py_NewRef(op);
         kind->nbytes = (Py_ssize_t)nbytes;
-        fill(self, kind, plan, &meeting);
+        fill(self, kind, plan, &meeting, ways);
     }
     Py_RETURN_NONE;
 }
@@ -192,7 +209,9 @@ static int is_unusual(ShortCalls *self)
     if (!is)
         is = is_true(self->parts[FAILURES], self->names[ANY]);
     if (!is)
-        is = is_true(self->parts[HOST], self->names[UNSTARTED]);
+        is = is_true(self->parts[GENERAL], self->names[UNSTARTED]);
+    if (!is)
+        is = PyList_Size(self->parts[OWN]) > 0;
     if (!is)
         is = PyObject_IsTrue(self->parts[UNUSED]);
     return is;
@@ -214,22 +233,63 @@ static PyObject *loop_of(ShortCalls *self)
     return loop;
 }
 
+/* Whether nothing is reported elsewhere, and `method` and `caller` are those of the last call whose place was looked for.
+ * The place depends on nothing else. -1 with an exception. */
+static int is_known(ShortCalls *self, PyObject *method, PyObject *caller)
+{
+    PyObject **parts = self->parts;
+    if (method != parts[METHOD] || caller != parts[CALLER] || parts[LIBRARIES] != parts[CALLER_LIBRARIES])
+        return 0;
+    PyObject *reported = PyObject_CallNoArgs(parts[REPORTED]);
+    Py_XDECREF(reported);
+    return reported ? reported == Py_None : -1;
+}
+
+/* The entry of a call with its place, which the rule in Python finds. To ask it takes as long as to reduce a short array,
+ * so the user's last line is known by its code. */
+static PyObject *found(ShortCalls *self, Kind *kind, long long number, PyObject *frame, PyObject *method,
+                       PyObject *caller)
+{
+    PyObject *place = PyObject_CallFunctionObjArgs(self->parts[PLACE_OUTSIDE], frame, self->parts[LIBRARIES], NULL),
+             *reported = place ? PyObject_CallNoArgs(self->parts[REPORTED]) : NULL, *entry = NULL;
+    PyObject *code, *instruction;
+    if (reported && PyArg_ParseTuple(place, "OO:place", &code, &instruction)) {
+        if (reported == Py_None && code == caller) {
+            replace(&self->parts[METHOD], Py_NewRef(method));
+            replace(&self->parts[CALLER], Py_NewRef(caller));
+            replace(&self->parts[CALLER_LIBRARIES], Py_NewRef(self->parts[LIBRARIES]));
+        }
+        entry = Py_BuildValue("OLOO", kind->plan, number, code, instruction);
+    }
+    Py_XDECREF(reported);
+    Py_XDECREF(place);
+    return entry;
+}
+
 /* The entry of a call for reports: its plan, its number, and the place of the call, which the frame on top leads to: that
  * of the public method. */
 static PyObject *describe(ShortCalls *self, Kind *kind, long long number)
 {
     /* The place is found now, in every call: when an error has to name it, the caller has gone on from there. */
-    PyObject *frame = (PyObject *)PyEval_GetFrame();
+    PyFrameObject *frame = PyEval_GetFrame();
     if (!frame) {
         PyErr_SetString(PyExc_RuntimeError, "no Python function makes this call");
         return NULL;
     }
-    PyObject *place = PyObject_CallFunctionObjArgs(self->parts[PLACE_OUTSIDE], frame, self->parts[LIBRARIES], NULL),
-             *entry = NULL;
-    PyObject *code, *instruction;
-    if (place && PyArg_ParseTuple(place, "OO:place", &code, &instruction))
-        entry = Py_BuildValue("OLOO", kind->plan, number, code, instruction);
-    Py_XDECREF(place);
+    PyObject *back = PyObject_GetAttr((PyObject *)frame, self->names[BACK]), *entry = NULL;
+    if (!back)
+        return NULL;
+    PyObject *method = (PyObject *)PyFrame_GetCode(frame);
+    PyObject *caller = back == Py_None ? Py_NewRef(Py_None) : (PyObject *)PyFrame_GetCode((PyFrameObject *)back);
+    int is = is_known(self, method, caller);
+    if (!is)
+        entry = found(self, kind, number, (PyObject *)frame, method, caller);
+    PyObject *instruction = is > 0 ? PyObject_GetAttr(back, self->names[INSTRUCTION]) : NULL;
+    if (instruction)
+        entry = Py_BuildValue("OLON", kind->plan, number, caller, instruction);
+    Py_DECREF(caller);
+    Py_DECREF(method);
+    Py_DECREF(back);
     return entry;
 }
 
@@ -446,7 +506,7 @@ static ShortCall *make(ShortCalls *self, Kind *kind, PyObject *array, PyObject *
             PyBuffer_Release(bytes);
         return NULL;
     }
-    call->head.ways = &ways;
+    call->head.kind = &kind_of_calls;
     call->calls = (ShortCalls *)Py_NewRef((PyObject *)self);
     call->kind = kind;
     call->array = Py_NewRef(array);
@@ -476,20 +536,21 @@ typedef enum { FAILED = -1, DECLINED, TAKEN } Verdict;
 /* Find out where the others see an array: where it is registered, or, negative, where it is private; 0: they see a copy.
  * An array that others see has to be taken back after an exception. That takes several steps, so Python makes the call
  * where a signal handler may raise between them. */
-static Verdict locate(ShortCalls *self, const Py_buffer *bytes, long long *address)
+static Verdict locate(ShortCalls *self, const Kind *kind, const Py_buffer *bytes, long long *address)
 {
     /* The question is asked for each such call, because the program may have set a handler since the last one. */
     int is_unsafe = may_handler_raise(self);
     if (is_unsafe)
         return is_unsafe < 0 ? FAILED : DECLINED;
     int64_t pointer = (int64_t)(intptr_t)bytes->buf, offset = pointer - self->start;
-    if (offset >= 0 && offset < self->length)
+    if (offset >= 0 && offset < self->length && kind->ways & (BY_MEETING | IN_PLACE))
         *address = self->first + offset;
-    else if (bytes->len > meetings_short_bytes(self->meetings) && bytes->len > self->whole) {
-        if (bytes->len > self->private_max || !meetings_can_read(self->meetings))
-            return DECLINED;
+    else if (kind->ways & (BY_MEETING | IN_A_COPY))
+        return TAKEN;
+    else if (kind->ways & IN_PRIVATE_MEMORY && meetings_can_read(self->meetings))
         *address = -pointer;
-    }
+    else
+        return DECLINED;
     return TAKEN;
 }
 
@@ -500,7 +561,7 @@ static Verdict judge(ShortCalls *self, const Kind *kind, const Py_buffer *bytes,
     int unusual = is_unusual(self);
     if (unusual)
         return unusual < 0 ? FAILED : DECLINED;
-    Verdict located = kind->is_shown ? locate(self, bytes, address) : TAKEN;
+    Verdict located = kind->is_shown ? locate(self, kind, bytes, address) : TAKEN;
     if (located != TAKEN)
         return located;
     bool is_short = kind->nbytes && !*address && kind->nbytes <= meetings_short_bytes(self->meetings);
@@ -689,7 +750,7 @@ static void forget_array(Awaitable *head)
     forget((ShortCall *)head);
 }
 
-static const Ways ways = {.resume = resume, .left = forget_array};
+static const AwaitableKind kind_of_calls = {.resume = resume, .left = forget_array};
 
 /* `look()`: see asyncoll.runtime.handles.Shared. The call stays in `held` meanwhile, so an exception loses nothing. */
 static PyObject *look_in_any_thread(PyObject *object, PyObject *unused)
@@ -810,21 +871,21 @@ PyType_Spec short_call_spec = {
 
 /* -- the type of the factory ---------------------------------------------------------------------- */
 
-/* `ShortCalls(meetings, (start, length, first), (whole, private_max), polls, sleep_ns, calls_per_turn, **parts)` */
+/* `ShortCalls(meetings, (start, length, first), polls, sleep_ns, calls_per_turn, **parts)` */
 static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywords)
 {
     PyObject *meetings, *parts[GIVEN];
-    long long start, length, first, whole, private_max, polls, sleep_ns, calls_per_turn;
-    if (!PyArg_ParseTuple(arguments, "O(LLL)(LL)LLL:ShortCalls", &meetings, &start, &length, &first, &whole,
-                          &private_max, &polls, &sleep_ns, &calls_per_turn))
+    long long start, length, first, polls, sleep_ns, calls_per_turn;
+    if (!PyArg_ParseTuple(arguments, "O(LLL)LLL:ShortCalls", &meetings, &start, &length, &first, &polls, &sleep_ns,
+                          &calls_per_turn))
         return NULL;
     for (int i = 0; i < GIVEN; i++) {
         parts[i] = keywords ? PyDict_GetItemString(keywords, given[i]) : NULL;
         if (!parts[i])
             return PyErr_Format(PyExc_TypeError, "ShortCalls needs %s", given[i]);
     }
-    bool fits = is_meetings(meetings) && PyList_Check(parts[BLOCKS]) && PySet_Check(parts[UNFINISHED]) &&
-                PyDict_Check(parts[TURNS]);
+    bool fits = is_meetings(meetings) && PyList_Check(parts[OWN]) && PyList_Check(parts[BLOCKS]) &&
+                PySet_Check(parts[UNFINISHED]) && PyDict_Check(parts[TURNS]);
     if (!fits || (parts[HELD] != Py_None && !PyDict_Check(parts[HELD]))) {
         PyErr_SetString(PyExc_ValueError, "these are no short calls");
         return NULL;
@@ -839,8 +900,6 @@ static PyObject *create(PyTypeObject *type, PyObject *arguments, PyObject *keywo
     self->start = start;
     self->length = length;
     self->first = first;
-    self->whole = whole;
-    self->private_max = private_max;
     self->polls = polls;
     self->sleep_ns = sleep_ns;
     self->calls_per_turn = calls_per_turn;
@@ -869,12 +928,12 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
     return 0;
 }
 
-/* `host` alone: every cycle goes through it. The other parts stay until the end, for a call in a finalizer. */
+/* `general` alone: every cycle goes through it. The other parts stay until the end, for a call in a finalizer. */
 static int clear(PyObject *object)
 {
     ShortCalls *self = (ShortCalls *)object;
-    PyObject *before = self->parts[HOST];
-    self->parts[HOST] = Py_NewRef(Py_None); /* has no attribute `unstarted`: no call begins */
+    PyObject *before = self->parts[GENERAL];
+    self->parts[GENERAL] = Py_NewRef(Py_None); /* has no attribute `unstarted`: no call begins */
     Py_XDECREF(before);
     return 0;
 }

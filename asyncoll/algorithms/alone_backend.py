@@ -13,7 +13,8 @@ from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.seam.call import Call
-from asyncoll.algorithms.seam.short_calls import Entry, Host, Plan
+from asyncoll.algorithms.seam.short_calls import Entry, GeneralCalls, Plan
+from asyncoll.algorithms.seam.ways import OWN
 from asyncoll.errors import DeviceError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.message_carrier import MessageCarrier
@@ -28,13 +29,13 @@ T = TypeVar("T")
 
 
 class AloneCalls:
-    """Implements `seam.ShortCalls`: the reduction of one array is the array."""
+    """Implements `seam.short_calls.ShortCalls`: the reduction of one array is the array."""
 
-    def __init__(self, member: Member, host: Host) -> None:
+    def __init__(self, member: Member, general: GeneralCalls) -> None:
         self.last = 0
         self.libraries: tuple[str, ...] = ()
         self._member = member
-        self._host = host
+        self._general = general
         self._reductions: set[tuple[object, object]] = set()  # that make sense: the dtype of numpy or its name, the op
 
     def allreduce(self, x: Any, op: object, /) -> Coroutine[Any, Any, Any] | None:
@@ -71,12 +72,12 @@ class AloneCalls:
         return True
 
     def _end(self, operation: str, result: T) -> Coroutine[Any, Any, T] | None:
-        host, member = self._host, self._member
-        if host.unstarted is not None or host.unused or member.has_failed or member.trace.sink is not None:
+        general, member = self._general, self._member
+        if general.unstarted is not None or general.unused or member.has_failed or member.trace.sink is not None or OWN:
             return None
         member.check_caller()
         self.last += 1
-        host.ledger.enter(operation, Alone.traffic)
+        general.ledger.enter(operation, Alone.traffic)
         return member.runner.done(result)
 
 
@@ -90,8 +91,8 @@ class AloneBackend:
         self._member = member
         self.operations = Directory(member)
 
-    def short_calls(self, host: Host) -> AloneCalls:
-        return AloneCalls(self._member, host)
+    def short_calls(self, general: GeneralCalls) -> AloneCalls:
+        return AloneCalls(self._member, general)
 
     def collectives(self, call: Call[Any]) -> Alone:
         return Alone()

@@ -36,7 +36,7 @@ class _Numbers:
 
 
 class Calls:
-    """Starts the collective and pair calls of one rank. Implements `seam.Host`."""
+    """Starts the collective and pair calls of one rank. Implements `seam.short_calls.GeneralCalls`."""
 
     def __init__(self, member: Member, backend: Backend, pending: PendingCalls, memory: RegisteredMemory) -> None:
         self._member = member
@@ -94,6 +94,8 @@ class Calls:
         An exception here aborts the communicator.
         """
         signature = call.signature
+        if OWN:  # a way of the program uses whole arrays
+            call = call._replace(body=with_own(call.body), overlapping=None)
         try:
             pending = self._pending.enter(signature, Kind.COLLECTIVE, signature.number)
             self.unstarted = None  # not before: from here on an interruption is reported below
@@ -275,7 +277,7 @@ class Calls:
         self.ledger.enter(call.operation, lane.traffic)
         return result(receive.source)
 
-    # -- `seam.Host` -------------------------------------------------------------------------------
+    # -- `seam.short_calls.GeneralCalls` -------------------------------------------------------------------------------
 
     def resume(
         self, call: Signature, collectives: Collectives, body: Body[T], since_s: float, expires_s: float | None
@@ -329,7 +331,7 @@ class Calls:
         try:
             async with collectives:
                 self._member.check()
-                return await body(with_own(collectives) if OWN else collectives)
+                return await body(collectives)
         finally:
             self._pending.leave(pending)
             self.ledger.enter(call.operation, collectives.traffic)

@@ -31,7 +31,7 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.seam.call import Call
-from asyncoll.algorithms.seam.short_calls import Entry, Host, ShortCalls, signature_of
+from asyncoll.algorithms.seam.short_calls import Entry, GeneralCalls, ShortCalls, signature_of
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, NonFiniteError, ProtocolError
@@ -220,15 +220,15 @@ class MemoryBackend:
         self._compiled: CompiledCalls | None = None
         endpoint.at_depart.append(self._registry.depart)
         endpoint.executions.described[group.communicator] = self._describe
-        endpoint.membership.traces.append(self._trace)
+        endpoint.membership.last_calls.append(self._last_call)
         member.at_end(lambda: endpoint.executions.described.pop(group.communicator, None))
 
-    def short_calls(self, host: Host) -> ShortCalls | None:
+    def short_calls(self, general: GeneralCalls) -> ShortCalls | None:
         core, member, note = self.memory.native, self._member, self._recent.append
         if core is None:
             return None
         closing, failures = member.endpoint, member.endpoint.failures
-        self._compiled = CompiledCalls(core, self._area, host, member, closing, failures, note, self.collectives_of)
+        self._compiled = CompiledCalls(core, self._area, general, member, closing, failures, note, self.collectives_of)
         return self._compiled.calls
 
     def collectives(self, call: Call[Any]) -> MemoryCall:
@@ -317,7 +317,7 @@ class MemoryBackend:
     def finished(self) -> None:
         endpoint = self._member.endpoint
         endpoint.at_depart.remove(self._registry.depart)
-        endpoint.membership.traces.remove(self._trace)
+        endpoint.membership.last_calls.remove(self._last_call)
         for block in self._blocks:
             block.shut()
         self._give_back = self._lease.end()
@@ -348,7 +348,7 @@ class MemoryBackend:
         recent = {call.number: call for call in self._newest()}
         return (self._member.group.members, str(recent[number])) if number in recent else None
 
-    def _trace(self, rank: int) -> str:
+    def _last_call(self, rank: int) -> str:
         """The last call that world rank `rank` has begun, as this rank describes it; empty if unknown."""
         ranks = self._member.group.ranks
         number = self._area.begun(ranks.index(rank)) if rank in ranks else 0

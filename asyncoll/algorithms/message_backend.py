@@ -11,7 +11,7 @@ from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
-from asyncoll.algorithms.seam.short_calls import Host
+from asyncoll.algorithms.seam.short_calls import GeneralCalls
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.message_carrier import MessageCarrier
@@ -36,7 +36,7 @@ class MessageBackend:
     def _operations(self) -> AnnouncedOperations:
         return AnnouncedOperations(self._member, self.operations)
 
-    def short_calls(self, host: Host) -> None:
+    def short_calls(self, general: GeneralCalls) -> None:
         """None: a call by message needs the runtime's loop."""
 
     def collectives(self, call: Call[Any]) -> Collectives:

@@ -7,7 +7,6 @@ import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
-from math import floor, log10
 from typing import Any
 
 Cell = float | str  # a number in the unit of its column, or words in its place
@@ -31,7 +30,7 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ClaimRun:
     """What measures cells: a module of `asyncoll.bench`, or a script of the repository."""
 
     module: str = ""
@@ -41,7 +40,7 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class FasterPeer:
     """A cell in which a peer is faster."""
 
     heading: str
@@ -62,13 +61,14 @@ class Claim:
     rows: tuple[str, ...]
     columns: Mapping[str, str]  # the unit of each
     plot: str
+    caption: str
     measures: tuple[str, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[ClaimRun, ...]
     holds: tuple[Bound, ...] = ()
     peers: Mapping[str, Sequence[str]] = field(default_factory=dict)  # of each system of ours, by row or by column
 
     @property
-    def modules(self) -> tuple[Run, ...]:
+    def modules(self) -> tuple[ClaimRun, ...]:
         """The runs that need no peer."""
         return tuple(run for run in self.runs if run.module)
 
@@ -77,13 +77,13 @@ class Claim:
         return _CELL.sub(lambda found: self.shown(cells, found[1], found[2]), self.text)
 
     def shown(self, cells: Cells, row: str, column: str) -> str:
-        """A cell as text."""
+        """A cell as text: empty if there is no such cell, "not run" if its row or column was not measured."""
         value = cells.get(row, {}).get(column)
         if value is None:
-            return "" if row in cells else MISSING
+            return "" if row in cells and any(column in found for found in cells.values()) else MISSING
         return value if isinstance(value, str) else show(value, self.columns[column])
 
-    def losses(self, cells: Cells) -> Iterator[Loss]:
+    def losses(self, cells: Cells) -> Iterator[FasterPeer]:
         """Where a peer is faster."""
         if not set(self.peers) <= set(self.rows):
             by_system = cells
@@ -95,7 +95,7 @@ class Claim:
                 for peer in peers:
                     mine, theirs = systems.get(ours), systems.get(peer)
                     if isinstance(mine, float) and isinstance(theirs, float) and theirs < mine:
-                        yield Loss(self.heading, ours, peer, what, mine, theirs)
+                        yield FasterPeer(self.heading, ours, peer, what, mine, theirs)
 
 
 def load() -> dict[str, Claim]:
@@ -106,7 +106,7 @@ def load() -> dict[str, Claim]:
 
 def _claim(name: str, entry: dict[str, Any]) -> Claim:
     lists = {key: tuple(value) for key, value in entry.items() if isinstance(value, list)}
-    lists["runs"] = tuple(Run(**run) for run in entry["runs"])
+    lists["runs"] = tuple(ClaimRun(**run) for run in entry["runs"])
     lists["holds"] = tuple(Bound(tuple(bound.pop("cell")), **bound) for bound in entry.get("holds", ()))
     return Claim(name, **entry | lists)
 
@@ -147,7 +147,8 @@ def show_seconds(value: float) -> str:
     scale, name = next(((scale, name) for scale, name in _SECONDS if value >= 0.9995 * scale), _SECONDS[-1])
     mantissa = value / scale
     digits = 3 if f"{mantissa:.1e}"[0] == "1" else 2
-    places = max(0, digits - 1 - floor(log10(mantissa)))
+    exponent = int(f"{mantissa:.{digits - 1}e}".partition("e")[2])
+    places = max(0, digits - 1 - exponent)
     return f"{mantissa:.{places}f} {name}"
 
 

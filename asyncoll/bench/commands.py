@@ -167,12 +167,12 @@ def tune(ranks: int) -> None:
 )
 @click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write all cells to this file.")
 def suite(names: tuple[str, ...], file: Path | None, quick: bool) -> None:
-    """Check the claims of the page of benchmarks that need no peer. Exit code 1 if one does not hold here.
+    """Check the claims of the page of benchmarks that need no peer. Exits with 1 if one does not hold here.
 
     \b
     Examples:
       asyncoll bench suite --quick
-      asyncoll bench suite --claim waiting --json cells.json
+      asyncoll bench suite --claim waiting --json here.json
     """
     import json
 
@@ -197,8 +197,8 @@ def compare(first: Path, second: Path) -> None:
     """Compare two results of `asyncoll bench suite --json`, or records of `make benchmarks`, cell by cell.
 
     \b
-    Examples:
-      asyncoll bench compare before.json after.json
+    Example:
+      asyncoll bench compare here.json there.json
     """
     from asyncoll.bench.suite import compared
     from asyncoll.bench.table import aligned

@@ -8,11 +8,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from asyncoll.bench.claims import Cells, Claim, Run, judge, load, merged, show
+from asyncoll.bench.claims import Cells, Claim, ClaimRun, judge, load, merged, show
 from asyncoll.errors import UsageError
 
 
-def measure(run: Run, *, quick: bool) -> Cells:
+def measure(run: ClaimRun, *, quick: bool) -> Cells:
     """The cells of a module of this package."""
     options: Mapping[str, Any] = (run.quick or {}) if quick else run.options
     cells: Cells = import_module(f"asyncoll.bench.{run.module}").cells(**options)
@@ -45,7 +45,7 @@ def compared(first: Path, second: Path) -> list[list[str]]:
     """
     lines, claims = [["claim", "row", "column", first.name, second.name, "second / first"]], load()
     one, two = _read(first), _read(second)
-    for name in one.keys() & two.keys() & claims.keys():
+    for name in (name for name in claims if name in one and name in two):
         for row, column, value in _numbers(one[name]):
             other = two[name].get(row, {}).get(column)
             if isinstance(other, float):

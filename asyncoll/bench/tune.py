@@ -22,7 +22,7 @@ _CHUNKS = tuple(1 << power for power in range(15, 20))
 _PIECES = tuple(1 << power for power in range(18, 23))
 _SHORTS = tuple(1 << power for power in range(12, 21))
 _LONG = (4 << 20, 32 << 20)
-_IN_PIECES = {"whole": 64, "private": 1 << 62}  # sizes with which arrays that are not registered go in pieces
+_IN_PIECES = {"whole": 64, "private_max": 0}  # sizes with which arrays that are not registered go in pieces
 _NO_SHORT = 64  # a limit below all measured sizes: every array is cut into chunks
 
 

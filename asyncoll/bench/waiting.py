@@ -11,7 +11,7 @@ from asyncoll.bench.runs import rows_of
 BYTES, SKEW_S = 4096, 1e-3
 PAPER = {"full": 1.0, "majority": 2.46, "solo": 53.32}  # figure 9 of the eager-SGD paper, on 32 nodes
 PAPER_RANKS = 32
-_NAMES = {"full": "synchronous", "quorum": "quorum of half"}
+NAMES = {"full": "synchronous", "quorum": "quorum of half"}  # of modes, on the page
 
 
 def cells(ranks: int, iterations: int) -> Cells:
@@ -19,7 +19,7 @@ def cells(ranks: int, iterations: int) -> Cells:
     found: Cells = {}
     for row in rows_of(BenchPlan("solo", ranks, (BYTES,), skew_s=SKEW_S, iterations=iterations)):
         mode: str = row["mode"]
-        found[_NAMES.get(mode, mode)] = {
+        found[NAMES.get(mode, mode)] = {
             "mean wait": row["mean_us"] / 1e6,
             "times less": row["ratio"],
             "bound": row["bound"] if math.isfinite(row["bound"]) else "none",

@@ -41,7 +41,7 @@ class OutputStream:
     last: deque[bytes] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
 
     def show(self, data: bytes, now: float) -> None:
-        """Show the bytes that have arrived; none: the end of the output.
+        """Show the bytes that have arrived by `now`, in seconds of the monotonic clock; none: the end of the output.
 
         Raises BrokenPipeError if the reader of the launcher's output is gone.
         """

@@ -11,7 +11,7 @@ import ray
 
 
 class Table:
-    """The entries, at rank 0. Ray calls its methods on one thread."""
+    """The entries of `world.sealed_entries.Store`, at rank 0. Ray calls its methods on one thread."""
 
     def __init__(self) -> None:
         self._entries: dict[str, bytes] = {}

@@ -17,7 +17,7 @@ def begin(tensors: Sequence[Staged]) -> None:
 
 
 def begin_to_answer(tensors: Sequence[Staged]) -> None:
-    """`begin`, of what a function has returned or yielded: others of its program may change that before it is sent.
+    """Begin to fetch what a function has returned or yielded, which its program may change before it is sent.
 
     What they queue on the same stream comes after the copies.
     """

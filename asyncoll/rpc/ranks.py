@@ -183,8 +183,8 @@ class Rpc(Uncopied):
         return self._exchange.client.stream(Request(self._of_world(rank), name, args, kwargs, types, self._place))
 
     def to(self, device: object) -> Rpc:
-        """These calls, for tensors on `device`: torch tensors in what calls return and yield are tensors of it, and so
-        are those in the arguments of functions that are registered by it.
+        """These calls for `device`: tensors that calls return or yield, and tensors in the arguments of functions
+        registered by it, are on it.
 
         `await comm.rpc.to("cuda:0").call(1, "forward", x)` returns a tensor of that device, and so do the methods of
         `comm.rpc.to("cuda:0").proxy(1, Model)`. `comm.rpc.to("cuda:0").register(forward)` lets other ranks call

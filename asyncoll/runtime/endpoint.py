@@ -90,7 +90,7 @@ class Endpoint:
         self.departed = False  # this rank has made its last call
         self.closed = False
         self._parent: int | None = None  # in a forked child: the process id of the rank
-        self.membership.traces.append(self.executions.trace)
+        self.membership.last_calls.append(self.executions.last_call)
         if arena is not None:
             self.failures.on_failure(WORLD, lambda *_: arena.recheck())
         forks.register(self)

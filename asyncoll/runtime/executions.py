@@ -554,7 +554,7 @@ class Executions:
         text = f"rank {source} {_did(dispute.description)}, but rank {self._router.rank} {_did(mine)}"
         self._failures.mismatch(dispute.communicator, members, text)
 
-    def trace(self, source: int) -> str:
+    def last_call(self, source: int) -> str:
         """The description of the execution of the last message of `source`; empty if there is none."""
         identity = self._identity(self._last_heard.get(source, (0, 0)))
         return identity.describe() if identity else ""

@@ -26,7 +26,7 @@ class Membership:
         self.ended: set[int] = set()  # world ranks that have left while others stay
         self._processes: dict[int, Hello] = {}
         # Each returns the last known call of a rank as text, or an empty string. Later ones are asked first.
-        self.traces: list[Callable[[int], str]] = []
+        self.last_calls: list[Callable[[int], str]] = []
 
     def introduced(self, rank: int, process: Hello) -> None:
         """Record the host and the process id of world rank `rank`."""
@@ -72,6 +72,6 @@ class Membership:
         `ranks` are all ranks that are lost with it; by default that rank alone.
         """
         host, pid = self.process(loss.rank)
-        doing = next((text for trace in tuple(reversed(self.traces)) if (text := trace(loss.rank))), "")
+        doing = next((text for last_call in tuple(reversed(self.last_calls)) if (text := last_call(loss.rank))), "")
         listed = ",".join(map(str, ranks or (loss.rank,)))
         return Lost(loss.rank, loss.cause, host, pid, round(1000 * loss.last_seen_s), doing, listed)

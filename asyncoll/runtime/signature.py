@@ -20,7 +20,7 @@ Place = tuple[CodeType, int]  # the code that makes a call, and the instruction 
 _TRAINERS = f"{Path(__file__).parents[1]}/training"  # make their calls for the user's line that awaits them
 _BACKWARD = ("/torch/autograd/graph.py", "/torch/autograd/__init__.py", "/torch/_tensor.py")  # run hooks of trainers
 _WAYS_OUT = (f"{Path(__file__).parents[1]}/", f"{Path(asyncio.__file__).parent}/", contextlib.__file__)
-_reported: ContextVar[Place | None] = ContextVar("asyncoll_place", default=None)
+reported: ContextVar[Place | None] = ContextVar("asyncoll_place", default=None)
 
 
 class Site(NamedTuple):
@@ -51,7 +51,7 @@ def place_outside(frame: FrameType, libraries: tuple[str, ...] = ()) -> Place:
     Trainers are left out, and so are files whose names begin with one of `libraries`. In a context of `reported_at` it
     is that place.
     """
-    if (place := _reported.get()) is not None:
+    if (place := reported.get()) is not None:
         return place
     folder = _folder_of(frame.f_code.co_filename)
     while (caller := frame.f_back) is not None:
@@ -75,11 +75,11 @@ def reported_at(place: Place) -> Iterator[None]:
 
     Tasks that are created inside inherit it. They run apart from the user's code, so no frame leads there.
     """
-    token = _reported.set(place)
+    token = reported.set(place)
     try:
         yield
     finally:
-        _reported.reset(token)
+        reported.reset(token)
 
 
 @lru_cache(maxsize=256)

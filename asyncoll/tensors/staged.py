@@ -95,7 +95,7 @@ class Staged(Arriving, Protocol):
         """
 
     def result(self, nbytes: int) -> Any:
-        """A mark of a new flat tensor of the same dtype. The device gives it its elements, and the next `like` it."""
+        """Make a new flat tensor that the device fills, and return its mark; the next `like` returns that tensor."""
 
     def fresh(self, nbytes: int) -> tuple[Any, Any]:
         """A new flat tensor of so many bytes, and its mark, which `join` leaves out. Raises as `like`."""
@@ -103,7 +103,7 @@ class Staged(Arriving, Protocol):
     def order(self) -> None:
         """The work that the thread queues from here on comes after the copies so far, as after `join`; they go on."""
 
-    def has_result(self) -> None:
+    def got_result(self) -> None:
         """The tensor itself has got the result: `put` has no effect from here on."""
 
     def failure(self, error: BaseException) -> DeviceError:
@@ -220,6 +220,7 @@ def _is_plain(x: Any) -> bool:
     is_apart = type(x).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
     if is_apart or torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_nested or x._is_zerotensor():
         return False
+    # A sparse tensor is refused later, by an error that says what to do with it.
     return x.layout is not torch.strided or not x.numel() or bool(x.untyped_storage().nbytes())
 
 

@@ -1,4 +1,4 @@
-"""What torch asks of a process group, and this backend does not have. Each question has an answer.
+"""What torch asks of a process group, and this backend does not have.
 
 The methods of torch's base class would ask a backend of C++ instead, which this group has not: "Could not find the
 default backend". That is a RuntimeError, so even `getattr(group, "supports_window", False)` would raise it.
@@ -55,7 +55,7 @@ class Unsupported:
         return False
 
     def _wait_for_pending_works(self) -> None:
-        """Without effect: it waits for hooks for completed calls."""
+        """Nothing: torch waits here for completion hooks, and there are none."""
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
         """Without effect, as torch asks of a backend whose timeout cannot be extended for one call."""

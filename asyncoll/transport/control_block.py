@@ -90,7 +90,7 @@ class ControlBlock(Protocol):
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None: ...
 
     def abandon(self, mutex: Mutex) -> None:
-        """Replace the lock by `mutex`, which raises on `acquire`. For a forked child."""
+        """Replace the lock by `mutex`, which raises on `acquire`: in a forked child, and where a lease has ended."""
 
     def wake(self, at_most: int = ...) -> None:
         """Make the sleeping waiters evaluate their conditions again. The caller holds the lock.
@@ -243,7 +243,7 @@ def failure(control_block: ControlBlock) -> Generator[Wait, None, None]:
 def until(control_block: ControlBlock, ready: Callable[[], bool], patience: int = 1) -> Generator[Wait, None, None]:
     """Wait until `ready()` is true under the lock. `ready` only reads the cells of `control_block`.
 
-    `patience` is for a wait in the middle of work that other ranks do at this moment: see `Wait`.
+    `patience`: poll so many times longer, where others end this work soon (`Wait`).
     """
     # Without the lock this is a hint: it is looked at again under the lock.
     if ready():

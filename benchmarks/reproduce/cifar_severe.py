@@ -29,6 +29,7 @@ STUDY = Study(
         "A late rank skips rounds here, and keeps its gradient for a later one: the paper's code drops it.",
     ],
     rounds=100,
+    row="images, all ranks late",
 )
 
 if __name__ == "__main__":

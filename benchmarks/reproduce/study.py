@@ -37,9 +37,12 @@ class Study:
     remarks: Sequence[str]
     rounds: int
     seeds: Sequence[int] = field(default=(0, 1, 2))
+    row: str = ""  # of the page of benchmarks
 
 
 Runs = dict[str, list[Run]]
+EQUAL = 0.02  # scores that differ by no more are equal
+BOUND = "steps_per_s_bound"
 
 
 def main(doc: str | None, name: str, studies: Sequence[Study]) -> None:
@@ -58,7 +61,8 @@ def main(doc: str | None, name: str, studies: Sequence[Study]) -> None:
         for remark in study.remarks:
             print(f"- {remark}")
     _plot(record, studies, found)
-    record.write([{label: [run.report for run in each] for label, each in runs.items()} for runs in found])
+    raw = [{label: [run.report for run in each] for label, each in runs.items()} for runs in found]
+    record.write(raw, {study.row: _cells(runs) for study, runs in zip(studies, found, strict=True) if study.row})
 
 
 def _run(study: Study, seeds: Sequence[int], rounds: int) -> Runs:
@@ -74,17 +78,31 @@ def _run(study: Study, seeds: Sequence[int], rounds: int) -> Runs:
     return runs
 
 
+def _cells(runs: Runs) -> dict[str, float | str]:
+    """What the page of benchmarks shows: rounds per second over the first method at equal accuracy, and the bound."""
+    base, *_ = runs.values()
+    row: dict[str, float | str] = {}
+    for method in ("solo", "majority"):
+        scores, bounds = ([_median(each, key) or 0 for each in (base, runs[method])] for key in ("final_score", BOUND))
+        is_equal = scores[1] >= scores[0] - EQUAL
+        row[method] = statistics.median(_ratios(runs[method], base)) if is_equal else "less accurate"
+        row[f"bound of {method}"] = bounds[1] / bounds[0]
+    return row
+
+
+def _ratios(runs: Sequence[Run], base: Sequence[Run]) -> list[float]:
+    return [run.report["steps_per_s"] / other.report["steps_per_s"] for run, other in zip(runs, base, strict=True)]
+
+
 def _table(study: Study, runs: Runs) -> list[list[str]]:
     base = next(iter(runs.values()))
     metric = base[0].report["metric"]
     lines = [["method", "steps/s", "theory allows", "over the first", "of seeds", "paper", "allows"]]
     lines[0] += ["time to target", f"final {metric}", "of seeds", "active", "stale"]
     for label, each in runs.items():
-        ratios = [
-            run.report["steps_per_s"] / other.report["steps_per_s"] for run, other in zip(each, base, strict=True)
-        ]
+        ratios = _ratios(each, base)
         scores = [run.report["final_score"] for run in each]
-        bounds = _median(each, "steps_per_s_bound"), _median(base, "steps_per_s_bound")
+        bounds = _median(each, BOUND), _median(base, BOUND)
         lines.append(
             [
                 label,

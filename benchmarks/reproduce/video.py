@@ -30,6 +30,7 @@ STUDY = Study(
         "rounds, and steps/s counts rounds: solo makes more rounds in a second, with fewer gradients in each.",
     ],
     rounds=100,
+    row="videos of many lengths",
 )
 
 if __name__ == "__main__":

@@ -393,7 +393,7 @@ def test_an_unknown_kernel_is_declined(number):
             lambda: native.Pieces(area.control_block, 0, 1, 0, [x], x, 64, number, 1, True, 1),
             lambda: meetings.arrive(1, 5, x, 0, number, 1, True),
             lambda: meetings.look(1, SIZES.shown, 1, 1, number, 1),
-            lambda: calls.learn("float32", ReduceOp.SUM, 64, object(), 5, 1, 64, number),
+            lambda: calls.learn("float32", ReduceOp.SUM, 64, object(), 5, 1, 64, number, 1),
         ):
             before = area.control_block.cells.tolist()
             with pytest.raises(ValueError, match=r"kernel|no reduction|no pieces|no kind"):
@@ -408,9 +408,11 @@ def test_an_unknown_kernel_is_declined(number):
 
 def short_calls(meetings: Any) -> Any:
     """Those of a communicator that has none of the other parts: it can learn, and declines every call."""
-    names = "host rest runner home held endpoint failures unused end note place_outside running_loop expiry may_raise"
-    parts = dict.fromkeys(names.split()) | {"array_type": np.ndarray, "blocks": [], "unfinished": set(), "turns": {}}
-    return _core.native.ShortCalls(meetings, (0, 0, 0), (0, 0), 1, 1, 64, **parts)
+    names = (
+        "general rest runner home held endpoint failures unused end note place_outside running_loop expiry may_raise"
+    )
+    parts = dict.fromkeys(names.split()) | {"array_type": np.ndarray, "unfinished": set(), "turns": {}}
+    return _core.native.ShortCalls(meetings, (0, 0, 0), 1, 1, 64, own=[], blocks=[], **parts)
 
 
 @needs_core
@@ -420,7 +422,7 @@ def test_bytes_that_are_no_elements_are_declined():
         with pytest.raises(ValueError, match="no reduction of 6 bytes"):
             meetings.arrive(1, 5, np.zeros(6, np.uint8), 0, kernel(), 1, True)
         with pytest.raises(ValueError, match="no kind of short calls"):
-            short_calls(meetings).learn("float32", ReduceOp.SUM, 6, object(), 5, 1, 6, kernel())
+            short_calls(meetings).learn("float32", ReduceOp.SUM, 6, object(), 5, 1, 6, kernel(), 1)
         del meetings
 
 

@@ -57,7 +57,6 @@ _CANARY = bytes(range(200, 232))
 _BATCH = 200  # inputs on one world
 _ADDRESSES = 1 << 40  # those of the arena are below
 _SEGMENT = 1 << 20  # bytes of the memory of a rank that the rounds see
-_PTHREAD_BYTES = 40  # on x86-64; 48 on ARM, where the last 8 bytes of it are not damaged either
 
 
 class _Random(random.Random):

@@ -177,6 +177,7 @@ PACKAGES: dict[str, set[str]] = {
         "algorithms.dense",
         "algorithms.gossip",
         "algorithms.rounds",
+        "algorithms.seam",
         "algorithms.sparse",
         "blocking",
         "communicator",
@@ -271,6 +272,10 @@ REPLACED = {
         "pages._left": "the free memory of the host",
     },
     "bench/test_bench.py": {"algorithms.allreduce": _LAW},
+    "bench/test_claims.py": {
+        "suite.measure": "cells with which a claim holds, or does not",
+        "between_processes.name": "shorter arrays",
+    },
     "algorithms/test_cancellation.py": {"join.meet": "the moment at which the ranks have met"},
     "algorithms/dense/test_collectives.py": {
         "by_size.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"

@@ -44,6 +44,7 @@ SCRIPTS = (
     "sparse_training",
     "sparse_words",
     "start_stop",
+    "startup",
     "torch_backend",
     "training_overhead",
     "two_level_scale",

@@ -75,7 +75,7 @@ def test_only_a_thread_that_waits_carries_out_long_calls(runner, is_waiting):
     runner.waiting.now = is_waiting
     work = Polled(polls=1, most=1)
     sizes = SimpleNamespace(sizes=SimpleNamespace(long=64))
-    backend = SimpleNamespace(_work=lambda body, describe: work, _area=sizes, _member=SimpleNamespace(runner=runner))
+    backend = SimpleNamespace(_work=lambda body, what: work, _area=sizes, _member=SimpleNamespace(runner=runner))
     MemoryBackend.start(backend, work, str, 65, ignore).wait()
     assert work.finished is not is_waiting
 

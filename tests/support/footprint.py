@@ -30,7 +30,7 @@ def footprint(comm) -> dict[str, int]:
         "failures": len(failures._first) + len(failures._told),
         "failure listeners": len(failures._listeners),
         "departures": len(endpoint.at_depart),
-        "traces": len(endpoint.membership.traces),
+        "last_calls": len(endpoint.membership.last_calls),
         "ledgers": len(endpoint.in_memory.sources),
         "services": len(endpoint._services),
         "members": len(departures.open),

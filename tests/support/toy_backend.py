@@ -10,6 +10,8 @@ from asyncoll.tensors.reductions import ReduceOp, reducer
 
 
 class ToyCollectives:
+    overlaps = False  # a tensor of a device arrives before they use it
+
     def __init__(self, member, table, call):
         self.rank, self.size, self.traffic = member.group.rank, member.group.size, Traffic()
         self._member, self._table, self._call, self._steps = member, table, call, itertools.count()

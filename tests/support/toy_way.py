@@ -15,7 +15,7 @@ async def _gather_and_add(collectives, x):
     blocks = [np.empty_like(x) for _ in range(collectives.size)]
     blocks[collectives.rank][...] = x
     await collectives.allgather(blocks)
-    x[...] = np.sum(blocks, axis=0, dtype=np.int8)
+    x[...] = np.sum(blocks, axis=0, dtype=x.dtype)
 
 
 TOY = Way(

@@ -394,7 +394,7 @@ class Lossy(inproc.InprocTransport):
 def test_the_contract_notices_a_broken_promise():
     def world(size):
         peers = []
-        peers.extend(Lossy(rank, peers) for rank in range(size))
+        peers.extend(Lossy(rank, size, peers) for rank in range(size))
         return contextlib.nullcontext(peers)
 
     with pytest.raises(AssertionError, match="in order, whole and unchanged"):

@@ -10,7 +10,7 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 
 
 class Alone:
-    """Implements `seam.Collectives`. No call moves a byte to another rank, so all calls share one."""
+    """Implements `seam.collectives.Collectives`. No call moves a byte to another rank, so all calls share one."""
 
     overlaps = False
     rank = 0

@@ -16,10 +16,11 @@ import numpy as np
 
 from asyncoll._core import NativeCore
 from asyncoll.algorithms.dense.rendezvous import DisagreementError, RendezvousArea, signed
+from asyncoll.algorithms.dense.shared_call import allreduce_ways
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.seam.collectives import Collectives
-from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, Host, Plan, signature_of
-from asyncoll.algorithms.seam.ways import Shape, Way, own
+from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, GeneralCalls, Plan, signature_of
+from asyncoll.algorithms.seam.ways import OWN, Shape
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.event_kinds import What
@@ -27,10 +28,10 @@ from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import CALLS_PER_TURN
 from asyncoll.runtime.shared_work import Driven, SharedWork
-from asyncoll.runtime.signature import Signature, place_outside
+from asyncoll.runtime.signature import Signature, place_outside, reported
 from asyncoll.runtime.trace import Event
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import BFLOAT16, ReduceOp, kernel_number, reducer, storage
+from asyncoll.tensors.reductions import BFLOAT16, ReduceOp, kernel_number, reducer
 
 if TYPE_CHECKING:
     from asyncoll._core.native import Meetings
@@ -40,17 +41,14 @@ LEARNT = ("allreduce", "barrier")  # whose calls are whole calls of the core
 _SLEEP_NS = 200_000  # how long a call may block its caller's loop, after polling, instead of waking through the loop
 
 
-def whole_call(sizes: Sizes) -> Way[None]:
-    """An allreduce in C. In a call of the general way it declines: what it takes has not come there."""
-    return Way(
-        "allreduce",
-        "whole call in C",
-        lambda *_: None,
-        "3 us instead of 50",
-        over=0,
-        up_to=sizes.long,
-        needs="a kernel in the core, a call like one before",
-    )
+def compiled_ways(sizes: Sizes, shape: Shape) -> int:
+    """The sum of the ways that the core may take with arrays of `shape`: those that come before all others."""
+    known = 0
+    for way in (way for way in allreduce_ways(sizes) if way.takes(shape)):
+        known |= way.compiled
+        if not (way.compiled and way.needs):
+            break
+    return known
 
 
 class Closing(Protocol):
@@ -81,14 +79,14 @@ def meetings_of(area: RendezvousArea, core: NativeCore) -> Meetings:
 class CompiledCalls:
     """The whole calls of one communicator at one rank: the kinds that they learn, and how one goes on that has to wait.
 
-    `calls` is what carries them out: `seam.ShortCalls`.
+    `calls` is what carries them out: `seam.short_calls.ShortCalls`.
     """
 
     def __init__(
         self,
         core: NativeCore,
         area: RendezvousArea,
-        host: Host,
+        general: GeneralCalls,
         member: Member,
         closing: Closing,
         failures: KnownFailures,
@@ -101,35 +99,36 @@ class CompiledCalls:
         """
         self._core = core
         self._area = area
-        self._host = host
+        self._general = general
         self._member = member
         self._collectives = collectives
         self._learnt: set[tuple[str, str, int, str]] = set()  # the kinds that the core knows, or declines
-        arena, sizes, runner = area.arena, area.sizes, member.runner
-        own = arena.segments[arena.local_rank]
+        arena, runner = area.arena, member.runner
+        segment = arena.segments[arena.local_rank]
         unfinished, turns = area.under_way
         self.calls = core.ShortCalls(
             meetings_of(area, core),
-            (own.ctypes.data, own.size, arena.locate(own) or 0),
-            (sizes.whole, sizes.private_max),
+            (segment.ctypes.data, segment.size, arena.locate(segment) or 0),
             arena.polls,
             # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
             _SLEEP_NS * -(-area.size // arena.cores),
             CALLS_PER_TURN,
-            host=host,
+            general=general,
             rest=self,
             runner=runner,
             home=runner.home if runner.held is None else None,
             held=runner.held,
             endpoint=closing,
             failures=failures,
-            unused=host.unused,
+            unused=general.unused,
+            own=OWN,
             blocks=area.blocks,
             unfinished=unfinished,
             turns=turns,
             end=area.end,
             note=note,
             place_outside=place_outside,
+            reported=reported.get,
             running_loop=runner.caller,
             expiry=deadlines.expiry.get,
             array_type=np.ndarray,
@@ -141,7 +140,8 @@ class CompiledCalls:
         """From now on calls as `call` begin here with their arguments alone.
 
         `call` is one of LEARNT. Without effect if it is not of one array; for a reduction that has no kernel; for
-        long arrays, which would block their callers' loops; and if many kinds are known.
+        long arrays, which would block their callers' loops; if the core has not the ways of Python; and if many kinds
+        are known.
         """
         kind = call.operation, call.dtype, call.elements, call.detail
         if kind in self._learnt or len(self._learnt) == _KINDS_MAX:
@@ -153,28 +153,24 @@ class CompiledCalls:
         op, dtype = ReduceOp.__members__.get(call.detail), call.dtype
         if op is None:
             return  # of several arrays, or followed by something
-        nbytes, kernel = call.elements * storage(dtype).itemsize, kernel_number(op, dtype, self._core)
-        shape = Shape(nbytes, dtype)
-        if (
-            kernel
-            and whole_call(self._area.sizes).takes(shape)
-            and not any(way.takes(shape) for way in own("allreduce"))
-        ):
+        nbytes, kernel, sizes = call.nbytes, kernel_number(op, dtype, self._core), self._area.sizes
+        if kernel and 0 < nbytes <= sizes.long:
             tensor, array = sys.intern(dtype), np.dtype(dtype) if dtype != BFLOAT16 else None
-            self._teach((tensor,) if array is None else (tensor, array), call, op, nbytes, kernel)
+            keys = (tensor,) if array is None else (tensor, array)
+            self._teach(keys, call, op, kernel, compiled_ways(sizes, Shape(nbytes, dtype)))
 
-    def _teach(self, keys: tuple[object, ...], call: Signature, op: ReduceOp | None, nbytes: int, kernel: int) -> None:
+    def _teach(self, keys: tuple[object, ...], call: Signature, op: ReduceOp | None, kernel: int, ways: int) -> None:
         """Teach the core calls whose array has one of `keys`: its dtype, as numpy or as the package names it."""
-        size, fingerprint, reducing, receiving = self._area.size, signed(call.fingerprint()), Traffic(), Traffic()
+        size, nbytes, reducing, receiving = self._area.size, call.nbytes, Traffic(), Traffic()
         if nbytes:
             for traffic, received in ((reducing, nbytes * (size - 1)), (receiving, nbytes)):
                 traffic.sent(nbytes)
                 traffic.received(received)
         kind, reduce = call[:1] + call[2:5], reducer(op, call.dtype, self._core) if op else None
-        divisor, done = size if op is ReduceOp.AVG else 1, nbytes or 1
+        fingerprint, divisor, done = signed(call.fingerprint()), size if op is ReduceOp.AVG else 1, nbytes or 1
         plan = Plan(kind, fingerprint, reduce, kernel, divisor, done, reducing, receiving, call.epoch)
         for key in keys:
-            self.calls.learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel)
+            self.calls.learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel, ways)
 
     # -- a call that has begun in the core ------------------------------------------------------------
 
@@ -201,7 +197,7 @@ class CompiledCalls:
                 self._area.give_back(block)
             return result
 
-        work = self._host.resume(call, collectives, body, begun.since_s, begun.expires_s)
+        work = self._general.resume(call, collectives, body, begun.since_s, begun.expires_s)
         return SharedWork(self._area.arena, work, self._member.check, call.__str__)
 
     def interrupted(self, begun: BegunShortCall) -> None:

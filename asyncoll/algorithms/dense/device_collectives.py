@@ -52,7 +52,7 @@ class DeviceCollectives:
             await self._read(self._staged.mark, parts)
 
         await self._show_all(reduce)
-        self._staged.has_result()
+        self._staged.got_result()
 
     async def broadcast(self, root: int) -> None:
         if self._call.rank == root:
@@ -64,7 +64,7 @@ class DeviceCollectives:
             await rendezvous.all_arrived()
             await self._read(self._staged.mark, [self._part(rendezvous, root, 0, self._nbytes(start), start)])
             await self._call.leave(rendezvous)
-        self._staged.has_result()
+        self._staged.got_result()
 
     async def allgather(self) -> None:
         total, ranks = self._total, range(self._call.size)

@@ -78,7 +78,7 @@ class DevicePair(MessageCall):
         if shown.complete:
             if self._memory.opens(source, self._staged.opened_device):
                 await windows.read(shown, self._read, may_end=False)
-                self._staged.has_result()
+                self._staged.got_result()
                 return
             await windows.answer(0, Answer.REFUSED)
         await lane.wait(whole)

@@ -26,7 +26,7 @@ _WINDOWS = 1  # the step of the first window
 
 
 class DeviceRpc:
-    """Implements `rpc.device_route.DeviceRoute`."""
+    """Shows tensors of RPC in device memory, and reads those of peers. Implements `rpc.device_route.DeviceRoute`."""
 
     def __init__(self, member: Member, memory: PairMemory) -> None:
         self.member = member

@@ -40,6 +40,9 @@ PEER_PID, PEER_ADDRESS, PEER_TOKEN, PEER_CAN_READ, PEER_CELLS = range(5)
 # The steps of each piece (`pieces`): copy the next piece in, reduce a share of this one, copy this one out.
 COPY_IN, REDUCE_SHARE, COPY_OUT, STEPS = range(4)
 
+# The ways of an allreduce that the compiled core carries out, too. Of several, a call may take the first that it can.
+BY_MEETING, IN_PLACE, IN_A_COPY, IN_PRIVATE_MEMORY = 1, 2, 4, 8
+
 NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
 COPIED_UNDER_LOCK = 4096  # bytes: to copy them takes less time than to acquire the lock again
 PRIVATE_CHUNKS = 62  # of an array in private memory, at most: a bit for each fits into a signed cell

@@ -1,4 +1,4 @@
-"""The dense collectives of one call by message: `seam.Collectives` over the functions of `on_lane`."""
+"""The dense collectives of one call by message: `seam.collectives.Collectives` over the functions of `on_lane`."""
 
 from __future__ import annotations
 

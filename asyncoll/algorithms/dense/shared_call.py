@@ -21,7 +21,13 @@ import numpy as np
 
 from asyncoll.algorithms.dense import pieces
 from asyncoll.algorithms.dense.arriving import arrived
-from asyncoll.algorithms.dense.meeting_cells import private_chunk
+from asyncoll.algorithms.dense.meeting_cells import (
+    BY_MEETING,
+    IN_A_COPY,
+    IN_PLACE,
+    IN_PRIVATE_MEMORY,
+    private_chunk,
+)
 from asyncoll.algorithms.dense.pieces import Summand
 from asyncoll.algorithms.dense.rendezvous import PATIENCE, Rendezvous, RendezvousArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
@@ -577,14 +583,15 @@ def allreduce_ways(sizes: Sizes) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
     """Ranks may take different ways: those of long arrays see at the first rendezvous what the others show."""
     way = partial(Way[Coroutine[Any, Any, None]], "allreduce")
     ways = (
-        way("meeting", SharedCall.reduce_shortly, "one step for all ranks", over=0, up_to=sizes.short),
-        way("in place", SharedCall.reduce_registered, "no copy", needs="registered memory"),
+        way("meeting", SharedCall.reduce_shortly, "one step for all", over=0, up_to=sizes.short, compiled=BY_MEETING),
+        way("in place", SharedCall.reduce_registered, "no copy", needs="registered memory", compiled=IN_PLACE),
         way(
             "whole copy",
             SharedCall.reduce_copy,
             "no rank waits for each piece",
             up_to=sizes.whole,
             needs="room in shared memory",
+            compiled=IN_A_COPY,
         ),
         way(
             "private memory",
@@ -593,6 +600,7 @@ def allreduce_ways(sizes: Sizes) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
             over=sizes.whole,
             up_to=sizes.private_max,
             needs="a kernel in the core, and leave to read the others",
+            compiled=IN_PRIVATE_MEMORY,
         ),
         way("slots", SharedCall.reduce_through_slots, "pieces stay in the cache"),
     )

@@ -24,10 +24,10 @@ from asyncoll.tensors.reductions import Array, combiner, storage
 from asyncoll.transport.wire import Buffer
 
 # The most bytes of a contribution that the opener reduces: four messages one after another instead of six or more.
-SHORT_BYTES = 1 << 14
+OPENER_MAX = 1 << 14
 # The most bytes that all hosts send to the opener, with their participation lists, which have an entry for each rank:
 # they pass its link one after another, and so do the results.
-ALL_SHORT_BYTES = 1 << 18
+ALL_AT_OPENER_MAX = 1 << 18
 
 
 class HostPart(Protocol):
@@ -236,5 +236,6 @@ class Attempt:
 
 
 def _goes_through_opener(operation: Operation, ranks: int, hosts: int) -> bool:
-    together = hosts * (operation.nbytes + ranks * tally.PARTICIPATION_BYTES)
-    return not operation.group_size and operation.nbytes <= SHORT_BYTES and together <= ALL_SHORT_BYTES
+    totals = tally.blank_totals(ranks, weighted=operation.weighted)
+    together = hosts * (operation.nbytes + totals.nbytes)
+    return not operation.group_size and operation.nbytes <= OPENER_MAX and together <= ALL_AT_OPENER_MAX

@@ -1,7 +1,7 @@
 """Rounds in shared memory whose calls begin in the compiled core: all of a call up to its first wait is one call of C.
 
 The bookkeeping of a call in Python costs more than the reduction of a short contribution, and as much as that of
-512 KiB. asyncoll/_core/rounds.c works on the cells that `round_record` and `block_table` declare. A call that has to
+512 KiB. asyncoll/_core/rounds.c works on the cells that `round_cells` declares. A call that has to
 wait goes on in a coroutine, which looks again in the core. The core declines operations that it does not know: these
 are left to `OneSidedRounds`.
 """
@@ -90,7 +90,7 @@ def _compiled(setting: Setting, operation: Operation, prompt_max: int) -> OneSid
 
 
 def _in_python(setting: Setting, operation: Operation, prompt_max: int) -> OneSidedRounds:
-    del prompt_max  # all calls of Python are driven from their callers' loops
+    del prompt_max  # `MemoryBackend.start` leaves long calls of Python to the runtime's loop
     return OneSidedRounds(setting, operation)
 
 

@@ -37,7 +37,7 @@ class RankCells(NamedTuple):
     weight: int  # of the staged contribution; a float64
     source: int  # as `staged`: the contribution that the running round has taken
     source_at: int
-    round: int  # the `Kept` that the running round is to have
+    round: int  # this and the next four: this rank's `Kept` of the running round, until it is published
     block: int
     active: int
     absent: int

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
-from asyncoll.algorithms.seam.short_calls import Host, ShortCalls
+from asyncoll.algorithms.seam.short_calls import GeneralCalls, ShortCalls
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.device_route import DeviceRoute
@@ -35,8 +35,8 @@ class Backend(CommunicatorPart, Protocol):
     def device_route(self) -> DeviceRoute | None:
         """How results of RPC go from device to device. None: through the host."""
 
-    def short_calls(self, host: Host) -> ShortCalls | None:
-        """Make what starts usual calls for `host`. None: all calls go the general way."""
+    def short_calls(self, general: GeneralCalls) -> ShortCalls | None:
+        """Make what starts usual calls beside `general`. None: all calls go the general way."""
 
     def collectives(self, call: Call[Any]) -> Collectives:
         """The collectives of `call`. Called once for each call, in the order of numbers. The ranks may differ in them.

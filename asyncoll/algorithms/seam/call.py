@@ -23,6 +23,6 @@ class Call(NamedTuple, Generic[T]):
     body: Body[T]  # what it does with the collectives of this call; returns the result
     nbytes: int = 0  # of this rank's contribution
     staged: Sequence[Arriving] = ()  # its tensors on devices: the body runs once they have arrived
-    # The one of them that the collective, which is then the only one of the call, may use while it arrives.
+    # The tensor of `staged` that the collective may use while it arrives; such a call has one collective only.
     overlapping: Staged | None = None
-    discarded: Callable[[], None] = ignore  # as of `Runner.start`: no caller gets the result
+    discarded: Callable[[], None] = ignore  # called if no caller gets the result (`Runner.start`)

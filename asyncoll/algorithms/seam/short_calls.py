@@ -39,7 +39,7 @@ def signature_of(entry: Entry) -> Signature:
     return Signature(operation, number, dtype, elements, detail, Site(code, instruction), plan.epoch)
 
 
-class Host(Protocol):
+class GeneralCalls(Protocol):
     """What the short calls of a communicator need of it."""
 
     unstarted: Signature | None  # a call that is numbered and not yet started: no other call may begin

@@ -8,11 +8,13 @@ memory and bytes, and on to the next algorithm where one is not supported.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from asyncoll.algorithms.seam.collectives import Collectives
+from asyncoll.algorithms.seam.collectives import Body, Collectives
+from asyncoll.errors import UsageError
+from asyncoll.tensors.reductions import Array, ReduceOp
 
 R = TypeVar("R")
 MANY = 1 << 62  # more bytes than an array has
@@ -39,7 +41,8 @@ class Way(NamedTuple, Generic[R]):
     counts_link: bool = False  # these limits are of all arrays that pass the same link
     is_cut: bool = False  # into a part for each rank: it takes no array of fewer elements
     dtypes: Collection[str] = ()  # that it takes; empty: all
-    needs: str = ""  # what else `begin` requires
+    needs: str = ""  # what else `begin` requires; without that it declines no array that it takes
+    compiled: int = 0  # the compiled core carries out the same, and calls it so (`dense.meeting_cells`); 0: it does not
 
     def takes(self, shape: Shape) -> bool:
         """Whether it takes arrays of `shape`. It may still decline a call."""
@@ -58,16 +61,23 @@ def begin(ways: Sequence[Way[R]], shape: Shape, *arguments: Any) -> R:
 
 # -- ways of the program -------------------------------------------------------------------------
 
-OWN: list[Way[Any]] = []
+OWN: list[Way[Any]] = []  # while it is not empty, the compiled core declines all calls
+_REDUCTIONS = ("allreduce", "reduce")  # their calls name what the bits mean
+_OF_AN_ARRAY = (*_REDUCTIONS, "broadcast")
 
 
 @contextmanager
 def added(way: Way[Any]) -> Iterator[None]:
-    """Calls that begin meanwhile try `way` before those of the package. All ranks add the same ways in the same order.
+    """Calls that begin meanwhile try `way` before those of the package, also if they are awaited later.
 
-    `way.call` is the name of a method of `Collectives` whose first argument is an array, and `way.begin` gets the
-    `Collectives` of the call and the arguments of that method. It must decline at all ranks or at none.
+    All ranks add the same ways, in the same order, around the same calls. `way.call` is "allreduce", "reduce" or
+    "broadcast"; other calls may consist of these. `way.begin` gets the `Collectives` of the call and the arguments of
+    that method. It declines at all ranks or at none. Otherwise it returns a coroutine that awaits methods of these
+    `Collectives` only. Tensors of devices have arrived, and are copied back afterwards.
+
+    Raises UsageError for a way that cannot be tried.
     """
+    _check(way)
     OWN.append(way)
     try:
         yield
@@ -75,33 +85,47 @@ def added(way: Way[Any]) -> Iterator[None]:
         OWN.remove(way)
 
 
-def own(call: str) -> list[Way[Any]]:
-    """The ways of the program for `call`."""
-    return [way for way in OWN if way.call == call]
+def _check(way: Way[Any]) -> None:
+    named = f"a way of the program for {way.call!r}, {way.name!r}"
+    if way.call not in _OF_AN_ARRAY:
+        raise UsageError(f"{named}: only {', '.join(_OF_AN_ARRAY)} have ways of the program")
+    if way.dtypes and way.call not in _REDUCTIONS:
+        raise UsageError(f"{named}: a {way.call} copies bytes, whatever they mean; leave out `dtypes`")
+    if way != way._replace(counts_link=False, compiled=0):
+        raise UsageError(f"{named}: leave out `counts_link` and `compiled`, which are for ways of the package")
 
 
-def with_own(collectives: Collectives) -> Collectives:
-    """`collectives` that try the ways of the program first."""
-    return cast(Collectives, _WithOwn(collectives))
+def with_own(body: Body[R]) -> Body[R]:
+    """`body`, whose collectives try first the ways that the program has now."""
+    ways = tuple(OWN)
+    return lambda collectives: body(cast(Collectives, _WithOwn(collectives, ways)))
 
 
 class _WithOwn:
-    def __init__(self, collectives: Collectives) -> None:
+    """`collectives` that try `ways` first."""
+
+    def __init__(self, collectives: Collectives, ways: Sequence[Way[Any]]) -> None:
         self._collectives = collectives
+        self._ways = ways
 
     def __getattr__(self, name: str) -> Any:
-        method, ways = getattr(self._collectives, name), own(name)
-        if not ways:
-            return method
+        return getattr(self._collectives, name)
 
-        def call(x: Any, *arguments: Any) -> Any:
-            general = Way(name, "", lambda _, *arguments: method(*arguments), "")
-            # A reduction names what the bits mean: bfloat16 lies in arrays of uint16.
-            dtype = next((each for each in arguments if type(each) is str), x.dtype.name)
-            shape = Shape(x.nbytes, dtype)
-            return begin((*ways, general), shape, self._collectives, x, *arguments)
+    def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> Coroutine[Any, Any, None]:
+        return self._begin("allreduce", dtype, x, op, dtype)
 
-        return call
+    def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> Coroutine[Any, Any, None]:
+        return self._begin("reduce", dtype, x, op, dtype, root)
+
+    def broadcast(self, x: Array, root: int) -> Coroutine[Any, Any, None]:
+        return self._begin("broadcast", "", x, root)
+
+    def _begin(self, call: str, dtype: str, x: Array, *arguments: Any) -> Coroutine[Any, Any, None]:
+        collectives = self._collectives
+        general = Way(call, "", lambda _, *arguments: getattr(collectives, call)(*arguments), "")
+        ways = [way for way in self._ways if way.call == call]
+        shape = Shape(x.nbytes, dtype, has_parts=x.size >= collectives.size)
+        return begin((*ways, general), shape, collectives, x, *arguments)
 
 
 # -- for people ----------------------------------------------------------------------------------

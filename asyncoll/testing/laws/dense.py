@@ -1,23 +1,26 @@
 """A world of dense calls, beside rounds; the record of what its calls gave; and the laws of that.
 
 All ranks carry out the same `DenseProgram`. They begin its calls one after another or several at once, at random
-moments, with tensors of any layout. In a crowded program single ranks await an early call before they make the others.
-Ranks drop communicators after their last call on them, some while it is under way. At the end one rank may cancel a
-call of a communicator that has nothing else to do.
+moments, with tensors of any layout, some by a way of the program's own. In a crowded program single ranks await an
+early call before they make the others. Ranks drop communicators after their last call on them, some while it is under
+way. At the end one rank may cancel a call of a communicator that has nothing else to do.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from asyncoll.algorithms.seam.collectives import Collectives
+from asyncoll.algorithms.seam.ways import Way, added
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AbortedError
-from asyncoll.tensors.reductions import Array
+from asyncoll.tensors.reductions import Array, ReduceOp, reducer
 from asyncoll.testing.laws.dense_program import AT_ALL, DenseCall, DenseProgram, decoded, members
 from asyncoll.testing.laws.layouts import laid_out, stored
 from asyncoll.testing.laws.rounds import Breach
@@ -132,7 +135,8 @@ class DenseCaller(CaseRank):
             "barrier": comm.barrier,
             "neighbor_average": lambda: comm.neighbor_average(x),
         }
-        work = calls[call.operation]()
+        with added(_GATHERED) if call.has_own_way else contextlib.nullcontext():
+            work = calls[call.operation]()
 
         async def end() -> CallGot:
             result = await work
@@ -201,6 +205,18 @@ class DenseCaller(CaseRank):
         self._beyond_the_end = asyncio.ensure_future(sending)
         await self._compute()
         return (await comm.recv(np.empty(count), (comm.rank - 1) % comm.size))[:1]
+
+
+def _gather_and_reduce(collectives: Collectives, x: Array, op: ReduceOp, dtype: str) -> Coroutine[Any, Any, None]:
+    async def carry_out() -> None:
+        blocks = [x.copy() for _ in range(collectives.size)]
+        await collectives.allgather(blocks)
+        reducer(op, dtype)(x, blocks, len(blocks) if op is ReduceOp.AVG else 1)
+
+    return carry_out()
+
+
+_GATHERED = Way("allreduce", "gathered", _gather_and_reduce, "a way of the program")
 
 
 def _is_same(tensor: Any, value: Array) -> bool:

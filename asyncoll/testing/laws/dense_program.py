@@ -14,7 +14,6 @@ from asyncoll.tensors.reductions import BFLOAT16, DTYPES, Array, ReduceOp
 from asyncoll.testing.laws.story import Case
 
 AT_ALL = ("allreduce", "broadcast", "allgather", "allgatherv")  # all ranks get the same
-_REDUCING = ("allreduce", "reduce", "reduce_scatter")
 _BY_ROWS = ("reduce_scatter", "alltoall")  # a tensor has rows for each rank
 _WITHOUT_SHAPE = ("allgatherv", "scatter", "alltoallv")  # shapes differ between ranks
 OPERATIONS = (
@@ -29,6 +28,7 @@ OPERATIONS = (
     "neighbor_average",
 )
 _CALLS = 16
+_HAS_OWN_WAY = 1 / 4  # of the calls, those for which the program has a way of its own
 _SPLITS = 2
 _COUNTS = (0, 1, 3, 17, 700, 5000)
 _ROW_MAX = 700
@@ -50,6 +50,7 @@ class DenseCall:
     drawn_root: int
     is_normal: bool  # the values are normally distributed; small integers otherwise, whose sums are exact
     is_beside: bool  # the call begins while the one before it may be under way
+    has_own_way: bool  # the program has a way of its own for it
 
     def root(self, size: int) -> int:
         return self.drawn_root % size
@@ -82,14 +83,15 @@ class DenseProgram:
         self.last_split = self._split(draw, may_lack=False)
         self.is_crowded = bool(draw.integers(2))
         self._crowded_split = int(draw.integers(_SPLITS + 1))
-        self.calls = [self._call(draw, index) for index in range(_CALLS)]
+        own = np.random.default_rng([case.seed, case.size, _CALLS]).random(_CALLS) < _HAS_OWN_WAY
+        self.calls = [self._call(draw, index, has_own_way=bool(own[index])) for index in range(_CALLS)]
 
     def _split(self, draw: np.random.Generator, *, may_lack: bool) -> list[tuple[int | None, int]]:
         colors = draw.integers(-1 if may_lack else 0, 2, self._case.size).tolist()
         keys = draw.integers(0, 3, self._case.size).tolist()
         return [(None if color < 0 else color, key) for color, key in zip(colors, keys, strict=True)]
 
-    def _call(self, draw: np.random.Generator, index: int) -> DenseCall:
+    def _call(self, draw: np.random.Generator, index: int, *, has_own_way: bool) -> DenseCall:
         operation = OPERATIONS[draw.integers(len(OPERATIONS))]
         dtypes = list(filter(reductions.is_divisible, DTYPES)) if operation == "neighbor_average" else DTYPES
         dtype = dtypes[draw.integers(len(dtypes))]
@@ -105,7 +107,7 @@ class DenseProgram:
         split, root = int(draw.integers(_SPLITS + 1)), int(draw.integers(self._case.size))
         is_beside = bool(draw.integers(2)) or self.is_crowded
         split = self._crowded_split if self.is_crowded else split
-        return DenseCall(index, split, operation, dtype, op, shape, root, is_normal, is_beside)
+        return DenseCall(index, split, operation, dtype, op, shape, root, is_normal, is_beside, has_own_way)
 
     def members(self, split: int, rank: int) -> tuple[int, ...]:
         """The ranks of the communicator that `rank` has by this split, in their order; () if it has none."""

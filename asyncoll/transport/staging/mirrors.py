@@ -120,7 +120,7 @@ class Mirror:
             for mark in self._marks:
                 mark.join()
 
-    def has_result(self) -> None:
+    def got_result(self) -> None:
         self._returned = self.mirror.nbytes
 
     def failure(self, error: BaseException) -> DeviceError:
@@ -194,7 +194,7 @@ class Mirror:
 
 
 class DeviceStager:
-    """Implements `tensors.staged.Stager`."""
+    """Stages the tensors of one device through mirrors. Implements `tensors.staged.Stager`."""
 
     def __init__(self, device: Device, pages: Callable[[int], Array], owner: str = "", *, owns: bool = False) -> None:
         """Mirrors are in memory of `pages`. The device closes with this if this `owns` it.

@@ -336,7 +336,7 @@ def test_calls_beside_a_signal_handler_end_and_leave_no_reference_to_their_array
 def test_the_compiled_core_refuses_kinds_that_make_no_sense(key, nbytes, divisor, done, kernel):
     async def main(comm: Communicator) -> None:
         with pytest.raises(ValueError, match="no kind of short calls"):
-            comm._short.learn(key, SUM, nbytes, None, 5, divisor, done, kernel)
+            comm._short.learn(key, SUM, nbytes, None, 5, divisor, done, kernel, 1)
 
     run_ranks(2, main, "shm")
 

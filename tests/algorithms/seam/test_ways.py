@@ -2,39 +2,58 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from asyncoll import MAX, SUM, UsageError
+from asyncoll import MAX, SUM, UsageError, _core
 from asyncoll.algorithms.choice import tables
+from asyncoll.algorithms.dense import compiled, shared_call
 from asyncoll.algorithms.seam import ways
 from asyncoll.algorithms.seam.ways import Shape, Way, begin, limits
 from asyncoll.cli import main as program
-from asyncoll.testing import Network, run_ranks, simulate
+from asyncoll.testing import Network, fake_device, run_ranks, simulate
 from tests.support.cases import looped
 from tests.support.toy_way import TOY
+
+CARRIERS = ["inproc", "zmq", "shm", "shm-mixed", "hosts"]
+SIZES = [1, 3, 5]
+
+
+def run(world, size, main):
+    """The results of `main(comm)` at all ranks."""
+    if world == "simulated":
+        return simulate(size, main, Network()).results
+    hosts = [rank % 2 for rank in range(size)] if world == "hosts" else None
+    return run_ranks(size, main, "shm" if world == "hosts" else world, hosts=hosts)
+
+
+def noted(way):
+    """`way`, and a list of the shape, the dtype and the reduction of each array that it has taken."""
+    begun = []
+
+    def begin(collectives, x, op, dtype):
+        work = way.begin(collectives, x, op, dtype)
+        if work is not None:
+            begun.append((x.dtype.name, x.size, op))
+        return work
+
+    return way._replace(begin=begin), begun
 
 
 @pytest.fixture
 def taken():
     """The arrays that the toy way has taken, while it is in the table."""
-    begun = []
-
-    def noted(collectives, x, op, dtype):
-        work = TOY.begin(collectives, x, op, dtype)
-        if work is not None:
-            begun.append((x.dtype.name, x.size, op))
-        return work
-
-    with ways.added(TOY._replace(begin=noted)):
+    way, begun = noted(TOY)
+    with ways.added(way):
         yield begun
 
 
-@looped("world", ["simulated", "shm", "hosts"])
-@looped("size", [2, 3, 5, 8])
+@looped("world", [*CARRIERS, "simulated"])
+@looped("size", SIZES)
 def test_a_way_of_the_program_takes_what_it_says_and_declines_the_rest(world, size, taken):
     """Its results are those of the ways of the package, also where the core has whole calls."""
     lengths = [0, 1, 1000, 1 << 16, (1 << 16) + 1]
@@ -49,14 +68,110 @@ def test_a_way_of_the_program_takes_what_it_says_and_declines_the_rest(world, si
             np.testing.assert_array_equal(x, expected[op][:length].astype(dtype))
 
     taken.clear()
-    if world == "simulated":
-        simulate(size, main, Network())
-    elif world == "hosts":
-        run_ranks(size, main, "shm", hosts=[rank % 2 for rank in range(size)])
-    else:
-        run_ranks(size, main, world)
+    run(world, size, main)
     assert sorted(set(taken), key=str) == sorted({("int8", length, SUM) for length in lengths[:-1]}, key=str)
     assert len(taken) == 3 * size * len(lengths[:-1])
+
+
+@looped("world", CARRIERS)
+@looped("size", SIZES)
+@looped("learns_first", [True, False])
+def test_all_ranks_take_the_way_whatever_the_core_has_learnt_and_however_an_array_lies(world, size, learns_first):
+    """One rank has an array with gaps, and calls are awaited after the way is gone."""
+    way, begun = noted(TOY)
+
+    def made(comm, strided):
+        return np.ones(600, np.int8)[::2] if comm.rank == strided % comm.size else np.ones(300, np.int8)
+
+    async def plain(comm):
+        for turn in range(3):
+            x = await comm.allreduce(made(comm, turn))
+            assert (x == comm.size).all()
+
+    async def main(comm):
+        if learns_first:
+            await plain(comm)
+        for turn in range(9):
+            with ways.added(way):  # the ranks share this table, and each leaves the block before another enters it
+                call = comm.allreduce(made(comm, turn))
+                barrier = comm.barrier()
+            await asyncio.sleep(0.002 * (comm.rank == turn % comm.size))
+            assert ((await call) == comm.size).all()
+            await barrier
+        assert len(begun) == 9 * size
+        await plain(comm)
+        assert len(begun) == 9 * size
+
+    run(world, size, main)
+
+
+@looped("world", ["zmq", "shm", "shm-mixed"])
+@looped("count", [100, 100_000, 2_000_000])
+def test_a_way_of_the_program_gets_tensors_of_devices_once_they_have_arrived(world, count):
+    import torch
+
+    way, begun = noted(TOY._replace(dtypes=("float32",), up_to=ways.MANY))
+
+    with fake_device(3) as device, ways.added(way):
+
+        async def main(comm):
+            x = device.tensor(torch.full((count,), float(comm.rank + 1)))
+            await comm.allreduce(x)
+            return (device.values(x) == 6).all()
+
+        assert all(run(world, 3, main))
+    assert begun == [("float32", count, SUM)] * 3
+
+
+@looped("size", SIZES)
+def test_a_way_that_cuts_arrays_gets_an_element_for_each_rank(size):
+    way, begun = noted(TOY._replace(is_cut=True))
+
+    async def main(comm):
+        for count in range(6):
+            assert (await comm.allreduce(np.ones(count, np.int8)) == comm.size).all()
+
+    with ways.added(way):
+        run("shm", size, main)
+    assert sorted({count for _, count, _ in begun}) == list(range(size, 6))
+
+
+@looped(
+    "changed, text",
+    [
+        ({"call": "allreduced"}, "only allreduce, reduce, broadcast have"),
+        ({"call": "barrier"}, "only allreduce, reduce, broadcast have"),
+        ({"call": "allgather"}, "only allreduce, reduce, broadcast have"),
+        ({"call": "reduce_scatter"}, "only allreduce, reduce, broadcast have"),
+        ({"call": "broadcast"}, "leave out `dtypes`"),
+        ({"counts_link": True}, "leave out `counts_link`"),
+        ({"compiled": 1}, "leave out `counts_link` and `compiled`"),
+    ],
+)
+def test_a_way_that_cannot_be_tried_is_refused(changed, text):
+    with pytest.raises(UsageError, match=text), ways.added(TOY._replace(**changed)):
+        pass
+    assert not ways.OWN
+
+
+@looped("world", ["shm", "shm-mixed"])
+@looped("size", [2, 3, 5])
+def test_a_new_row_of_the_package_takes_its_calls_at_all_ranks(world, size, monkeypatch):
+    """The core learns no kind of calls that Python carries out otherwise."""
+    way, begun = noted(TOY)
+    rows = shared_call.allreduce_ways
+    for module in (shared_call, compiled):
+        monkeypatch.setattr(module, "allreduce_ways", lambda sizes: (way, *rows(sizes)))
+
+    async def main(comm):
+        for turn in range(12):
+            whole = np.ones(600, np.int8)
+            x = whole[::2] if comm.rank == turn % size else whole[:300]
+            assert (await comm.allreduce(x) == size).all()
+            assert (await comm.allreduce(np.ones(3)) == size).all()
+
+    run(world, size, main)
+    assert len(begun) == 12 * size
 
 
 @looped("dtype, is_taken", [("bfloat16", True), ("uint16", False)])
@@ -103,8 +218,9 @@ def test_each_array_has_a_way_in_each_table(ranks):
 def test_the_table_is_printed_as_json_with_the_sizes_of_the_environment(monkeypatch):
     monkeypatch.setenv("ASYNCOLL_SIZES", "short=128")
     done = CliRunner().invoke(program, ["doctor", "--ways", "--json"], env={"WORLD_SIZE": "3"}, catch_exceptions=False)
-    row = json.loads(done.output)["allreduce, on one host"][1]
+    row = json.loads(done.output)["allreduce, on one host"][0]
     assert (row["bytes"], row["way"]) == ("up to 128 bytes", "meeting")
+    assert row["in C"] == ("whole calls" if _core.native else "")
     with pytest.raises(UsageError, match="short=5"):
         tables(3, {"ASYNCOLL_SIZES": "short=5"})
 

@@ -110,6 +110,9 @@ class Interruption(BaseException):
     """What a signal handler raises."""
 
 
+# One that a handler raises within a finalizer is lost.
+sys.unraisablehook = lambda lost: None if lost.exc_type is Interruption else sys.__unraisablehook__(lost)
+
 BEGUN = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(3), group=group, async_op=True),
     "broadcast": lambda group: dist.broadcast(torch.ones(LONG), 0, group=group, async_op=True),
