@@ -53,6 +53,7 @@ def test_a_section_has_the_meaning_of_its_error_and_what_the_source_says(name):
         ("UsageError", "- `` a loop is running here already: use `async with"),
         ("UsageError", "- `… in the environment is not a variable of asyncoll: …`"),
         ("UsageError", "- `no such script: …`"),
+        ("UsageError", "- `ASYNCOLL_CORE=c, and the compiled core cannot be used: …`"),
         ("PeerLostError", "- `rank … is gone: it was killed by …`"),
         ("ServiceLostError", "- `no service at …: …`"),
         ("ClosedError", "- `this communicator is closed: it takes no more calls`"),
