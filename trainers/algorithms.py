@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import click
 
 import asyncoll
-from asyncoll.testing import RoundRule
+from asyncoll.testing import Waiting
 from asyncoll.training import (
     ADPSGD,
     DCASGD,
@@ -67,7 +67,7 @@ class Algorithm:
     summary: str
     paper: str
     options: tuple[Option, ...] = ()
-    waiting: Callable[[Mapping[str, Any], int], RoundRule | None] = lambda options, ranks: None
+    waiting: Callable[[Mapping[str, Any], int], Waiting | None] = lambda options, ranks: None
     is_seeded: bool = False
     is_observed: bool = False
     is_weighted: bool = False
@@ -82,12 +82,12 @@ class Algorithm:
         }
 
 
-def _eager(options: Mapping[str, Any], ranks: int) -> RoundRule:
+def _eager(options: Mapping[str, Any], ranks: int) -> Waiting:
     quorum = options["quorum"] or ranks // 2 + 1
-    return RoundRule(options["partial"], quorum, options["candidates"], options["sync_every"])
+    return Waiting(options["partial"], quorum, options["candidates"], options["sync_every"])
 
 
-_EVERY_STEP = RoundRule("synchronous", steps=0)  # each rank computes all steps, and a late one may catch up
+_EVERY_STEP = Waiting("synchronous", steps=0)  # each rank computes all steps, and a late one may catch up
 _STALENESS = Option(
     "staleness", NATURAL, "Steps that a worker may be ahead of the slowest one (by default as many as it likes)."
 )
@@ -98,7 +98,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         AllreduceSGD,
         "Synchronous data-parallel SGD.",
         "the baseline of all papers; Li et al., PPoPP 2020, section 3",
-        waiting=lambda options, ranks: RoundRule("synchronous"),
+        waiting=lambda options, ranks: Waiting("synchronous"),
         is_weighted=True,
     ),
     "overlapped_sgd": Algorithm(
@@ -106,7 +106,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "Synchronous SGD: buckets of gradients are averaged while backward() continues.",
         "DenseOvlp in Li and Hoefler, PPoPP 2022, section 5",
         (Option("bucket_bytes", POSITIVE, "Least bytes of a bucket of gradients."),),
-        waiting=lambda options, ranks: RoundRule("synchronous"),
+        waiting=lambda options, ranks: Waiting("synchronous"),
     ),
     "eager_sgd": Algorithm(
         EagerSGD,
@@ -144,7 +144,7 @@ ALGORITHMS: dict[str, Algorithm] = {
             ),
             Option("fixed", bool, "The same groups in every round."),
         ),
-        waiting=lambda options, ranks: RoundRule("solo", sync_every=options["sync_every"]),
+        waiting=lambda options, ranks: Waiting("solo", sync_every=options["sync_every"]),
         is_observed=True,
     ),
     "dc_s3gd": Algorithm(
@@ -174,14 +174,14 @@ ALGORITHMS: dict[str, Algorithm] = {
             Option("regions_every", POSITIVE, "Number of rounds for which the regions are used (τ)."),
             Option("warm_up", NATURAL, "Dense rounds at the start."),
         ),
-        waiting=lambda options, ranks: RoundRule("synchronous"),
+        waiting=lambda options, ranks: Waiting("synchronous"),
     ),
     "local_sgd": Algorithm(
         LocalSGD,
         "Local SGD: several local steps, then the mean of all models.",
         "Stich, ICLR 2019, algorithm 1; McMahan et al., AISTATS 2017",
         (Option("every", POSITIVE, "Local steps from one average to the next (H)."),),
-        waiting=lambda options, ranks: RoundRule("synchronous", steps=options["every"]),
+        waiting=lambda options, ranks: Waiting("synchronous", steps=options["every"]),
     ),
     "dpsgd": Algorithm(
         DPSGD,

@@ -20,7 +20,7 @@ from asyncoll.testing.faults.injectors import (
     fault,
 )
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
-from asyncoll.testing.time_model import Delays, RoundRule, expected_round_s, least_round_s
+from asyncoll.testing.time_model import Delays, StartRule, Waiting, expected_round_s, least_round_s
 from asyncoll.testing.worlds import SimReport, run_ranks, simulate
 from asyncoll.transport.messages.simulated import Crash, Cut, Network, Pause
 
@@ -43,11 +43,12 @@ __all__ = [
     "Orphan",
     "Pause",
     "Raise",
-    "RoundRule",
     "Signal",
     "SimReport",
     "Slow",
+    "StartRule",
     "Stop",
+    "Waiting",
     "check_arena",
     "check_device",
     "check_laws",

@@ -32,7 +32,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-Rule = Literal["synchronous", "solo", "majority", "quorum"]
+StartRule = Literal["synchronous", "solo", "majority", "quorum"]
 
 
 class Delays(Protocol):
@@ -46,7 +46,7 @@ class Delays(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class RoundRule:
+class Waiting:
     """The ranks that a round waits for.
 
     `quorum` and `candidates` are those of the rules of these names. Every `sync_every`-th round is synchronous (0:
@@ -54,7 +54,7 @@ class RoundRule:
     late as long as it catches up).
     """
 
-    rule: Rule
+    rule: StartRule
     quorum: int = 1
     candidates: int = 1
     sync_every: int = 0
@@ -62,7 +62,7 @@ class RoundRule:
 
 
 def least_round_s(
-    waiting: RoundRule,
+    waiting: Waiting,
     compute_s: float,
     delays: Delays,
     ranks: int,
@@ -97,7 +97,7 @@ def least_round_s(
     return float(least_s.mean())
 
 
-def _openers(waiting: RoundRule, ranks: int) -> list[float]:
+def _openers(waiting: Waiting, ranks: int) -> list[float]:
     """The probability that the rank with the k-th shortest step opens the round, for each k."""
     if waiting.rule == "majority":  # all of the candidates are among the ranks from the k-th on, and it is one
         drawn = min(waiting.candidates, ranks)
@@ -107,7 +107,7 @@ def _openers(waiting: RoundRule, ranks: int) -> list[float]:
 
 
 def expected_round_s(
-    rule: Rule, compute_s: float, delays: Delays, ranks: int, average_every: int = 0, rounds: int = 4000
+    rule: StartRule, compute_s: float, delays: Delays, ranks: int, average_every: int = 0, rounds: int = 4000
 ) -> float:
     """The expected time of a round: mean seconds over `rounds`, of `ranks` ranks that compute `compute_s` in a step.
 

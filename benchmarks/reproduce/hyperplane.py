@@ -37,8 +37,7 @@ from common import Record, ask, numbers, parser, program
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncoll.testing import RoundRule, least_round_s
-from asyncoll.testing.time_model import Rule
+from asyncoll.testing import StartRule, Waiting, least_round_s
 from trainers.experiment import learning_rate
 from trainers.imbalance import OneRandom, parse_duration
 from trainers.runs import RunFailedError, launch
@@ -56,7 +55,7 @@ OURS = {
     "majority": ["eager_sgd", "--partial", "majority"],
 }
 METHODS = ("synchronous", DDP, "solo", "majority")
-RULES: dict[str, Rule] = {"synchronous": "synchronous", DDP: "synchronous", "solo": "solo", "majority": "majority"}
+RULES: dict[str, StartRule] = {"synchronous": "synchronous", DDP: "synchronous", "solo": "solo", "majority": "majority"}
 # Section 6.2.1 and figure 10: steps per second over Deep500's synchronous SGD, solo; majority against solo at 200 ms.
 PAPER = {
     ("solo", 0.2): "1.50",
@@ -200,7 +199,7 @@ def table(delay_s: float, runs: dict[str, list[Report]]) -> list[list[str]]:
         speeds = [report["steps_per_s"] for report in reports]
         over = [ratios(reports, runs[base]) for base in ("synchronous", DDP)]
         least_s = {
-            of: least_round_s(RoundRule(RULES[of]), COMPUTE_S, OneRandom(delay_s), RANKS, are_drawn=True)
+            of: least_round_s(Waiting(RULES[of]), COMPUTE_S, OneRandom(delay_s), RANKS, are_drawn=True)
             for of in ("synchronous", method)
         }
         times = [

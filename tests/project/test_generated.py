@@ -22,7 +22,7 @@ generated = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(generated)
 
 TROUBLESHOOTING = (ROOT / "docs/howto/troubleshooting.md").read_text()
-CLASSES = [name for name in generated.ERRORS if name != "AsyncollError"]
+CLASSES = sorted(generated.ERRORS - {"AsyncollError"})
 VARIABLE = re.compile(r"ASYNCOLL_[A-Z_]*[A-Z]")
 
 

@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 
 import asyncoll
-from asyncoll.testing import RoundRule, expected_round_s, least_round_s, run_ranks, simulate
+from asyncoll.testing import Waiting, expected_round_s, least_round_s, run_ranks, simulate
 from asyncoll.training import EagerSGD
 from tests.support.cases import looped
 from trainers.__main__ import main as cli
@@ -43,7 +43,7 @@ def test_the_recursion_respects_the_bounds(ranks: int) -> None:
         drawn = are_drawn(imbalance)
         for rule in ("synchronous", "solo", "majority"):
             expected_s = expected_round_s(rule, 0.1, imbalance, ranks, average_every=0, rounds=400)
-            least_s = least_round_s(RoundRule(rule), 0.1, imbalance, ranks, rounds=400, are_drawn=drawn)
+            least_s = least_round_s(Waiting(rule), 0.1, imbalance, ranks, rounds=400, are_drawn=drawn)
             assert least_s <= expected_s + 1e-9, f"{text}, {rule}"
             if rule == "synchronous":
                 assert least_s == pytest.approx(expected_s)
@@ -51,7 +51,7 @@ def test_the_recursion_respects_the_bounds(ranks: int) -> None:
 
 def test_the_bounds_are_those_of_one_random_late_rank() -> None:
     def least(rule: Literal["synchronous", "solo", "majority", "quorum"], **rules: int) -> float:
-        return least_round_s(RoundRule(rule, **rules), 0.1, OneRandom(0.2), 4, rounds=50, are_drawn=True)
+        return least_round_s(Waiting(rule, **rules), 0.1, OneRandom(0.2), 4, rounds=50, are_drawn=True)
 
     assert least("synchronous") == pytest.approx(0.3)
     assert least("solo") == pytest.approx(0.1)
@@ -66,7 +66,7 @@ def test_ranks_that_meet_rarely_hide_each_others_delays() -> None:
     rounds, imbalance = 60, Rotating(0.2, 1)
 
     def least(steps: int) -> float:
-        return least_round_s(RoundRule("synchronous", steps=steps), 0.1, imbalance, 3, rounds=rounds)
+        return least_round_s(Waiting("synchronous", steps=steps), 0.1, imbalance, 3, rounds=rounds)
 
     assert least(1) == pytest.approx(0.3)
     assert least(3) == pytest.approx(0.1 + 0.2 / 3)  # each rank is late once
