@@ -73,6 +73,7 @@ def texts_raised() -> dict[str, dict[str, set[str]]]:
     found: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for path, tree in _trees().items():
         folders = path.relative_to(PACKAGE).parts[:-1]
+        constants = _constants(tree)
         for scope in ast.walk(tree):
             if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
                 continue
@@ -80,7 +81,7 @@ def texts_raised() -> dict[str, dict[str, set[str]]]:
                 name = _name(call.func)
                 position, before = TEXTS.get(name, (0, ""))
                 if name in ERRORS and len(call.args) > position:
-                    texts = _texts(call.args[position], _local(scope))
+                    texts = _texts(call.args[position], {**constants, **_local(scope)})
                     found[name]["".join(folders[:1])] |= {before + text for text in texts if text.strip(f"{VALUE} :;,")}
     return found
 
@@ -95,14 +96,22 @@ def _known() -> dict[str, list[ast.expr]]:
     """The constants of all modules, and what functions return, by name."""
     known: dict[str, list[ast.expr]] = defaultdict(list)
     for tree in _trees().values():
-        for node in tree.body:
-            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.JoinedStr):
-                known[_name(node.targets[0] if isinstance(node, ast.Assign) else node.target)].append(node.value)
+        for name, values in _constants(tree).items():
+            known[name] += values
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef):
                 returned = [each.value for each in ast.walk(node) if isinstance(each, ast.Return)]
                 known[node.name] += [each for each in returned if isinstance(each, ast.JoinedStr)]
     return known
+
+
+def _constants(tree: ast.Module) -> dict[str, list[ast.expr]]:
+    """The texts among the constants of a module, by name."""
+    found: dict[str, list[ast.expr]] = defaultdict(list)
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant | ast.JoinedStr):
+            found[_name(node.targets[0] if isinstance(node, ast.Assign) else node.target)].append(node.value)
+    return found
 
 
 def _local(scope: ast.AST) -> dict[str, list[ast.expr]]:
@@ -135,9 +144,7 @@ def _texts(node: ast.expr, local: dict[str, list[ast.expr]], depth: int = 0) -> 
         case ast.JoinedStr(values=parts):
             return ["".join(map(_one, [_texts(part, local, depth) for part in parts]))]
         case ast.FormattedValue(value=value):
-            return (
-                _texts(value, {}, depth) if isinstance(value, ast.Name) and value.id.lstrip("_").isupper() else [VALUE]
-            )
+            return _texts(value, local, depth) if _name(value).lstrip("_").isupper() else [VALUE]
         case ast.IfExp(body=one, orelse=other):
             return _texts(one, local, depth) + _texts(other, local, depth)
         case ast.BoolOp(values=values):

@@ -14,8 +14,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from asyncoll.testing import expected_round_s
-from asyncoll.testing.time_model import Rule
+from asyncoll.testing import StartRule, expected_round_s
 from trainers.imbalance import OneRandom
 from trainers.plots import plot_scores
 from trainers.report import Point, seconds
@@ -23,7 +22,7 @@ from trainers.runs import Run, RunFailedError, launch
 
 COMPUTE_S = 0.1
 LATE = OneRandom(0.2)
-RUNS: dict[Rule, list[str]] = {
+RUNS: dict[StartRule, list[str]] = {
     "synchronous": ["allreduce_sgd"],
     "solo": ["eager_sgd", "--partial", "solo"],
     "majority": ["eager_sgd", "--partial", "majority"],
@@ -49,7 +48,7 @@ def demo(ranks: int, seed: int, device: str, folder: Path) -> None:
     console.print(_verdict(runs, target))
 
 
-def _launch(rule: Rule, ranks: int, seed: int, device: str, folder: Path, console: Console) -> Run:
+def _launch(rule: StartRule, ranks: int, seed: int, device: str, folder: Path, console: Console) -> Run:
     machine = ["--compute", f"{COMPUTE_S}s", "--imbalance", str(LATE), "--seed", str(seed), "--device", device]
     try:
         with console.status(f"training: {rule}"):
@@ -60,7 +59,7 @@ def _launch(rule: Rule, ranks: int, seed: int, device: str, folder: Path, consol
     return run
 
 
-def _comparison(runs: Mapping[Rule, Run], ranks: int, target: float) -> Table:
+def _comparison(runs: Mapping[StartRule, Run], ranks: int, target: float) -> Table:
     """One column for each run. The rows "theory" have the values of `expected_round_s`."""
     reports = [run.report for run in runs.values()]
     first = reports[0]
@@ -89,7 +88,7 @@ def _comparison(runs: Mapping[Rule, Run], ranks: int, target: float) -> Table:
     return table
 
 
-def _verdict(runs: Mapping[Rule, Run], target: float) -> str:
+def _verdict(runs: Mapping[StartRule, Run], target: float) -> str:
     times_s = {rule: run.report["time_to_target_s"] for rule, run in runs.items()}
     first_s = times_s.pop("synchronous")
     speed_ups = " and ".join(f"{_ratio(first_s, time_s)} with {rule}" for rule, time_s in times_s.items())

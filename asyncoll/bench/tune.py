@@ -22,7 +22,7 @@ _CHUNKS = tuple(1 << power for power in range(15, 20))
 _PIECES = tuple(1 << power for power in range(18, 23))
 _SHORTS = tuple(1 << power for power in range(12, 21))
 _LONG = (4 << 20, 32 << 20)
-_IN_PIECES = {"whole": 64, "private_max": 0}  # sizes with which arrays that are not registered go in pieces
+IN_PIECES = {"whole": 64, "private_max": 0}  # sizes with which arrays that are not registered go in pieces
 _NO_SHORT = 64  # a limit below all measured sizes: every array is cut into chunks
 
 
@@ -34,7 +34,7 @@ def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
         ("chunk", _CHUNKS, replace(long, registered=True)),
         ("piece", _PIECES, long),
     ):
-        times = _compare(plan, [sizes._replace(**_IN_PIECES | {name: candidate}) for candidate in candidates])
+        times = _compare(plan, [sizes._replace(**IN_PIECES | {name: candidate}) for candidate in candidates])
         # The sum of logarithms, because the times of the longer array would outweigh those of the shorter one in a sum.
         best = int(np.argmin(np.log(times).sum(axis=1)))
         for index, candidate in enumerate(candidates):

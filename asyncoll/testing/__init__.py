@@ -20,7 +20,7 @@ from asyncoll.testing.faults.injectors import (
     fault,
 )
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
-from asyncoll.testing.time_model import Delays, Waiting, expected_round_s, least_round_s
+from asyncoll.testing.time_model import Delays, StartRule, Waiting, expected_round_s, least_round_s
 from asyncoll.testing.worlds import SimReport, run_ranks, simulate
 from asyncoll.transport.messages.simulated import Crash, Cut, Network, Pause
 
@@ -46,6 +46,7 @@ __all__ = [
     "Signal",
     "SimReport",
     "Slow",
+    "StartRule",
     "Stop",
     "Waiting",
     "check_arena",

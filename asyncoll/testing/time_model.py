@@ -32,7 +32,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-Rule = Literal["synchronous", "solo", "majority", "quorum"]
+StartRule = Literal["synchronous", "solo", "majority", "quorum"]
 
 
 class Delays(Protocol):
@@ -54,7 +54,7 @@ class Waiting:
     late as long as it catches up).
     """
 
-    rule: Rule
+    rule: StartRule
     quorum: int = 1
     candidates: int = 1
     sync_every: int = 0
@@ -107,7 +107,7 @@ def _openers(waiting: Waiting, ranks: int) -> list[float]:
 
 
 def expected_round_s(
-    rule: Rule, compute_s: float, delays: Delays, ranks: int, average_every: int = 0, rounds: int = 4000
+    rule: StartRule, compute_s: float, delays: Delays, ranks: int, average_every: int = 0, rounds: int = 4000
 ) -> float:
     """The expected time of a round: mean seconds over `rounds`, of `ranks` ranks that compute `compute_s` in a step.
 

@@ -37,8 +37,7 @@ from common import Record, ask, numbers, parser, program
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from asyncoll.testing import Waiting, least_round_s
-from asyncoll.testing.time_model import Rule
+from asyncoll.testing import StartRule, Waiting, least_round_s
 from trainers.experiment import learning_rate
 from trainers.imbalance import OneRandom, parse_duration
 from trainers.runs import RunFailedError, launch
@@ -56,7 +55,7 @@ OURS = {
     "majority": ["eager_sgd", "--partial", "majority"],
 }
 METHODS = ("synchronous", DDP, "solo", "majority")
-RULES: dict[str, Rule] = {"synchronous": "synchronous", DDP: "synchronous", "solo": "solo", "majority": "majority"}
+RULES: dict[str, StartRule] = {"synchronous": "synchronous", DDP: "synchronous", "solo": "solo", "majority": "majority"}
 # Section 6.2.1 and figure 10: steps per second over Deep500's synchronous SGD, solo; majority against solo at 200 ms.
 PAPER = {
     ("solo", 0.2): "1.50",

@@ -14,10 +14,12 @@ import torch
 from click.testing import CliRunner
 
 from asyncoll.algorithms.dense import by_size as algorithms
+from asyncoll.algorithms.dense.tuning import TABLE, VARIABLE, choose
 from asyncoll.bench.dense_calls import bus_bandwidth
 from asyncoll.bench.plan import BenchPlan, parse_duration, parse_sizes
 from asyncoll.bench.skewed import MODES, bound, expected
 from asyncoll.bench.table import aligned
+from asyncoll.bench.tune import IN_PIECES, setting
 from asyncoll.cli import main
 from tests.support.places import ROOT
 from tests.support.processes import LIGHT, PATIENCE_S
@@ -191,3 +193,9 @@ def test_real_processes(benchmark: str, transport: str) -> None:
     found = [json.loads(line) for line in finished.stdout.splitlines()]
     assert [row["wrong"] for row in found] == [0] * len(found)
     assert {row["transport"] for row in found} == {transport}
+
+
+@pytest.mark.parametrize("ranks", [*TABLE, 17])
+def test_the_setting_that_tuning_prints_chooses_these_sizes(ranks):
+    for sizes in (choose(ranks, {}), choose(ranks, {})._replace(**IN_PIECES)):
+        assert choose(2, {VARIABLE: setting(sizes)}) == sizes

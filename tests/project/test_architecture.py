@@ -219,7 +219,8 @@ PACKAGES: dict[str, set[str]] = {
         "transport",
     },
     "notebook": {"arguments", "errors", "launch", "rpc", "runtime", "transport", "world"},
-    "cli": {"bench", "doctor", "errors", "launch", "testing", "transport"},
+    "cli": {"", "bench", "doctor", "errors", "launch", "testing", "transport"},
+    "__main__": {"cli"},
 }
 SUBPACKAGES = {name for name in PACKAGES if "." in name}
 MODULES_MAX, PACKAGES_MAX = 10, 13  # at the top of asyncoll/

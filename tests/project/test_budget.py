@@ -20,7 +20,7 @@ from tests.support.places import ROOT
 PACKAGE = ROOT / "asyncoll"
 # Lines of code, without empty lines, comments and docstrings, in Python and C.
 LINES = {
-    "": 1_750,  # more: refusals of the command line, examples in its helps, and where errors are explained
+    "": 1_750,  # refusals of the command line, examples in its helps, and where errors are explained
     "_core": 5_660,  # short calls know the last line of the user, which saves a sixth of their time
     "algorithms": 1_220,
     "algorithms/dense": 2_620,
@@ -34,10 +34,10 @@ LINES = {
     "rpc": 3_070,
     "runtime": 3_630,
     "tensors": 1_270,
-    "testing": 5_065,  # with the time model, which was in trainers/
+    "testing": 5_065,  # with the model of what delays cost
     "torch": 2_830,
     "training": 2_020,
-    "transport": 6_180,  # more: the names of all environment variables
+    "transport": 6_180,  # the names of all environment variables
     "world": 1_660,
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`

@@ -22,7 +22,7 @@ generated = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(generated)
 
 TROUBLESHOOTING = (ROOT / "docs/howto/troubleshooting.md").read_text()
-CLASSES = [name for name in generated.ERRORS if name != "AsyncollError"]
+CLASSES = sorted(generated.ERRORS - {"AsyncollError"})
 VARIABLE = re.compile(r"ASYNCOLL_[A-Z_]*[A-Z]")
 
 
@@ -53,6 +53,7 @@ def test_a_section_has_the_meaning_of_its_error_and_what_the_source_says(name):
         ("UsageError", "- `` a loop is running here already: use `async with"),
         ("UsageError", "- `… in the environment is not a variable of asyncoll: …`"),
         ("UsageError", "- `no such script: …`"),
+        ("UsageError", "- `ASYNCOLL_CORE=c, and the compiled core cannot be used: …`"),
         ("PeerLostError", "- `rank … is gone: it was killed by …`"),
         ("ServiceLostError", "- `no service at …: …`"),
         ("ClosedError", "- `this communicator is closed: it takes no more calls`"),

@@ -60,12 +60,12 @@ def choose(ranks: int, environ: Mapping[str, str]) -> Sizes:
     """The sizes for `ranks` ranks, with the overrides of ASYNCOLL_SIZES in `environ`.
 
     Raises UsageError for an unknown name, a value that is not a positive integer, and a size that is not a multiple of
-    64 bytes.
+    64 bytes. `private_max` may be 0: no array is read in private memory.
     """
     sizes = TABLE[max(least for least in TABLE if least <= ranks)]
     for entry in filter(None, environ.get(VARIABLE, "").split(",")):
         name, _, value = entry.partition("=")
-        if name not in Sizes._fields or not value.isdecimal() or int(value) < 1:
+        if name not in Sizes._fields or not value.isdecimal() or int(value) < (name != "private_max"):
             names = ", ".join(Sizes._fields)
             raise UsageError(f"{VARIABLE}: {entry!r} is not NAME=NUMBER; the names are {names}")
         if name != "calls" and int(value) % ALIGNED:
