@@ -3,6 +3,9 @@
 Each step computes COMPUTE_S, and one rank, drawn for each step, LATE_S more (both by sleeping). The bounds are those of
 free communication: a synchronous round takes COMPUTE_S + LATE_S, a solo round COMPUTE_S at least, and a majority round
 COMPUTE_S + LATE_S / P, because the late rank is drawn to start it with probability 1 / P.
+
+These settings are the third that were tried, with one seed each. With 50 ms and 200 ms and the rounds of the
+synchronous training, solo and majority were less accurate; with a learning rate of 0.5 the ratios were 1.90 and 1.66.
 """
 
 from __future__ import annotations

@@ -283,7 +283,7 @@ def test_a_forwarded_failure_keeps_the_beginning_of_its_message():
     there = RemoteError(2, "ValueError", "the root cause", "x" * 100_000)
     error = failure.decode(failure.encode(there), 1)
     assert error.message.startswith("ValueError at rank 2: the root cause")
-    assert error.traceback.endswith("xxx\n")
+    assert error.traceback.endswith("xxx\ndocs: troubleshooting#remoteerror\n")
     assert len(str(error)) < 11_000
 
 
