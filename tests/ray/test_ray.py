@@ -55,7 +55,9 @@ def test_the_rank_that_fails_by_itself_is_the_cause(told):
     error = told["raise"]
     assert error["type"] == "RemoteError"
     assert error["text"].startswith("ValueError at rank 1: boom")
-    place, *followers = error["notes"]  # a rank that is slow to fail is cancelled, and not among them
+    _, place, *followers = error[
+        "notes"
+    ]  # the page of the error first; a rank that is slow to fail is cancelled, and not among them
     assert place.startswith("rank 1 ran on host ")
     assert all(re.match(r"ranks? (0|2|0, 2) failed too: .*rank 1 ", note) for note in followers), followers
 
