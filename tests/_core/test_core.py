@@ -408,10 +408,8 @@ def test_an_unknown_kernel_is_declined(number):
 
 def short_calls(meetings: Any) -> Any:
     """Those of a communicator that has none of the other parts: it can learn, and declines every call."""
-    names = (
-        "general rest runner home held endpoint failures unused end note place_outside running_loop expiry may_raise"
-    )
-    parts = dict.fromkeys(names.split()) | {"array_type": np.ndarray, "unfinished": set(), "turns": {}}
+    names = "general rest runner home held endpoint failures unused end note place_outside reported running_loop expiry"
+    parts = dict.fromkeys([*names.split(), "may_raise"]) | {"array_type": np.ndarray, "unfinished": set(), "turns": {}}
     return _core.native.ShortCalls(meetings, (0, 0, 0), 1, 1, 64, own=[], blocks=[], **parts)
 
 
