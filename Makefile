@@ -122,4 +122,4 @@ $(VENV)/.frameworks: $(READY)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist asyncoll/_core/*.abi3.so asyncoll/_core/declared.h .mypy_cache .ruff_cache .pytest_cache runs
+	rm -rf $(VENV) .cache build dist asyncoll/_core/*.abi3.so asyncoll/_core/declared.h .mypy_cache .ruff_cache .pytest_cache runs
