@@ -23,7 +23,7 @@ def footprint(comm) -> dict[str, int]:
         "early": router._early_count,
         "handlers": len(router._handlers),
         # Others may be ahead on that of the world.
-        "current": len([context for context, _ in (*executions._open, *executions._early) if context != world]),
+        "current": sum(context != world for context, _ in (*executions._open, *executions._early)),
         "abandoned": len(executions._abandoned),
         "described": len(executions.described),
         "early executions": len(executions.on_early),
@@ -62,7 +62,8 @@ def objects() -> dict[str, int]:
 
 def left(comm) -> int:
     """The communicators, but for that of the world, which this rank has not forgotten."""
-    return sum(kind is Unused for kind, _ in comm._core.member.endpoint.router._listeners)
+    listeners = list(comm._core.member.endpoint.router._listeners)  # at once: the runtime's thread changes them
+    return sum(kind is Unused for kind, _ in listeners)
 
 
 async def settled(comm, still_open: int = 0) -> None:
