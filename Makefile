@@ -50,7 +50,7 @@ gpu-stand-in: core
 	$(BIN)/python tests/stand_in python benchmarks/gpu.py $(CHECKS) --ranks $(GPU_RANKS) --out build/stand_in
 
 # PyTorch's own distributed tests and ours, with Gloo and with asyncoll. See torch_tests/README.md.
-torch-tests: $(VENV)/.frameworks core
+torch-tests: $(VENV)/.extra-frameworks core
 	$(BIN)/python -m torch_tests
 
 check: lint core
@@ -77,7 +77,7 @@ lint: style
 	$(BIN)/mypy
 
 # The wheel for this architecture, which needs no compiler where it is installed, and the source distribution, in dist/.
-wheel: $(VENV)/.release
+wheel: $(VENV)/.extra-release
 	rm -rf build/wheel dist
 	ASYNCOLL_BUILD_CORE=1 $(BIN)/python -m build --outdir build/wheel
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/auditwheel repair --wheel-dir dist build/wheel/*.whl
@@ -87,13 +87,13 @@ docs: core
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python docs/_site.py
 
 # The site in a browser. It needs Debian's chromium and chromium-driver.
-screen-tests: $(VENV)/.screen core
+screen-tests: $(VENV)/.extra-screen core
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -q screen_tests
 
 # Measures the claims of docs/benchmarks.md beside their peers, and writes the page: an hour, on a machine that does
 # nothing else; several hosts need root. `make benchmarks CLAIM=rpc` measures one.
 CLAIM :=
-benchmarks: $(VENV)/.peers core
+benchmarks: $(VENV)/.extra-peers core
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python benchmarks/page.py renew $(CLAIM)
 
 # Lists the records that are older than the code that they measure, and fails if there are any: a part of a release.
@@ -105,20 +105,9 @@ $(READY): pyproject.toml $(CONSTRAINTS)
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
-$(VENV)/.release: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[release]'
-	touch $@
-
-$(VENV)/.peers: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[peers]'
-	touch $@
-
-$(VENV)/.screen: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[screen]'
-	touch $@
-
-$(VENV)/.frameworks: $(READY)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[frameworks]'
+# What an extra of pyproject.toml needs beside the set-up for development.
+$(VENV)/.extra-%: $(READY)
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[$*]'
 	touch $@
 
 clean:

@@ -5,8 +5,9 @@
     python benchmarks/page.py age           # lists records that are older than the code they measure; exit code 1
 
 A claim (asyncoll/bench/claims.toml) has one record, benchmarks/results/NAME.json: its runs, each with the command, the
-date, the commit, the machine, the cells of the table and all raw numbers. Nothing on the page is typed: a test compares
-it with what the records give. The scripts of several hosts need root.
+date, the commit, the machine and the cells of the table, and from scripts all raw numbers. A test compares the page
+with what the records give. The first records were typed from the journal, and say so. The scripts of several hosts need
+root.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ All cells of the records in which a peer took less time; the speed is that of as
 """
 END = """## How it was measured
 
-Times are medians; systems that are compared took turns in one run. Every result was compared with what it must be, at
-every rank, element and call: no wrong element was found. More than two ranks share two cores, so their times are mostly
-processor time. Links between hosts are those of network namespaces of one machine. Open MPI has not been measured
-between hosts, and nothing on a GPU.
+Times are medians; systems that one command measures took turns in one run. Every result was compared with what it must
+be, at every rank, element and call: no wrong element was found. More than two ranks share two cores, so their times are
+mostly processor time. Links between hosts are those of network namespaces of one machine. Open MPI has not been
+measured between hosts, and nothing on a GPU.
 
-The records are in `benchmarks/results/`, with all raw numbers. The journal of earlier measurements is in
-`benchmarks/history/`, and `benchmarks/README.md` lists all scripts.
+The records are in `benchmarks/results/`. Those from the journal (`benchmarks/history/`) were typed from it, and have no
+raw numbers. `benchmarks/README.md` lists all scripts.
 
 ```sh
 asyncoll bench allreduce -n 2 --sizes 4:4K --registered
@@ -142,11 +143,15 @@ def git(*words: str) -> str:
 
 def age(claim: Claim) -> int:
     """The number of commits in the measured code since the oldest run of the record."""
-    counts = [
-        int(git("rev-list", "--count", "--no-merges", f"{run['commit']}..HEAD", "--", *claim.measures))
-        for run in record_of(claim)["runs"]
-    ]
-    return max(counts, default=0)
+    return max((commits_since(run, claim.measures) for run in record_of(claim)["runs"]), default=0)
+
+
+def commits_since(run: Record, folders: Sequence[str]) -> int:
+    """Of a commit that is not in this history, such as one that was rewritten, those since its day began."""
+    ancestry = ["git", "-C", str(ROOT), "merge-base", "--is-ancestor", run["commit"], "HEAD"]
+    is_here = subprocess.run(ancestry, capture_output=True).returncode == 0
+    since = [f"{run['commit']}..HEAD"] if is_here else [f"--since={run['date']}T00:00:00Z", "HEAD"]
+    return int(git("rev-list", "--count", "--no-merges", *since, "--", *folders))
 
 
 def tell_ages(claims: dict[str, Claim]) -> int:

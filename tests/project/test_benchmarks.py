@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import importlib
 import json
+import os
 import re
 import runpy
 import subprocess
@@ -276,6 +277,22 @@ def test_a_record_of_other_code_is_marked(monkeypatch: pytest.MonkeyPatch, capsy
     assert f"## {claim.heading}\n\n*Older than the code: 3 commits" in page.marked((ROOT / page.PAGE).read_text())
     assert page.tell_ages({claim.name: claim}) == 1
     assert "make benchmarks CLAIM=rpc" in capsys.readouterr().out
+
+
+def test_a_record_of_a_commit_that_is_gone_is_as_old_as_its_day(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history that is rewritten has other commits: the site must be built all the same."""
+    page = load("page")
+    monkeypatch.setattr(page, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    page.git("init", "-q")
+    for day in (1, 3):
+        (tmp_path / "code.py").write_text(str(day))
+        page.git("add", "code.py")
+        monkeypatch.setenv("GIT_COMMITTER_DATE", f"2026-01-0{day}T12:00:00Z")
+        page.git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "-m", "code")
+    first, last = page.git("rev-parse", "HEAD~"), page.git("rev-parse", "HEAD")
+    for commit, date, commits in ((first, "2026-01-01", 1), (last, "2026-01-03", 0), ("0badc0de", "2026-01-02", 1)):
+        assert page.commits_since({"commit": commit, "date": date}, ["code.py"]) == commits
 
 
 def test_a_peer_that_is_faster_is_on_the_page() -> None:
