@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -167,9 +168,10 @@ def tell_ages(claims: dict[str, Claim]) -> int:
 def marked(markdown: str) -> str:
     """The page, with a mark at each claim whose record is older than the code. docs/_site.py shows it so.
 
-    Without the history of the repository, as in a source distribution, nothing is marked.
+    Without the history of the repository, as in a source distribution, or without git, nothing is marked.
     """
-    if not (ROOT / ".git").exists() or git("rev-parse", "--is-shallow-repository") == "true":
+    has_history = shutil.which("git") is not None and (ROOT / ".git").exists()
+    if not has_history or git("rev-parse", "--is-shallow-repository") == "true":
         return markdown
     for claim in load().values():
         heading = f"## {claim.heading}\n"

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -279,6 +280,7 @@ def test_a_record_of_other_code_is_marked(monkeypatch: pytest.MonkeyPatch, capsy
     assert "make benchmarks CLAIM=rpc" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="there is no git")
 def test_a_record_of_a_commit_that_is_gone_is_as_old_as_its_day(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A history that is rewritten has other commits: the site must be built all the same."""
     page = load("page")
