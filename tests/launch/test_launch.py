@@ -35,7 +35,7 @@ from asyncoll.launch.verdict import explain, tell_stopped
 from asyncoll.transport.keys import KEY_BYTES
 from tests.support.cases import case
 from tests.support.places import ROOT, SCRIPTS
-from tests.support.processes import PATIENCE_S, children
+from tests.support.processes import PATIENCE_S, children, without_delays
 
 pytestmark = pytest.mark.slow
 
@@ -72,9 +72,7 @@ def launch(*arguments: object, env: Mapping[str, str] = LIGHT, **options: object
             out, err = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
-    # Loops in development mode report each callback of more than 0.1 s, and a busy machine makes them.
-    told = "".join(line for line in err.splitlines(keepends=True) if "Executing <" not in line)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, told)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, without_delays(err))
 
 
 def await_ready(process: subprocess.Popen[str], count: int) -> None:
