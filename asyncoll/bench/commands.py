@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,15 @@ import click
 
 from asyncoll.bench.plan import BenchPlan, parse_duration, parse_sizes
 from asyncoll.errors import UsageError
+from asyncoll.transport import settings
 
 
 class Command(click.Command):
-    """Reports a UsageError of the library as click reports its own."""
+    """Checks the environment, and reports a UsageError of the library as click reports its own."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            settings.check(os.environ)
             return super().invoke(ctx)
         except UsageError as error:
             raise click.UsageError(str(error), ctx) from error

@@ -33,10 +33,9 @@ from asyncoll.launch.rank_environment import (
 from asyncoll.launch.remote import remote_host, travelling
 from asyncoll.launch.supervisor import GIVE_UP_S, INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
-from asyncoll.transport import standard_streams
+from asyncoll.transport import settings, standard_streams
 from asyncoll.transport.keys import new_key
 from asyncoll.transport.loopback import loopback
-from asyncoll.transport.settings import check_names
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = signal.SIGTSTP  # Ctrl-Z
@@ -79,7 +78,7 @@ def launch(
     """
     check_current_folder()
     check_encoding(os.environ)
-    check_names(os.environ)
+    settings.check(os.environ, transport)
     placement = Placement({HERE: ranks} if isinstance(ranks, int) else dict(ranks))
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")

@@ -883,6 +883,8 @@ def refused_when_made():
     refused("outside of the model", eager_state, torch.optim.SGD(beside, lr=0.1), module)
     refused("history", eager_state, options={"history": 0})
     refused("partial is", eager_state, options={"partial": "group"})
+    refused('quorum=1 belongs to partial="quorum"', eager_state, options={"quorum": 1})
+    refused('candidates=2 belongs to partial="majority"', eager_state, options={"candidates": 2})
     for option in ({"partial": "quorum", "quorum": 99}, {"partial": "majority", "candidates": 0}, {"sync_every": -1}):
         refused([*option][-1], eager_state, options=option)
     for option in ({"algorithm": "none"}, {"thresholds_every": 0}, {"regions_every": 0}, {"feedback": 1}):
