@@ -116,6 +116,7 @@ MAKERS = {
     hooks.dc_s3gd: lambda ddp, optimizer, **more: hooks.DCS3GDState(ddp, optimizer, **more),
 }
 names = iter(range(1000))
+made = []  # the states of a case, of which some have not ended
 
 
 def new(hook, module=None, options=(), make_optimizer=optimizer_of, **more):
@@ -124,6 +125,7 @@ def new(hook, module=None, options=(), make_optimizer=optimizer_of, **more):
     ddp, optimizer = wrap(module, **{"gradient_as_bucket_view": True} | more), make_optimizer(module)
     state = MAKERS[hook](ddp, optimizer, **dict(options))
     ddp.register_comm_hook(state, hook)
+    made.append(state)
     return state, ddp, optimizer
 
 
@@ -1039,6 +1041,7 @@ def refused_parameters():
     optimizer = optimizer_of(ddp)
     state = hooks.DCS3GDState(ddp, optimizer)
     ddp.register_comm_hook(state, hooks.dc_s3gd)
+    made.append(state)
     step(ddp, optimizer, batch)
     ddp.load_state_dict(ddp.state_dict())
     refused("changed parameters", state.finish)
@@ -1056,6 +1059,8 @@ if __name__ == "__main__":
     dist.init_process_group("asyncoll")
     for case in sys.argv[1:]:
         CASES[case]()
+        while made:
+            made.pop().discard()
     last = ended()
     dist.destroy_process_group()
     assert all(p.grad.isfinite().all() for p in last)
