@@ -158,13 +158,13 @@ def test_the_help_of_laws_names_all_kinds():
         (["bench", "allreduce", "--sizes", "100000G"], "--sizes: 2 arrays of 107374182400000 bytes do not fit"),
         (
             ["bench", "allreduce", "-n", "99999999", "--transport", "inproc"],
-            "'-n': 99999999 is not in the range 1<=x<=1024",
+            "'-n' / '--ranks': 99999999 is not in the range 1<=x<=1024",
         ),
         (["bench", "pingpong", "-n", "2"], "No such option '-n'"),
         (["bench", "solo", "--skew", "1e400s"], "'--skew': '1e400s' is not a duration"),
         (["bench", "solo", "--skew", "9" * 400 + "s"], "is not a duration"),
         (["bench", "solo", "--iterations", "9" * 21], "'--iterations': 999999999999999999999 is not in the range"),
-        (["bench", "tune", "-n", "99999999"], "'-n': 99999999 is not in the range 2<=x<=1024"),
+        (["bench", "tune", "-n", "99999999"], "'-n' / '--ranks': 99999999 is not in the range 2<=x<=1024"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
