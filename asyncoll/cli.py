@@ -31,6 +31,13 @@ EXIT_CODES = {
 }
 
 
+_PLACE = re.compile("(-n|--ranks|--hosts)(=?[0-9].*|=.*)?")  # an option that says where ranks run
+
+
+class _Seconds(click.FloatRange):
+    name = "number of seconds"
+
+
 class _FilePath(click.Path):
     """A path that is neither empty, which pathlib would take for the current folder, nor an option."""
 
@@ -44,6 +51,11 @@ class _FilePath(click.Path):
 
 class _WithExitCodes(CommandGroup):
     """Its help ends with the exit codes of all commands."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] not in self.commands and os.path.isfile(args[0]):
+            ctx.fail(f"{args[0]} is not a command: `asyncoll launch -n RANKS {args[0]}` runs a program")
+        return super().resolve_command(ctx, args)
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):
@@ -74,7 +86,8 @@ def main() -> None:
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    type=_Seconds(min=0, min_open=True),
     help="Stop the job after this number of seconds (exit code 124).",
 )
 @click.option(
@@ -114,7 +127,7 @@ def launch(ranks: int | None, hosts: str | None, program: tuple[str, ...], **opt
     from asyncoll.launch import launch as run
     from asyncoll.launch import parse_hosts
 
-    late = next((word for word in program[1:] if word in ("-n", "--ranks", "--hosts")), None)
+    late = next((found[1] for word in program[1:] if (found := _PLACE.fullmatch(word))), None)
     if late and ranks is None and hosts is None:
         remedy = f"put it before, as in `asyncoll launch {late} ... {program[0]}`"
         raise UsageError(f"{late} after the program is an argument of the program: {remedy}")

@@ -29,9 +29,10 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             meant = MEANT.get(error.option_name, "")
-            if not any(meant in parameter.opts for parameter in self.params):
+            if not _has(self, meant):
                 raise
-            raise click.NoSuchOption(error.option_name, possibilities=[meant], ctx=ctx) from None
+            told = f"No such option {error.option_name!r}. Did you mean {meant!r}?"
+            raise click.NoSuchOption(error.option_name, told, ctx=ctx) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -48,10 +49,27 @@ class CommandGroup(click.Group):
     command_class = Command
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args or ["--help"])
+        try:
+            return super().parse_args(ctx, args or ["--help"])
+        except click.NoSuchOption as error:
+            owners = [name for name, command in self.commands.items() if _has(command, error.option_name)]
+            if not owners:
+                raise
+            told = f"No such option {error.option_name!r} here: it belongs after {' or '.join(owners)}."
+            raise click.NoSuchOption(error.option_name, told, ctx=ctx) from None
+
+
+def _has(command: click.Command, option: str) -> bool:
+    return any(option in parameter.opts for parameter in command.params)
+
+
+class Count(click.IntRange):
+    """A range of whole numbers."""
+
+    name = "whole number"
 
 
 def ranks_option(least: int = 1, most: int | None = RANKS_MAX, **settings: Any) -> Callable[[Any], Any]:
     """-n, --ranks: the number of ranks."""
     settings = {"default": 2, "show_default": True, "help": "Number of ranks.", **settings}
-    return click.option("-n", "--ranks", "ranks", type=click.IntRange(least, most), **settings)
+    return click.option("-n", "--ranks", "ranks", metavar="N", type=Count(least, most), **settings)

@@ -89,7 +89,7 @@ def open_output(size: int, logs: Path | None) -> Iterator[Output]:
                     logs.mkdir(parents=True, exist_ok=True)
                     log = opened.enter_context(open(logs / f"rank-{rank}.{name}", "wb", buffering=0))
                 except OSError as error:
-                    raise UsageError(f"cannot write logs: {error}") from error
+                    raise UsageError(f"cannot write logs to {logs}: {error.strerror}; give another folder") from error
             return OutputStream(f"{prefix} ".encode(), getattr(sink, "buffer", None) or TextSink(sink), log)
 
         yield Output(
