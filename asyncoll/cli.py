@@ -62,7 +62,17 @@ class _WithExitCodes(CommandGroup):
             formatter.write_dl([*EXIT_CODES.items()])
 
 
-@click.group(cls=_WithExitCodes, context_settings={"help_option_names": ["-h", "--help"]})
+_NO_COLOR = bool(os.environ.get("NO_COLOR"))
+
+
+@click.group(
+    cls=_WithExitCodes,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "color": False if _NO_COLOR else None,  # None: on a terminal
+    },
+)
 @click.version_option(__version__, "-V", "--version", message="asyncoll %(version)s")
 def main() -> None:
     """Asynchronous and wait-avoiding collectives for ranks that do not run in step.

@@ -21,8 +21,21 @@ MEANT = {
 }
 
 
+class _Formatter(click.HelpFormatter):
+    """Helps with bold headings, on a terminal."""
+
+    def write_heading(self, heading: str) -> None:
+        super().write_heading(click.style(heading, bold=True))
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+
 class Command(click.Command):
     """Reports a UsageError of the library as click reports its own. Ctrl-C ends it with 130, without a traceback."""
+
+    context_class = _Context
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -47,6 +60,7 @@ class CommandGroup(click.Group):
     """A group of such commands. Without arguments it prints its help, which is no error."""
 
     command_class = Command
+    context_class = _Context
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 import asyncoll
-from asyncoll.cli import main
+from asyncoll.cli import EXIT_CODES, main
 from asyncoll.testing.laws.story import ALL_KINDS
 from tests.support.places import SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S
@@ -107,6 +108,21 @@ def test_a_group_without_a_command_prints_its_help_and_succeeds(arguments):
     run = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert run.stdout.startswith("Usage: ")
     assert run.stderr == ""
+
+
+@pytest.mark.parametrize(("no_color", "heading"), [("", b"\x1b[1mOptions\x1b[0m:\r\n"), ("1", b"\nOptions:\r\n")])
+def test_headings_of_helps_are_bold_on_a_terminal(no_color, heading):
+    ours, terminal = pty.openpty()
+    with open(ours, "rb", buffering=0) as screen, open(terminal, "wb") as output:
+        environ = os.environ | {"NO_COLOR": no_color}
+        subprocess.run([*COMMAND, "key", "--help"], stdout=output, env=environ, timeout=PATIENCE_S, check=True)
+        assert heading in screen.read(1 << 16)
+
+
+def test_the_help_ends_with_the_exit_codes_of_the_page_of_commands():
+    help_ = " ".join(CliRunner().invoke(main, ["--help"]).output.partition("Exit codes:")[2].split())
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code} {meaning}" in help_
 
 
 def test_the_help_of_laws_names_all_kinds():

@@ -262,6 +262,16 @@ def test_colours_on_a_terminal_only() -> None:
         assert screen.read(100).startswith(b"\x1b[36m0:\x1b[0m {")
 
 
+@pytest.mark.parametrize(("no_color", "said"), [("", b"\x1b[1;31mrank 1 failed"), ("1", b"rank 1 failed")])
+def test_the_line_that_names_the_failure_is_coloured_on_a_terminal(no_color: str, said: bytes) -> None:
+    ours, terminal = pty.openpty()
+    with open(ours, "rb", buffering=0) as screen, open(terminal, "wb"):
+        environ = LIGHT | {"NO_COLOR": no_color}
+        with start("-n", 2, SCRIPTS / "launch/ends_as_told.py", "status", stderr=terminal, env=environ) as process:
+            assert process.wait(PATIENCE_S) == 7
+        assert screen.read(1000).startswith(said)
+
+
 def test_the_job_ends_when_its_output_is_no_longer_read() -> None:
     reader, writer = os.pipe()
     os.close(reader)
