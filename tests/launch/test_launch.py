@@ -199,7 +199,7 @@ def test_a_template_with_threads_or_a_failed_import_is_not_forked(preload: str, 
     [
         (["-n", "0", "x.py"], "0 is not in the range"),
         (["-n", "-1", "x.py"], "-1 is not in the range"),
-        (["-n", "x", "x.py"], "not a valid integer"),
+        (["-n", "x", "x.py"], "not a valid whole number"),
         (["-n", "2"], "Missing argument"),
         (["-n", "2", "nowhere.py"], "no such script: nowhere.py"),
         (["-n", "2", "tests"], "not a script: tests"),
