@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +96,17 @@ def test_a_deleted_folder_is_no_hindrance_where_nothing_needs_one(tmp_path):
     ):
         run = run_in_no_folder(tmp_path / str(number), *command)
         assert run.returncode == 0, run
+
+
+def test_a_key_that_cannot_be_written_is_an_error_and_leaves_no_file(tmp_path):
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    command = [*COMMAND, "key", str(tmp_path / "key")]
+    run = subprocess.run(command, preexec_fn=no_room, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert run.returncode == 2
+    assert f"Error: cannot write a key to {tmp_path}/key: File too large" in run.stderr
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.parametrize("option", ["-V", "--version"])
