@@ -10,26 +10,7 @@ from typing import Any
 import click
 
 from asyncoll.bench.plan import BenchPlan, parse_duration, parse_sizes
-from asyncoll.errors import UsageError
-
-
-class Command(click.Command):
-    """Reports a UsageError of the library as click reports its own."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UsageError as error:
-            raise click.UsageError(str(error), ctx) from error
-
-
-class CommandGroup(click.Group):
-    """A group of such commands. Without arguments it prints its help, which is no error."""
-
-    command_class = Command
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args or ["--help"])
+from asyncoll.cli_base import CommandGroup, ranks_option
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], Any]:
@@ -42,12 +23,6 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
             raise click.BadParameter(str(error)) from error
 
     return convert
-
-
-def _ranks(least: int) -> Callable[[Any], Any]:
-    return click.option(
-        "-n", "ranks", type=click.IntRange(least, 1024), default=2, show_default=True, help="Number of ranks."
-    )
 
 
 def _sizes(default: str) -> Callable[[Any], Any]:
@@ -79,7 +54,7 @@ def bench() -> None:
 
 
 @bench.command()
-@_ranks(1)
+@ranks_option(1)
 @_sizes("4:100M")
 @_transport
 @click.option("--registered", is_flag=True, help="Reduce a tensor of `comm.empty`, in place.")
@@ -117,7 +92,7 @@ def pingpong(as_json: bool, **plan: Any) -> None:
 
 
 @bench.command()
-@_ranks(2)
+@ranks_option(2)
 @_sizes("4K")
 @_transport
 @_json
@@ -141,7 +116,7 @@ def solo(as_json: bool, **plan: Any) -> None:
 
 
 @bench.command()
-@_ranks(2)
+@ranks_option(2)
 def tune(ranks: int) -> None:
     """Measure the best sizes of pieces in shared memory on this host, and print the setting. Takes some minutes.
 
