@@ -329,8 +329,6 @@ declarations: tuple[tuple[str, str], ...]
 points: tuple[str, ...]
 """The names of the injection points of the compiled core: the steps of its primitives."""
 
-"""The values of `Opening` whose rules the compiled core has. `Rounds` takes their indices."""
-
 def watch(passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None:
     """Call `passed` with the name of each injection point that a thread of this process passes; None: no longer.
 
