@@ -734,7 +734,6 @@ static int clear(PyObject *object)
 static void destroy(PyObject *object)
 {
     Meetings *self = (Meetings *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     clear(object);
     for (int64_t rank = 0; self->areas && rank < self->size; rank++)
@@ -747,9 +746,7 @@ static void destroy(PyObject *object)
     PyMem_Free(self->areas);
     PyMem_Free(self->arrays);
     Py_XDECREF((PyObject *)self->block);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef methods[] = {
