@@ -23,6 +23,7 @@
 /* A chunk is a fourth of the arrays, so that two ranks share them evenly even if one begins later; but at least so long
  * that its claim takes much less time than its reduction. */
 enum { CHUNKS = 4, CHUNK_MIN = 1 << 15 };
+enum { COPIED_UNDER_LOCK = 4096 }; /* bytes: to copy them takes less time than to acquire the lock again */
 
 static Record record_of(const Meetings *self, int64_t number)
 {
