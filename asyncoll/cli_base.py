@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 from asyncoll.errors import UsageError
+from asyncoll.transport import settings
 
 INTERRUPTED = 130  # by Ctrl-C
 RANKS_MAX = 1024
@@ -33,7 +35,10 @@ class _Context(click.Context):
 
 
 class Command(click.Command):
-    """Reports a UsageError of the library as click reports its own. Ctrl-C ends it with 130, without a traceback."""
+    """Checks the environment, and reports a UsageError of the library as click reports its own.
+
+    Ctrl-C ends it with 130, without a traceback.
+    """
 
     context_class = _Context
 
@@ -49,6 +54,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            settings.check(os.environ)
             return super().invoke(ctx)
         except UsageError as error:
             raise click.UsageError(str(error), ctx) from error
