@@ -47,7 +47,7 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     Raises UsageError for an unknown kind, a size below 1 or a negative seed.
     """
 
-    replay = f"asyncoll laws --kind {kind} --ranks {size} --seed {seed}"
+    replay = f"asyncoll laws --kind {kind} --sizes {size} --seed {seed}"
     if transport != SIMULATED:
         replay += f" --transport {transport}"
     if devices:
