@@ -52,7 +52,7 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     settings.check(os.environ)
     if transport not in TRANSPORTS:
         raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
-    replay = f"asyncoll laws --kind {kind} --ranks {size} --seed {seed}"
+    replay = f"asyncoll laws --kind {kind} --sizes {size} --seed {seed}"
     if transport != SIMULATED:
         replay += f" --transport {transport}"
     if devices:
