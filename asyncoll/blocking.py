@@ -44,8 +44,8 @@ def init() -> BlockingCommunicator:
 
     Leaving is collective: this rank goes on serving the rounds of others until every rank leaves. A `with` block that
     raises an exception aborts the world: the pending and later calls of the other ranks raise AbortedError with its
-    text as the reason. So does a program that ends without `close`: the others are told of the exception that has ended
-    it, or of a ClosedError if there was none, or if it was SystemExit, of which nothing is known then.
+    text as the reason. A program that ends without `close` aborts the world, too. The reason is then the exception that
+    has ended it, or a ClosedError after a normal end and after `sys.exit`.
 
     If an exception of a signal handler (Ctrl-C) interrupts it, this process is in no world afterwards. The others raise
     a PeerLostError that names this rank: in `init`, or in their calls if they have joined already. After it all ranks,
@@ -235,7 +235,7 @@ class BlockingGossip(Gossip):
 class BlockingCommunicator(Communicator):
     """A `Communicator` for programs without an event loop: its calls may be made in any thread, and return handles.
 
-    `asyncoll.init` gives the communicator of all ranks, `split` one of some of them. It has all calls of a
+    `asyncoll.init` gives the communicator of all ranks, `split` one of a subset of ranks. It has all calls of a
     `Communicator`, with the same arguments, results and errors; what those raise "when awaited", these raise in
     `Handle.wait`. Differences:
 

@@ -26,8 +26,8 @@ class LocalSGD(Trainer):
     momentum, `AllreduceSGD` gives the same result, up to rounding.
 
     All ranks make the same number of steps. `finish()` takes the average that is due since the last one: all ranks
-    leave with one model, to the bit. The state of the optimizer is each rank's own, and is never averaged. So are the
-    buffers between two averages. Clipping applies to the local gradient.
+    leave with one model, to the bit. The state of the optimizer is each rank's own, and is never averaged. The buffers
+    are each rank's own between two averages. Clipping applies to the local gradient.
 
     A checkpoint is each rank's own, and all ranks load the same round. It may be saved after any step, also between two
     averages. See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not

@@ -14,19 +14,11 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import asyncoll
 
 State = dict[str, Any]  # of a replica, as values that calls of functions carry
-
-
-class RpcCalls(Protocol):
-    """What this module needs of an `asyncoll.rpc.Rpc`."""
-
-    def register(self, what: Any, *, name: str | None = None) -> Any: ...
-
-    async def call(self, rank: int, name: str, /, *args: Any) -> Any: ...
 
 
 class _Question(NamedTuple):
@@ -66,7 +58,7 @@ class Recovery:
         self._questions: list[_Question] = []
         self._is_served = False
 
-    def serve(self, calls: RpcCalls) -> None:
+    def serve(self, calls: asyncoll.rpc.Rpc) -> None:
         """Let the other ranks ask this one. All do it before the first round that a rank can miss.
 
         Idempotent: a training whose beginning was interrupted begins again.

@@ -155,9 +155,9 @@ class Trainer(ABC):
             metrics: numbers of this step by name, such as {"loss": loss}: Python numbers, or tensors without
                 dimensions, which are read now and kept as float64. They ride along with the gradient, for which no
                 rank waits, and `Step.metrics` has the mean of each over the contributions of the round that hold it;
-                each step of a late rank whose gradients were added up counts one, and so does each call that
-                accumulates. Keys may differ between ranks and steps. Whether a training has metrics is fixed by the
-                first step, at all ranks: give {} there if a rank, or that step, has none.
+                each step of a late rank, and each call that accumulates, counts as one. Keys may differ between ranks
+                and steps. Whether a training has metrics is fixed by the first step, at all ranks: give {} there if a
+                rank, or that step, has none.
 
         Returns:
             The round that the model is at now. `Step.round` is `Trainer.round`. None if nothing was reduced: this
@@ -174,7 +174,7 @@ class Trainer(ABC):
                 NonFiniteError at every rank.
             MismatchError, PeerLostError, AbortedError, DeadlineError: as from the collectives of the communicator.
 
-        Cancellation ends the communicator, as that of a collective does. `EagerSGD`, `WagmaSGD` and `ADPSGD` go on if
+        Cancellation ends the communicator, as for a collective. `EagerSGD`, `WagmaSGD` and `ADPSGD` go on if
         they are cancelled while they wait for a round or an average of two: the gradient is not lost, and the next step
         reports the round.
         """

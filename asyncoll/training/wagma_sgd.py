@@ -32,9 +32,9 @@ class WagmaSGD(Trainer):
     A late rank makes fewer steps than there are rounds, so programs count `Trainer.round`.
 
     `order` is the paper's, or that of the authors' code, which averages the models of the last step and then applies
-    the gradient to the average, as D-PSGD does. The state of the optimizer is each rank's own. So is the model, except
-    after a round that is `synchronous`, with "step-then-average". `finish()` gives all ranks an average of all models.
-    Ranks may end at different rounds: their last models then stay in the rounds of the others.
+    the gradient to the average, as D-PSGD does. The state of the optimizer is each rank's own. The model is each rank's
+    own, except after a round that is `synchronous`, with "step-then-average". `finish()` gives all ranks an average of
+    all models. Ranks may end at different rounds: their last models then stay in the rounds of the others.
 
     A step that is cancelled while it waits for a group loses no gradient: the local step is taken all the same, with
     "average-then-step" from this rank's own model. The next step reports the rounds since. A cancellation while buffers

@@ -65,14 +65,7 @@ class Environment:
 
         Raises UsageError if it describes a part of a world, or an impossible one, and for a wrong setting in any case.
         """
-        check_names(environ)
-        settings: dict[str, Any] = {
-            "shares_memory": choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
-            "freeze_s": freeze_s(environ),
-            "deadline_s": deadline_s(environ),
-            "encrypt": choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
-            "ports": _ports(environ),
-        }
+        settings = read_settings(environ)
         if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
             launched = read_launcher(environ)
             if launched is not None:
@@ -101,6 +94,18 @@ class Environment:
             interface=environ.get("ASYNCOLL_INTERFACE", ""),
             **settings,
         )
+
+
+def read_settings(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What `environ` sets for any world, by the names of `Environment`. Raises UsageError for a wrong setting."""
+    check_names(environ)
+    return {
+        "shares_memory": choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
+        "freeze_s": freeze_s(environ),
+        "deadline_s": deadline_s(environ),
+        "encrypt": choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
+        "ports": _ports(environ),
+    }
 
 
 def place_of(store: Any) -> tuple[str, int]:
