@@ -316,10 +316,15 @@ def test_the_error_of_a_program_is_all_that_it_prints(
 def test_a_program_that_never_leaves_is_warned(
     forked_world: Callable[..., list[ForkedRank]], size: int, facade: str, end: str
 ) -> None:
+    """Without a process group the end of the first rank is a loss for the others, which are not warned then."""
+    warned = 0
     for rank, (code, _, err) in enumerate(ended(forked_world, size, facade, end)):
         warning = f"asyncoll: warning: rank {rank} {ERROR}{FACADES[facade]}, made at ends_without_finish.py:"
         assert code == 0, err
-        assert err.count(warning) == err.count("warning") == (size > 1), err
+        assert err.count(warning) == err.count("warning") <= 1, err
+        warned += warning in err
+    least = 1 if facade in ("connect", "init") else size
+    assert warned in (range(least, size + 1) if size > 1 else [0])
 
 
 @pytest.mark.slow

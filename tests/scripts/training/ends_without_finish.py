@@ -33,6 +33,7 @@ async def main(comm):
     for _ in range(STEPS):
         model(torch.ones(4, 3)).square().mean().backward()
         await sgd.step()
+    await comm.barrier()  # no rank is gone as long as another one makes steps
     if END == "finish":
         await sgd.finish()
     if END == "discard":
@@ -72,6 +73,7 @@ def hooked():
         ddp(torch.ones(4, 3)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    dist.barrier()
     if END == "forked":
         if not os.fork():
             sys.exit(0)
