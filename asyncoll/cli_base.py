@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from asyncoll.errors import UsageError
-from asyncoll.transport import settings
 
 INTERRUPTED = 130  # by Ctrl-C
 RANKS_MAX = 1024
@@ -56,6 +55,8 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            from asyncoll.transport import settings  # raises UsageError for a wrong ASYNCOLL_CORE
+
             settings.check(os.environ)
             return super().invoke(ctx)
         except UsageError as error:
