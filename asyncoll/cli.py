@@ -146,6 +146,10 @@ def launch(ranks: int | None, hosts: str | None, program: tuple[str, ...], **opt
         raise UsageError("give either -n RANKS, for this host, or --hosts HOST:RANKS,...")
     if options["environment"] and hosts is None:
         raise UsageError("--env goes with --hosts: ranks of this host have its environment")
+    if os.environ.get("ASYNCOLL_SIZES"):  # the rule for them imports numpy, which a launcher does without
+        from asyncoll.algorithms.choice import tables
+
+        tables(2, os.environ)
     sys.exit(run(places, program, **options))
 
 
