@@ -12,11 +12,10 @@ import click
 
 from asyncoll import __version__
 from asyncoll.bench.commands import bench
-from asyncoll.cli_base import CommandGroup, ranks_option
+from asyncoll.cli_base import CommandGroup, Count, chosen_seeds, json_option, ranks_option, seeds_option
 from asyncoll.errors import UsageError
 
-_SEED = click.IntRange(0, (1 << 63) - 1)
-_COUNT = click.IntRange(1, 1024)
+_COUNT = Count(1, 1024)
 EXIT_CODES = {
     "0": "success: all ranks of launch have succeeded, no law is broken, no cell has failed, no element is wrong",
     "1": "laws: a law is broken; faults: a cell has failed; bench: an element is wrong, or a claim does not hold; "
@@ -216,17 +215,22 @@ def _ranks_of_world() -> int:
 @main.command()
 @click.option(
     "--kind",
+    metavar="KIND,...",
     default="all",
     show_default=True,
-    help="solo, majority, quorum, full, candidates, group, gossip, dense, sparse, training, ending; or all.",
+    help="Some of solo, majority, quorum, full, candidates, group, gossip, dense, sparse, training, ending; or all.",
 )
 @click.option(
-    "--ranks", default="1-9,12,13,16,17", show_default=True, help="Sizes of the worlds, used by the seeds in turn."
+    "--sizes",
+    metavar="RANKS,...",
+    default="1-9,12,13,16,17",
+    show_default=True,
+    help="Numbers of ranks of the worlds, used by the seeds in turn.",
 )
-@click.option("--seeds", default="0:200", show_default=True, help="FROM:TO. A seed determines the world.")
-@click.option("--seed", type=_SEED, help="Replay the world of this seed alone.")
+@seeds_option("0:200", "FROM:TO, or a number of seeds. A seed determines the world.")
 @click.option(
     "--jobs",
+    metavar="N",
     type=_COUNT,
     default=os.cpu_count() or 1,
     help="The most processes; one is started for every 20 worlds.  [default: one for each CPU]",
@@ -245,39 +249,40 @@ def _ranks_of_world() -> int:
     "process each. mixed: every second rank does without the compiled core.",
 )
 @click.option("--devices", is_flag=True, help="Some ranks have tensors on devices, which have no hardware.")
-def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str, devices: bool) -> None:
+@json_option("Print a JSON object for each kind, with all laws that it breaks.")
+def laws(kind: str, sizes: str, seed: int | None, seeds: range, jobs: int, transport: str, **options: bool) -> None:
     """Check the laws of collectives, of gossip, of training and of ends of programs in many worlds, drawn from seeds.
 
-    Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world.
+    Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world. Ctrl-C
+    prints what the worlds so far have given. All kinds with the default seeds take two minutes on two idle CPUs.
 
     \b
     Examples:
       asyncoll laws --kind solo,quorum --seeds 0:50
-      asyncoll laws --kind dense --ranks 4 --transport shm --seed 17
+      asyncoll laws --kind dense --sizes 4 --transport shm --seed 17
+      asyncoll laws --seeds 20 --json
     """
     from asyncoll.launch import check_current_folder
     from asyncoll.testing.laws import sweep
 
     check_current_folder()
-    if seed is not None:
-        if click.get_current_context().get_parameter_source("seeds") is not click.core.ParameterSource.DEFAULT:
-            raise click.UsageError("give --seed or --seeds, not both")
-        jobs = 1
-    chosen = sweep.parse_seeds(seeds) if seed is None else range(seed, seed + 1)
-    sys.exit(not sweep.sweep(sweep.parse_kinds(kind), sweep.parse_ranks(ranks), chosen, jobs, transport, devices))
+    kinds, numbers = sweep.parse_kinds(kind), sweep.parse_sizes(sizes)
+    sys.exit(not sweep.sweep(kinds, numbers, chosen_seeds(seed, seeds), jobs, transport, **options))
 
 
 @main.command()
 @click.option(
     "--cells",
+    metavar="CELL,...",
     default="*",
     show_default=True,
     help="FAULT/OPERATION/MOMENT with the wildcards * and ?; several are separated by commas.",
 )
-@click.option("--sample", type=click.IntRange(min=1), help="Draw this number of cells.  [default: all]")
-@click.option("--seed", type=_SEED, default=0, show_default=True, help="Seed of the draw.")
-@click.option("--repeat", type=_COUNT, default=1, show_default=True, help="Repeat with the next seeds.")
-@click.option("-n", "size", type=click.IntRange(2, 1024), default=4, show_default=True, help="Number of ranks.")
+@click.option(
+    "--sample", metavar="N", type=Count(min=1), help="Draw this number of cells with each seed.  [default: all of them]"
+)
+@seeds_option("0:1", "FROM:TO, or a number of seeds: of the draws, and of what happens in a cell.")
+@ranks_option(2, default=4)
 @click.option(
     "--transport",
     type=click.Choice(["shm", "zmq", "shm-mixed"]),
@@ -286,15 +291,20 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     help="shm-mixed: every second rank does without the compiled core.",
 )
 @click.option(
-    "--jobs",
-    type=_COUNT,
-    default=1,
-    show_default=True,
-    help="Number of cells that run at the same time.",
+    "--jobs", metavar="N", type=_COUNT, default=1, show_default=True, help="Number of cells that run at the same time."
 )
-@click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Number of hosts.")
+@click.option("--hosts", metavar="N", type=Count(min=1), default=1, show_default=True, help="Number of hosts.")
+@json_option("Print a JSON object for each cell: it, the seconds to each error, what is broken, what was late.")
 def faults(
-    cells: str, sample: int | None, seed: int, repeat: int, size: int, transport: str, jobs: int, hosts: int
+    cells: str,
+    sample: int | None,
+    seed: int | None,
+    seeds: range,
+    ranks: int,
+    transport: str,
+    jobs: int,
+    hosts: int,
+    as_json: bool,
 ) -> None:
     """Let a rank fail in every way, in every operation, and check that the other ranks raise the right error in time.
 
@@ -326,19 +336,21 @@ def faults(
     With --hosts, ranks are on hosts that are network namespaces of this machine, which needs root.
 
     Exits with 1 if a cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs
-    leaves a processor for each process.
+    leaves a processor for each process. Ctrl-C ends all processes, and prints the table of the cells so far.
 
     \b
     Examples:
       asyncoll faults --sample 20
-      asyncoll faults --cells 'kill/*/inside,stop/solo/after' -n 3
+      asyncoll faults --cells 'kill/*/inside,stop/solo/after' -n 3 --seeds 0:5
+      asyncoll faults --cells 'raise/barrier/*' --json
     """
     from asyncoll.launch import check_current_folder
     from asyncoll.testing.faults import cells as matrix
     from asyncoll.testing.faults.matrix import sweep
 
     check_current_folder()
-    sys.exit(not sweep(matrix.select(cells, sample or 0, repeat, seed, transport, size, hosts), jobs))
+    chosen = matrix.select(cells, sample, chosen_seeds(seed, seeds), transport, ranks, hosts)
+    sys.exit(not sweep(chosen, jobs, as_json=as_json))
 
 
 main.add_command(bench)
