@@ -101,8 +101,8 @@ def pingpong(as_json: bool, **plan: Any) -> None:
 @_json
 @click.option(
     "--skew",
-    metavar="TIME",
     "skew_s",
+    metavar="TIME",
     callback=_parsed(parse_duration),
     default="1ms",
     show_default=True,
