@@ -12,7 +12,7 @@ import click
 
 from asyncoll import __version__
 from asyncoll.bench.commands import bench
-from asyncoll.cli_base import CommandGroup, Count, chosen_seeds, json_option, ranks_option, seeds_option
+from asyncoll.cli_base import Command, CommandGroup, Count, chosen_seeds, json_option, ranks_option, seeds_option
 from asyncoll.errors import UsageError
 
 _COUNT = Count(1, 1024)
@@ -35,6 +35,12 @@ _PLACE = re.compile("(-n|--ranks|--hosts)(=?[0-9].*|=.*)?")  # an option that sa
 
 class _Seconds(click.FloatRange):
     name = "number of seconds"
+
+
+class _Doctor(Command):
+    """What is wrong in the environment is among its findings."""
+
+    checks_environment = False
 
 
 class _FilePath(click.Path):
@@ -169,7 +175,7 @@ def key(file: Path) -> None:
     write_key(file)
 
 
-@main.command()
+@main.command(cls=_Doctor)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--gpu", is_flag=True, help="Open the devices of CUDA, and show the routes of copies.")
 @click.option(

@@ -43,6 +43,7 @@ class Command(click.Command):
     """
 
     context_class = _Context
+    checks_environment = True
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -56,7 +57,8 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            settings.check(os.environ)
+            if self.checks_environment:
+                settings.check(os.environ)
             return super().invoke(ctx)
         except UsageError as error:
             raise click.UsageError(str(error), ctx) from error

@@ -206,7 +206,7 @@ PACKAGES: dict[str, set[str]] = {
         "transport.staging",
         "world",
     },
-    "cli_base": {"errors"},
+    "cli_base": {"errors", "transport"},
     "bench": {
         "",
         "algorithms.dense",
