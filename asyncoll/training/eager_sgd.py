@@ -52,8 +52,8 @@ class EagerSGD(Trainer):
             the `quorum`-th rank ("quorum").
         candidates: the number of ranks that are drawn for a round of "majority".
         quorum: the number of ranks for which a round of "quorum" waits; by default size // 2 + 1.
-        history: the number of results that are kept for late ranks: by default 64, and 0 with `average_every`. The paper
-            has 0.
+        history: the number of results that are kept for late ranks: by default 64, and 0 with `average_every`. The
+            paper has 0.
         sync_every: every so many rounds, one waits for all ranks (0: none): the rounds whose `Trainer.round` is a
             multiple, also after a checkpoint.
         average_every: without history, models are averaged every so many rounds (0: only at the end).
