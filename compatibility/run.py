@@ -231,8 +231,8 @@ TOP = """# Compatibility
 <!-- compatibility/run.py writes this page from the records in compatibility/records. -->
 
 The versions of Python, torch and other packages with which asyncoll has been run. Each row is an environment of its
-own. asyncoll was installed from the wheel, which has the compiled core for all versions of Python with a GIL, or from
-the source distribution.
+own. asyncoll was installed from its wheel, which has the compiled core for all versions of Python. Only builds of
+Python without a GIL, such as 3.14t, cannot load this core. The first row has the lowest versions that `pip` takes.
 """
 END = """## How it is checked
 
