@@ -98,13 +98,11 @@ def renew(environments: Sequence[Environment]) -> None:
     RECORDS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as scratch:
         folder = Path(scratch)
+        commit = run(["git", "-C", ROOT, "rev-parse", "--short=10", "HEAD"]).strip()
         run(["uv", "build", "--quiet", "--out-dir", folder / "dist", ROOT], ASYNCOLL_BUILD_CORE="1")
         for environment in environments:
             print(f"# {environment.name}", flush=True)
-            place = {
-                "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-                "commit": run(["git", "-C", ROOT, "rev-parse", "--short=10", "HEAD"]).strip(),
-            }
+            place = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit}
             document = json.dumps(place | outcome(environment, folder), indent=1)
             (RECORDS / f"{environment.name}.json").write_text(document + "\n")
             shutil.rmtree(folder / "env", ignore_errors=True)
