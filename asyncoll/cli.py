@@ -12,10 +12,10 @@ import click
 
 from asyncoll import __version__
 from asyncoll.bench.commands import bench
-from asyncoll.cli_base import CommandGroup, chosen_seeds, json_option, ranks_option, seeds_option
+from asyncoll.cli_base import CommandGroup, Count, chosen_seeds, json_option, ranks_option, seeds_option
 from asyncoll.errors import UsageError
 
-_COUNT = click.IntRange(1, 1024)
+_COUNT = Count(1, 1024)
 EXIT_CODES = {
     "0": "success: all ranks of launch have succeeded, no law is broken, no cell has failed, no element is wrong",
     "1": "laws: a law is broken; faults: a cell has failed; bench: an element is wrong, or a claim does not hold; "
@@ -28,6 +28,13 @@ EXIT_CODES = {
     "others": "launch: the exit code of the rank that failed first; 128 plus the signal, if a signal has killed it: "
     "137 is SIGKILL, often of the kernel for want of memory, and 139 is SIGSEGV",
 }
+
+
+_PLACE = re.compile("(-n|--ranks|--hosts)(=?[0-9].*|=.*)?")  # an option that says where ranks run
+
+
+class _Seconds(click.FloatRange):
+    name = "number of seconds"
 
 
 class _FilePath(click.Path):
@@ -44,12 +51,27 @@ class _FilePath(click.Path):
 class _WithExitCodes(CommandGroup):
     """Its help ends with the exit codes of all commands."""
 
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] not in self.commands and os.path.isfile(args[0]):
+            ctx.fail(f"{args[0]} is not a command: `asyncoll launch -n RANKS {args[0]}` runs a program")
+        return super().resolve_command(ctx, args)
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Exit codes"):
             formatter.write_dl([*EXIT_CODES.items()])
 
 
-@click.group(cls=_WithExitCodes, context_settings={"help_option_names": ["-h", "--help"]})
+_NO_COLOR = bool(os.environ.get("NO_COLOR"))
+
+
+@click.group(
+    cls=_WithExitCodes,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "color": False if _NO_COLOR else None,  # None: on a terminal
+    },
+)
 @click.version_option(__version__, "-V", "--version", message="asyncoll %(version)s")
 def main() -> None:
     """Asynchronous and wait-avoiding collectives for ranks that do not run in step.
@@ -73,7 +95,8 @@ def main() -> None:
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    type=_Seconds(min=0, min_open=True),
     help="Stop the job after this number of seconds (exit code 124).",
 )
 @click.option(
@@ -113,7 +136,7 @@ def launch(ranks: int | None, hosts: str | None, program: tuple[str, ...], **opt
     from asyncoll.launch import launch as run
     from asyncoll.launch import parse_hosts
 
-    late = next((word for word in program[1:] if word in ("-n", "--ranks", "--hosts")), None)
+    late = next((found[1] for word in program[1:] if (found := _PLACE.fullmatch(word))), None)
     if late and ranks is None and hosts is None:
         remedy = f"put it before, as in `asyncoll launch {late} ... {program[0]}`"
         raise UsageError(f"{late} after the program is an argument of the program: {remedy}")
@@ -188,12 +211,14 @@ def _ranks_of_world() -> int:
 @main.command()
 @click.option(
     "--kind",
+    metavar="KIND,...",
     default="all",
     show_default=True,
     help="Some of solo, majority, quorum, full, candidates, group, gossip, dense, sparse, training, ending; or all.",
 )
 @click.option(
     "--sizes",
+    metavar="RANKS,...",
     default="1-9,12,13,16,17",
     show_default=True,
     help="Numbers of ranks of the worlds, used by the seeds in turn.",
@@ -201,6 +226,7 @@ def _ranks_of_world() -> int:
 @seeds_option("0:200", "FROM:TO, or a number of seeds. A seed determines the world.")
 @click.option(
     "--jobs",
+    metavar="N",
     type=_COUNT,
     default=os.cpu_count() or 1,
     help="The most processes; one is started for every 20 worlds.  [default: one for each CPU]",
@@ -243,12 +269,13 @@ def laws(kind: str, sizes: str, seed: int | None, seeds: range, jobs: int, trans
 @main.command()
 @click.option(
     "--cells",
+    metavar="CELL,...",
     default="*",
     show_default=True,
     help="FAULT/OPERATION/MOMENT with the wildcards * and ?; several are separated by commas.",
 )
 @click.option(
-    "--sample", type=click.IntRange(min=1), help="Draw this number of cells with each seed.  [default: all of them]"
+    "--sample", metavar="N", type=Count(min=1), help="Draw this number of cells with each seed.  [default: all of them]"
 )
 @seeds_option("0:1", "FROM:TO, or a number of seeds: of the draws, and of what happens in a cell.")
 @ranks_option(2, default=4)
@@ -259,8 +286,10 @@ def laws(kind: str, sizes: str, seed: int | None, seeds: range, jobs: int, trans
     show_default=True,
     help="shm-mixed: every second rank does without the compiled core.",
 )
-@click.option("--jobs", type=_COUNT, default=1, show_default=True, help="Number of cells that run at the same time.")
-@click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Number of hosts.")
+@click.option(
+    "--jobs", metavar="N", type=_COUNT, default=1, show_default=True, help="Number of cells that run at the same time."
+)
+@click.option("--hosts", metavar="N", type=Count(min=1), default=1, show_default=True, help="Number of hosts.")
 @json_option("Print a JSON object for each cell: it, the seconds to each error, what is broken, what was late.")
 def faults(
     cells: str,

@@ -15,7 +15,7 @@ RANKS_MAX = 1024
 # Former spellings, and those of other launchers, with the option that each means in a command that has it.
 MEANT = {
     "--ranks": "--sizes",
-    **dict.fromkeys(("--np", "--nproc", "--nprocs", "--nproc-per-node", "--nproc_per_node", "--size"), "--ranks"),
+    **dict.fromkeys(("--np", "--nproc", "--nprocs", "--nproc-per-node", "--nproc_per_node"), "--ranks"),
     **dict.fromkeys(("--key", "--keyfile"), "--key-file"),
     **dict.fromkeys(("--report", "--output"), "--json"),
     **dict.fromkeys(("--repeat", "--repeats"), "--seeds"),
@@ -23,15 +23,28 @@ MEANT = {
 }
 
 
+class _Formatter(click.HelpFormatter):
+    """Helps with bold headings, on a terminal."""
+
+    def write_heading(self, heading: str) -> None:
+        super().write_heading(click.style(heading, bold=True))
+
+
+class _Context(click.Context):
+    formatter_class = _Formatter
+
+
 class Command(click.Command):
     """Reports a UsageError of the library as click reports its own. Ctrl-C ends it with 130, without a traceback."""
+
+    context_class = _Context
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             meant = MEANT.get(error.option_name, "")
-            if not any(meant in parameter.opts for parameter in self.params):
+            if not _has(self, meant):
                 raise
             told = f"No such option {error.option_name!r}. Did you mean {meant!r}?"
             raise click.NoSuchOption(error.option_name, told, ctx=ctx) from None
@@ -49,15 +62,33 @@ class CommandGroup(click.Group):
     """A group of such commands. Without arguments it prints its help, which is no error."""
 
     command_class = Command
+    context_class = _Context
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args or ["--help"])
+        try:
+            return super().parse_args(ctx, args or ["--help"])
+        except click.NoSuchOption as error:
+            owners = [name for name, command in self.commands.items() if _has(command, error.option_name)]
+            if not owners:
+                raise
+            told = f"No such option {error.option_name!r} here: it belongs after {' or '.join(owners)}."
+            raise click.NoSuchOption(error.option_name, told, ctx=ctx) from None
+
+
+def _has(command: click.Command, option: str) -> bool:
+    return any(option in parameter.opts for parameter in command.params)
+
+
+class Count(click.IntRange):
+    """A range of whole numbers."""
+
+    name = "whole number"
 
 
 def ranks_option(least: int = 1, most: int | None = RANKS_MAX, **settings: Any) -> Callable[[Any], Any]:
     """-n, --ranks: the number of ranks."""
     settings = {"default": 2, "show_default": True, "help": "Number of ranks.", **settings}
-    return click.option("-n", "--ranks", "ranks", type=click.IntRange(least, most), **settings)
+    return click.option("-n", "--ranks", "ranks", metavar="N", type=Count(least, most), **settings)
 
 
 class Seeds(click.ParamType[range]):
@@ -79,7 +110,7 @@ class Seeds(click.ParamType[range]):
 
 def seeds_option(default: str, meaning: str) -> Callable[[Any], Any]:
     """--seeds FROM:TO, and --seed for one of them: `chosen_seeds` of both."""
-    one = click.option("--seed", type=click.IntRange(0, 10**18 - 1), help="The same with this seed alone.")
+    one = click.option("--seed", metavar="N", type=Count(0, 10**18 - 1), help="The same with this seed alone.")
     several = click.option("--seeds", type=Seeds(), default=default, show_default=True, help=meaning)
     return lambda command: several(one(command))
 

@@ -33,6 +33,7 @@ from asyncoll.algorithms.rounds.operation import Opening, Operation, check_opera
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
+from asyncoll.algorithms.seam.short_calls import NoShortCalls
 from asyncoll.algorithms.sparse.oktopk import Rules
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.algorithms.sparse.sparse_operations import SparseReduction, Specification
@@ -180,12 +181,11 @@ class Communicator(Uncopied):
             gradients = torch.full((1000,), float(comm.rank))
             await comm.allreduce(gradients, op=asyncoll.AVG)  # (size - 1) / 2 everywhere
         """
-        short = self._short
-        if short is not None and (call := short.allreduce(x, op)) is not None:
+        if (call := self._short.allreduce(x, op)) is not None:
             return call
         operand = as_operand(x, writable=True, may_stage=True)
-        if short is not None and operand.is_torch and not operand.copied:
-            call = short.allreduce_view(x, op, operand.flat, intern(operand.dtype))
+        if operand.is_torch and not operand.copied:
+            call = self._short.allreduce_view(x, op, operand.flat, intern(operand.dtype))
             if call is not None:
                 return call
         reductions.check_reduction(op, operand.dtype)
@@ -534,7 +534,7 @@ class Communicator(Uncopied):
             comm.rpc.register(len)
             await comm.barrier()  # now every rank has registered its function
         """
-        if self._short is not None and (started := self._short.barrier()) is not None:
+        if (started := self._short.barrier()) is not None:
             return started
         call = self._calls.number("barrier", "", -1, "", site_outside())
         return self._calls.start(Call(call, lambda collectives: collectives.barrier()))
@@ -1340,7 +1340,7 @@ class Communicator(Uncopied):
     def _end(self, error: Reason | None) -> None:
         """Close the communicator. With an `error`, calls under way end, and the other ranks are told of it."""
         self._core.close(error)
-        self._short = None  # new calls go the general way, which refuses them
+        self._short = NoShortCalls()  # new calls go the general way, which refuses them
 
     async def __aenter__(self) -> Self:
         return self

@@ -138,7 +138,7 @@ def print_findings(as_json: bool, **chosen: Any) -> int:
         return done.result().exit_code
     finally:
         found = Findings({**findings.sections}, [*findings.warnings], {**findings.obstacles})  # `work` may go on
-        click.echo(render(found, as_json), color=False if os.environ.get("NO_COLOR") else None)
+        click.echo(render(found, as_json))
 
 
 def render(findings: Findings, as_json: bool) -> str:

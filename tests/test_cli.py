@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pty
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import asyncoll
-from asyncoll.cli import main
+from asyncoll.cli import EXIT_CODES, main
 from asyncoll.testing.laws.story import ALL_KINDS
 from tests.support.places import SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S
@@ -96,6 +98,17 @@ def test_a_deleted_folder_is_no_hindrance_where_nothing_needs_one(tmp_path):
         assert run.returncode == 0, run
 
 
+def test_a_key_that_cannot_be_written_is_an_error_and_leaves_no_file(tmp_path):
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    command = [*COMMAND, "key", str(tmp_path / "key")]
+    run = subprocess.run(command, preexec_fn=no_room, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert run.returncode == 2
+    assert f"Error: cannot write a key to {tmp_path}/key: File too large" in run.stderr
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("option", ["-V", "--version"])
 def test_the_version_is_that_of_the_package(option):
     run = subprocess.run([*COMMAND, option], capture_output=True, text=True, timeout=PATIENCE_S)
@@ -107,6 +120,21 @@ def test_a_group_without_a_command_prints_its_help_and_succeeds(arguments):
     run = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert run.stdout.startswith("Usage: ")
     assert run.stderr == ""
+
+
+@pytest.mark.parametrize(("no_color", "heading"), [("", b"\x1b[1mOptions\x1b[0m:\r\n"), ("1", b"\nOptions:\r\n")])
+def test_headings_of_helps_are_bold_on_a_terminal(no_color, heading):
+    ours, terminal = pty.openpty()
+    with open(ours, "rb", buffering=0) as screen, open(terminal, "wb") as output:
+        environ = os.environ | {"NO_COLOR": no_color}
+        subprocess.run([*COMMAND, "key", "--help"], stdout=output, env=environ, timeout=PATIENCE_S, check=True)
+        assert heading in screen.read(1 << 16)
+
+
+def test_the_help_ends_with_the_exit_codes_of_the_page_of_commands():
+    help_ = " ".join(CliRunner().invoke(main, ["--help"]).output.partition("Exit codes:")[2].split())
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code} {meaning}" in help_
 
 
 def test_the_help_of_laws_names_all_kinds():

@@ -13,7 +13,7 @@ from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.seam.call import Call
-from asyncoll.algorithms.seam.short_calls import Entry, GeneralCalls, Plan
+from asyncoll.algorithms.seam.short_calls import GeneralCalls, NoShortCalls
 from asyncoll.algorithms.seam.ways import OWN
 from asyncoll.errors import DeviceError, ProtocolError, UsageError
 from asyncoll.rpc.carrier import Carrier
@@ -28,12 +28,10 @@ from asyncoll.tensors.staged import Staged
 T = TypeVar("T")
 
 
-class AloneCalls:
-    """Implements `seam.short_calls.ShortCalls`: the reduction of one array is the array."""
+class AloneCalls(NoShortCalls):
+    """The reduction of one array is the array. Each call is counted at once, and no other rank asks for the latest."""
 
     def __init__(self, member: Member, general: GeneralCalls) -> None:
-        self.last = 0
-        self.libraries: tuple[str, ...] = ()
         self._member = member
         self._general = general
         self._reductions: set[tuple[object, object]] = set()  # that make sense: the dtype of numpy or its name, the op
@@ -48,12 +46,6 @@ class AloneCalls:
 
     def barrier(self) -> Coroutine[Any, Any, None] | None:
         return self._end("barrier", None)
-
-    def counts(self) -> list[tuple[Plan, int, int]]:
-        return []  # they are counted one by one
-
-    def latest(self) -> tuple[Entry, float] | None:
-        return None  # no other rank asks
 
     def _makes_sense(self, dtype: Any, op: object) -> bool:
         """Whether `op` is a reduction that is defined for `dtype`."""

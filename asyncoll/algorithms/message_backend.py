@@ -11,7 +11,7 @@ from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
-from asyncoll.algorithms.seam.short_calls import GeneralCalls
+from asyncoll.algorithms.seam.short_calls import GeneralCalls, NoShortCalls
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.message_carrier import MessageCarrier
@@ -36,8 +36,8 @@ class MessageBackend:
     def _operations(self) -> AnnouncedOperations:
         return AnnouncedOperations(self._member, self.operations)
 
-    def short_calls(self, general: GeneralCalls) -> None:
-        """None: a call by message needs the runtime's loop."""
+    def short_calls(self, general: GeneralCalls) -> NoShortCalls:
+        return NoShortCalls()  # a call by message needs the runtime's loop
 
     def collectives(self, call: Call[Any]) -> Collectives:
         return MessageCall(self._member, call.signature, self._member.communicator)

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from asyncoll.bench.plan import BenchPlan, parse_duration, parse_sizes
-from asyncoll.cli_base import CommandGroup, json_option, ranks_option
+from asyncoll.cli_base import CommandGroup, Count, json_option, ranks_option
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], Any]:
@@ -29,6 +29,7 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
 def _sizes(default: str) -> Callable[[Any], Any]:
     return click.option(
         "--sizes",
+        metavar="BYTES,...",
         callback=_parsed(parse_sizes),
         default=default,
         show_default=True,
@@ -101,12 +102,15 @@ def pingpong(as_json: bool, **plan: Any) -> None:
 @click.option(
     "--skew",
     "skew_s",
+    metavar="TIME",
     callback=_parsed(parse_duration),
     default="1ms",
     show_default=True,
     help="Rank r arrives r times this late.",
 )
-@click.option("--iterations", type=click.IntRange(1, 1_000_000), default=128, show_default=True, help="Counted calls.")
+@click.option(
+    "--iterations", metavar="N", type=Count(1, 1_000_000), default=128, show_default=True, help="Counted calls."
+)
 def solo(as_json: bool, **plan: Any) -> None:
     """Skewed arrivals: the waits of ranks in full, majority, quorum (half of the ranks) and solo allreduces.
 

@@ -20,7 +20,7 @@ from asyncoll.errors import ProtocolError, UsageError
 from asyncoll.launch import report as reports
 from asyncoll.launch.host import LaunchedHost, News, Sources
 from asyncoll.launch.local import check, local_host, template_of
-from asyncoll.launch.output import Output, OutputStream, open_output
+from asyncoll.launch.output import VERDICT, Output, OutputStream, coloured, open_output
 from asyncoll.launch.placement import HERE, Placement
 from asyncoll.launch.program import Program
 from asyncoll.launch.rank_environment import (
@@ -110,7 +110,7 @@ def launch(
         else:
             hosts = _other_hosts(placement, program, environment, sources, launcher.hear, job)
         outcome = launcher.run(hosts)
-        _say(outcome.words)
+        _say(coloured(line, "" if number else VERDICT, sys.stderr) for number, line in enumerate(outcome.words))
         if report_file is not None:
             try:
                 reports.write(report_file, outcome, placement)

@@ -20,16 +20,16 @@ from tests.support.places import ROOT
 PACKAGE = ROOT / "asyncoll"
 # Lines of code, without empty lines, comments and docstrings, in Python and C.
 LINES = {
-    "": 1_900,  # what all commands share, the verdict of doctor, examples in helps, and where errors are explained
+    "": 1_930,  # what all commands share, the verdict of doctor, examples in helps, and where errors are explained
     "_core": 5_660,  # short calls know the last line of the user, which saves a sixth of their time
-    "algorithms": 1_220,
+    "algorithms": 1_210,
     "algorithms/dense": 2_620,
     "algorithms/gossip": 320,
     "algorithms/rounds": 3_570,
-    "algorithms/seam": 280,
+    "algorithms/seam": 290,  # calls that no whole call takes have an object, too
     "algorithms/sparse": 940,
     "bench": 970,  # rows that are shown as they come, and JSON of all tables
-    "launch": 1_800,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
+    "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
     "rpc": 3_070,
     "runtime": 3_630,
@@ -59,14 +59,8 @@ CHOOSERS = {  # what each chooses
     "_compiled": "core or not: rounds",
     "RendezvousArea.__init__": "core or not: copies between two private arrays",
     "_performer": "core or not: a reduction in pieces",
-    "Calls.__init__": "whole calls, where there are any: their counts",
     "MemoryBackend.collectives": "what the core learns, and the table of tensors on devices",
     "compiled_ways": "what the core learns",
-    "GroupCalls.__init__": "whole calls, where there are any: their places in the program",
-    "GroupCalls.allreduce": "a whole call, or the general way",
-    "GroupCalls.barrier": "a whole call, or the general way",
-    "Communicator.allreduce": "a whole call, or the general way",
-    "Communicator.barrier": "a whole call, or the general way",
     "Communicator._wait_avoiding": "a whole call, or the general way",
     "Rendezvous.is_lent": "a copy of an array, or the array",
     "SharedCall.finish_shortly": "a copy of an array, or the array",

@@ -116,6 +116,11 @@ def test_every_flag_has_a_name_of_its_own(algorithm: str) -> None:
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_has_the_spellings_of_asyncoll(option):
+    assert "Usage: " in CliRunner().invoke(cli, ["eager_sgd", option], catch_exceptions=False).output
+
+
 def test_list_names_everything_with_its_paper() -> None:
     output = CliRunner().invoke(cli, ["list"], catch_exceptions=False).output
     for name in (*ALGORITHMS, *WORKLOADS, *IMBALANCES):
