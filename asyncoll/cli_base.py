@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import click
 
 from asyncoll.errors import UsageError
+from asyncoll.transport import settings
 
 INTERRUPTED = 130  # by Ctrl-C
 RANKS_MAX = 1024
@@ -35,7 +37,10 @@ class _Context(click.Context):
 
 
 class Command(click.Command):
-    """Reports a UsageError of the library as click reports its own. Ctrl-C ends it with 130, without a traceback."""
+    """Checks the environment, and reports a UsageError of the library as click reports its own.
+
+    Ctrl-C ends it with 130, without a traceback.
+    """
 
     context_class = _Context
 
@@ -51,6 +56,7 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            settings.check(os.environ)
             return super().invoke(ctx)
         except UsageError as error:
             raise click.UsageError(str(error), ctx) from error

@@ -58,6 +58,52 @@ def test_a_deleted_folder_is_refused_where_processes_or_torch_need_one(tmp_path,
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (
+            {"ASYNCOLL_TRANPORT": "zmq"},
+            "ASYNCOLL_TRANPORT in the environment is not a variable of asyncoll: did you mean",
+        ),
+        ({"ASYNCOLL_TRANSPORT": "smoke"}, "ASYNCOLL_TRANSPORT='smoke' in the environment: use one of shm, zmq"),
+    ],
+    ids=["name", "value"],
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["launch", "-n", "1", "program.py"],
+        ["laws", "--seeds", "0:1"],
+        ["faults", "--sample", "1"],
+        ["doctor"],
+        ["bench", "allreduce", "--sizes", "4"],
+        ["bench", "tune"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_variable_is_refused_by_every_command(arguments, setting, words):
+    result = CliRunner().invoke(main, arguments, env=setting)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["launch", "laws", "faults", "bench allreduce", "bench pingpong"])
+def test_an_unknown_transport_is_refused(command):
+    result = CliRunner().invoke(main, [*command.split(), "--transport", "smoke"])
+    assert result.exit_code == 2
+    assert "'smoke' is not one of" in result.output
+
+
+def test_an_unknown_transport_of_a_program_is_refused_before_a_rank_starts():
+    from asyncoll.launch import launch
+    from asyncoll.testing import check_laws
+
+    with pytest.raises(asyncoll.UsageError, match="unknown transport 'smoke': use one of shm, zmq"):
+        launch(2, ["program.py"], transport="smoke")
+    with pytest.raises(asyncoll.UsageError, match="unknown transport 'smoke': use one of simulated, memory"):
+        check_laws("solo", 2, 0, transport="smoke")
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32:replace", "utf-16-le", "cp037"])
 def test_ranks_that_write_no_ascii_are_refused(encoding):
     command = [*COMMAND, "launch", "-n", "1", "-m", "this"]

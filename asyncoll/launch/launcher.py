@@ -41,7 +41,7 @@ from asyncoll.launch.supervisor import (
     Supervisor,
 )
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
-from asyncoll.transport import standard_streams
+from asyncoll.transport import settings, standard_streams
 from asyncoll.transport.keys import new_key
 from asyncoll.transport.loopback import loopback
 from asyncoll.world.environment import read_settings
@@ -90,6 +90,7 @@ def launch(
     """
     check_current_folder()
     check_encoding(os.environ)
+    settings.check(os.environ, transport)
     read_settings(os.environ)  # its errors here once, and not in each rank
     placement = Placement({HERE: ranks} if isinstance(ranks, int) else dict(ranks))
     if timeout is not None and not timeout > 0:

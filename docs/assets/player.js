@@ -1,7 +1,7 @@
 /* The round player: the rules of wait-avoiding allreduces over drawn delays, as a drawing that runs.
  *
  * `playRounds` is the twin of asyncoll/algorithms/rounds/{rules,engine}.py for ranks whose communication is free:
- * tests/screen/test_player.py compares its calls with those of `asyncoll.testing.simulate`. Nothing here uses a network.
+ * screen_tests/test_player.py compares its calls with those of `asyncoll.testing.simulate`. Nothing here uses a network.
  */
 "use strict";
 
@@ -206,7 +206,7 @@ class Player {
   }
 
   draw() {
-    this.width = Math.max(this.chart.clientWidth, 560);
+    this.width = Math.max(this.chart.clientWidth, 240);
     const height = TOP + this.size * ROW + 6;
     const title = "Ranks over time: steps of computation, waits, and rounds";
     const svg = element("svg", { viewBox: `0 0 ${this.width} ${height}`, role: "img", "aria-label": title });

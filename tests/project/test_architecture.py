@@ -160,7 +160,7 @@ PACKAGES: dict[str, set[str]] = {
     },
     "launch": {"", "_core", "errors", "transport", "world"},
     "ray": {"errors", "launch", "runtime", "transport", "world"},
-    "training": {""},
+    "training": {"", "runtime"},
     "torch.hooks": {
         "algorithms.rounds",
         "algorithms.sparse",

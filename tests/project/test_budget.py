@@ -32,12 +32,12 @@ LINES = {
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
     "rpc": 3_070,
-    "runtime": 3_630,
+    "runtime": 3_700,  # trainings that have not ended, which a rank reports as it leaves
     "tensors": 1_270,
-    "testing": 5_170,  # processes that check, which Ctrl-C ends, and their progress
-    "torch": 2_830,
-    "training": 2_020,
-    "transport": 6_180,  # the names of all environment variables
+    "testing": 5_180,  # processes that check, which Ctrl-C ends, and their progress
+    "torch": 2_850,  # `discard` of the states of hooks
+    "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
+    "transport": 6_190,  # the names of all environment variables, and of transports
     "world": 1_660,
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`
