@@ -206,7 +206,7 @@ PACKAGES: dict[str, set[str]] = {
         "transport.staging",
         "world",
     },
-    "cli_base": {"errors"},
+    "cli_base": {"errors", "transport"},
     "bench": {
         "",
         "algorithms.dense",
@@ -221,7 +221,7 @@ PACKAGES: dict[str, set[str]] = {
         "transport",
     },
     "notebook": {"arguments", "errors", "launch", "rpc", "runtime", "transport", "world"},
-    "cli": {"", "bench", "cli_base", "doctor", "errors", "launch", "testing", "transport"},
+    "cli": {"", "algorithms", "bench", "cli_base", "doctor", "errors", "launch", "testing", "transport"},
     "__main__": {"cli"},
 }
 SUBPACKAGES = {name for name in PACKAGES if "." in name}

@@ -1,8 +1,8 @@
 """A rank whose training ends in one way: `ends_without_finish.py FACADE END`.
 
-Facades are `run`, `connect`, `eager_sgd` and `dc_s3gd` (the hooks). Ends are `finish`, `discard`, `none`, `raise` (an
-exception of the program), `exit` (`sys.exit`), `stay` (the program never leaves its world) and `forked` (a child of the
-rank ends with the interpreter, and the rank by `finish`).
+Facades are `run`, `connect`, `init`, and the hooks `eager_sgd` and `dc_s3gd`. Ends are `finish`, `discard`, `none`,
+`raise` (an exception of the program), `exit` (`sys.exit`), `stay` (the program never leaves its world) and `forked` (a
+child of the rank ends with the interpreter, and the rank by `finish`).
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import sys
 import torch
 
 import asyncoll
-from asyncoll.training import EagerSGD
+from asyncoll.training import DPSGD, EagerSGD
 
 FACADE, END = sys.argv[1:]
 STEPS = 6
@@ -27,7 +27,8 @@ def end_otherwise():
 
 async def main(comm):
     model = torch.nn.Linear(3, 2)
-    sgd = EagerSGD(comm, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    kind = DPSGD if FACADE == "init" else EagerSGD  # which calls functions of other ranks
+    sgd = kind(comm, model, torch.optim.SGD(model.parameters(), lr=0.1))
     await sgd.start()
     for _ in range(STEPS):
         model(torch.ones(4, 3)).square().mean().backward()
@@ -46,6 +47,13 @@ async def connected():
         return
     async with asyncoll.connect() as comm:
         await main(comm)
+
+
+def initialized():
+    KEPT.append(asyncoll.init())
+    asyncio.run(main(KEPT[0]))
+    if END != "stay":
+        KEPT[0].close()
 
 
 def hooked():
@@ -87,6 +95,8 @@ if FACADE == "run":
     asyncoll.run(main)
 elif FACADE == "connect":
     asyncio.run(connected())
+elif FACADE == "init":
+    initialized()
 else:
     hooked()
 print("ended", flush=True)
