@@ -25,6 +25,7 @@ from asyncoll.runtime.deadlines import lift
 from asyncoll.runtime.handles import Gate, Handle, HandleRunner
 from asyncoll.runtime.signature import place_of_end, reported_at
 from asyncoll.runtime.threads import check_threads
+from asyncoll.runtime.unfinished import program_error
 from asyncoll.world.environment import Environment
 from asyncoll.world.join import joined, sole_membership
 
@@ -134,10 +135,8 @@ class _Session:
                 raise self._outcome
 
     def _leave_at_exit(self) -> None:
-        # The interpreter notes the exception that ends a program. An interactive one has noted that of some statement.
-        last = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         with contextlib.suppress(Exception):
-            self.leave(last or ClosedError(f"its program has ended without {self._leaves_by}"))
+            self.leave(program_error() or ClosedError(f"its program has ended without {self._leaves_by}"))
 
     def _ask_to_leave(self, reason: BaseException | None) -> None:
         if not self._is_asked:

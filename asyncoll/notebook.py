@@ -18,7 +18,7 @@ import numpy as np
 from asyncoll.arguments import whole
 from asyncoll.errors import PeerLostError, RemoteError, UsageError
 from asyncoll.launch.function import check_function, launch_function
-from asyncoll.launch.launcher import Outcome
+from asyncoll.launch.supervisor import Outcome
 from asyncoll.launch.verdict import signal_name
 from asyncoll.rpc import codec
 from asyncoll.rpc.packing import Packing, unpack

@@ -8,22 +8,18 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncoll.algorithms.dense.alone import Alone
-from asyncoll.algorithms.dense.message_call import MessageCall
-from asyncoll.algorithms.rounds.directory import Directory, Rounds
+from asyncoll.algorithms.message_backend import WithoutMemory
+from asyncoll.algorithms.rounds.directory import Rounds
 from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.short_calls import GeneralCalls, NoShortCalls
 from asyncoll.algorithms.seam.ways import OWN
-from asyncoll.errors import DeviceError, ProtocolError, UsageError
-from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.message_carrier import MessageCarrier
+from asyncoll.errors import DeviceError, UsageError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import ignore
 from asyncoll.runtime.shared_work import Immediate
-from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, check_reduction
-from asyncoll.tensors.staged import Staged
 
 T = TypeVar("T")
 
@@ -73,24 +69,14 @@ class AloneCalls(NoShortCalls):
         return member.runner.done(result)
 
 
-class AloneBackend:
+class AloneBackend(WithoutMemory):
     """The `Backend` of one rank. What it sends to itself goes by message."""
-
-    memory = None
-    device_route = None
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self.operations = Directory(member)
 
     def short_calls(self, general: GeneralCalls) -> AloneCalls:
         return AloneCalls(self._member, general)
 
     def collectives(self, call: Call[Any]) -> Alone:
         return Alone()
-
-    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
-        return MessageCall(self._member, call, context)
 
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
@@ -116,16 +102,3 @@ class AloneBackend:
 
     def retire(self) -> None:
         """No other rank waits for this one."""
-
-    def is_idle(self, wake: Callable[[], None]) -> bool:
-        return True
-
-    def finished(self) -> None:
-        """No other rank is there."""
-
-    def forget(self) -> None:
-        """There is no memory to give back."""
-
-    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
-        member = self._member
-        return MessageCarrier(member.endpoint.router, member.group, member.post, broken)

@@ -22,14 +22,38 @@ from asyncoll.tensors.staged import Staged
 T = TypeVar("T")
 
 
-class MessageBackend:
-    """The `Backend` by message."""
+class WithoutMemory:
+    """What backends have in common that share no memory: messages between two ranks, and RPC."""
+
+    memory = None
+    device_route = None
 
     def __init__(self, member: Member) -> None:
         self._member = member
         self.operations = Directory(member)
-        self.memory = None
-        self.device_route = None
+
+    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
+        return MessageCall(self._member, call, context)
+
+    def is_idle(self, wake: Callable[[], None]) -> bool:
+        return True
+
+    def finished(self) -> None:
+        """There is nothing to end: no call is under way."""
+
+    def forget(self) -> None:
+        """There is no memory to give back."""
+
+    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
+        member = self._member
+        return MessageCarrier(member.endpoint.router, member.group, member.post, broken)
+
+
+class MessageBackend(WithoutMemory):
+    """The `Backend` by message."""
+
+    def __init__(self, member: Member) -> None:
+        super().__init__(member)
         # Made with the communicator: announcements of other ranks may arrive before this rank calls an operation.
         self._announced = self._operations()
 
@@ -41,9 +65,6 @@ class MessageBackend:
 
     def collectives(self, call: Call[Any]) -> Collectives:
         return MessageCall(self._member, call.signature, self._member.communicator)
-
-    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
-        return MessageCall(self._member, call, context)
 
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
@@ -58,21 +79,6 @@ class MessageBackend:
     async def open(self, operation: Operation, site: str) -> Rounds:
         return self._announced.open(operation, self._member.group.rank, site)
 
-    # -- the end, as of `runtime.lifetime.CommunicatorPart` ---------------------------------------------------
-
     def retire(self) -> None:
         for port in self._announced.ports:
             port.depart()
-
-    def is_idle(self, wake: Callable[[], None]) -> bool:
-        return True
-
-    def finished(self) -> None:
-        """There is nothing to end: no call is under way."""
-
-    def forget(self) -> None:
-        """There is no memory to give back."""
-
-    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
-        member = self._member
-        return MessageCarrier(member.endpoint.router, member.group, member.post, broken)

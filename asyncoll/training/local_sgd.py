@@ -15,7 +15,7 @@ from torch import nn
 
 import asyncoll
 from asyncoll.training.step import Step
-from asyncoll.training.trainer import Options, Trainer
+from asyncoll.training.trainer import MODELS_DIFFER, Options, Trainer
 
 
 class LocalSGD(Trainer):
@@ -65,6 +65,9 @@ class LocalSGD(Trainer):
         await self._average_weights()  # w_i = sum of w_j / P
         await self._settle_buffers()
         return self._complete()
+
+    def _differs(self) -> str:
+        return MODELS_DIFFER if self._is_between_averages() else ""
 
     async def _finish(self) -> None:
         if self._is_between_averages():

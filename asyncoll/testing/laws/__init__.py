@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
-from asyncoll.testing.laws.case_runs import SIMULATED, WORLD_KINDS, tell
+from asyncoll.errors import UsageError
+from asyncoll.testing.laws.case_runs import SIMULATED, TRANSPORTS, WORLD_KINDS, tell
 from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import draw
+from asyncoll.transport import settings
 
 
 class LawBroken(AssertionError):  # noqa: N818
@@ -44,10 +47,12 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     `completion` says also that no copy was at the wrong time. Worlds of dense and sparse calls, and of
     trainings, have no devices.
 
-    Raises UsageError for an unknown kind, a size below 1 or a negative seed.
+    Raises UsageError for an unknown kind or transport, a size below 1 or a negative seed.
     """
-
-    replay = f"asyncoll laws --kind {kind} --ranks {size} --seed {seed}"
+    settings.check(os.environ)
+    if transport not in TRANSPORTS:
+        raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
+    replay = f"asyncoll laws --kind {kind} --sizes {size} --seed {seed}"
     if transport != SIMULATED:
         replay += f" --transport {transport}"
     if devices:
