@@ -33,13 +33,13 @@ class EagerSGD(Trainer):
 
     A late rank makes fewer steps than there are rounds, so programs count `Trainer.round`, never their own steps.
 
-    Each rank keeps the results of `history` rounds. A rank that is late by no more rounds applies every result that it
-    has missed. So all replicas that have applied the same round are equal to the bit. A rank that is later takes the
-    model, the optimizer and the round of another rank, to the bit, and buffers unless they are "local"
-    (`Step.recovered`): `history` bounds memory, and not lateness. That rank gives a copy of them in its next step, or
-    while it waits in one. Only the late rank waits for that. With `sync_every` a rank that is later loses results
-    instead, until the next synchronous round makes all replicas equal again, optimizer state included. (A history of
-    `sync_every` rounds is always enough.) Without history, models drift apart until they are averaged.
+    A rank that is late by no more than `history` rounds applies every result that it has missed. So all replicas that
+    have applied the same round are equal to the bit. A rank that is later takes the model, the optimizer and the round
+    of another rank, to the bit, and buffers unless they are "local" (`Step.recovered`): `history` bounds memory, and
+    not lateness. That rank gives a copy of them in its next step, or while it waits in one. Only the late rank waits
+    for that. With `sync_every` a rank that is later loses results instead, until the next synchronous round makes all
+    replicas equal again, optimizer state included. (A history of `sync_every` rounds is always enough.) Without
+    history, as in the paper, models drift apart until they are averaged.
 
     Ranks may end at different rounds: `finish()` gives all of them the newest one. Each has made a step by then.
 
@@ -52,8 +52,7 @@ class EagerSGD(Trainer):
             the `quorum`-th rank ("quorum").
         candidates: the number of ranks that are drawn for a round of "majority".
         quorum: the number of ranks for which a round of "quorum" waits; by default size // 2 + 1.
-        history: the number of results that are kept for late ranks: by default 64, and 0 with `average_every`. The
-            paper has 0.
+        history: the number of results that are kept for late ranks; by default 64, with `average_every` 0.
         sync_every: every so many rounds, one waits for all ranks (0: none): the rounds whose `Trainer.round` is a
             multiple, also after a checkpoint.
         average_every: without history, models are averaged every so many rounds (0: only at the end).
