@@ -360,6 +360,3 @@ def faults(
 
 
 main.add_command(bench)
-
-if __name__ == "__main__":
-    main()

@@ -181,7 +181,7 @@ def test_a_wrong_result_is_counted(monkeypatch: pytest.MonkeyPatch, capfd: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize(("benchmark", "transport"), [("allreduce", "tcp"), ("solo", "zmq")])
 def test_real_processes(benchmark: str, transport: str) -> None:
-    command = [sys.executable, "-X", "dev", "-W", "error", "-m", "asyncoll.cli", "bench", benchmark]
+    command = [sys.executable, "-X", "dev", "-W", "error", "-m", "asyncoll", "bench", benchmark]
     more = ["--skew", "100us", "--iterations", "5"] if benchmark == "solo" else []
     finished = subprocess.run(
         [*command, "-n", "2", "--sizes", "64", "--transport", transport, "--json", *more],
