@@ -135,7 +135,7 @@ def test_the_compiled_core_carries_out_the_new_kind(package: Path) -> None:
     ],
 )
 def test_the_new_kind_keeps_the_laws_on_every_carrier(package: Path, transport: str, seeds: int, core: str) -> None:
-    world = ("--kind", "led", "--transport", transport, "--ranks", "1-5,9", "--seeds", f"0:{seeds}", "--jobs", "1")
+    world = ("--kind", "led", "--transport", transport, "--sizes", "1-5,9", "--seeds", f"0:{seeds}", "--jobs", "1")
     assert "all laws hold" in run(package, "laws", *world, core=core)
 
 
