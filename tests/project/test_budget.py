@@ -34,7 +34,7 @@ LINES = {
     "rpc": 3_070,
     "runtime": 3_630,
     "tensors": 1_270,
-    "testing": 5_065,  # with the model of what delays cost
+    "testing": 5_115,  # with the model of what delays cost, and records of messages
     "torch": 2_830,
     "training": 2_020,
     "transport": 6_180,  # the names of all environment variables

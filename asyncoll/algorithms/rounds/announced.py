@@ -73,7 +73,7 @@ class AnnouncedOperations:
     def _announced(self, source: int, message: Announce) -> None:
         """An announcement of world rank `source` arrives. Its fields are untrusted; raises ProtocolError."""
         try:
-            operation = _announced_operation(message)
+            operation = announced_operation(message)
             check_operation(operation, self._member.group.size)
             caller = self._member.group.ranks.index(source)
         except (KeyError, TypeError, ValueError, UsageError) as error:
@@ -114,7 +114,7 @@ def _announcement(communicator: int, operation: Operation, site: str) -> Announc
     return Announce(**values, communicator=communicator, site=site)
 
 
-def _announced_operation(message: Announce) -> Operation:
+def announced_operation(message: Announce) -> Operation:
     """The inverse of `_announcement`. Raises KeyError, TypeError or ValueError if it describes no operation."""
     values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Operation)}
     values |= {"op": ReduceOp[message.op], "opening": Opening[message.opening], "layout": _layout(message.layout)}
