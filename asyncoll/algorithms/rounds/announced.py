@@ -18,6 +18,7 @@ from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES, Coo
 from asyncoll.algorithms.rounds.by_tree import ActivatedRounds
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Layout, Opening, Operation, check_operation
+from asyncoll.algorithms.rounds.policies import policy_of
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.errors import MismatchError, ProtocolError, UsageError
 from asyncoll.runtime.member import Member
@@ -45,8 +46,11 @@ class AnnouncedOperations:
     def open(self, operation: Operation, caller: int, site: str) -> Rounds:
         """Make `operation`, first called by rank `caller` at `site`, and announce it.
 
-        Raises UsageError if this rank's host has no room for it. Then no rank is told of it.
+        Raises UsageError if this rank's host has no room for it, or this rank has no such policy. Then no rank is told
+        of it.
         """
+        if operation.policy:
+            policy_of(operation.policy)
         text = f"{operation} (first called by rank {caller} at {site})"
         port = Port(self._member, operation.name, operation.fingerprint())
         rounds = self._make(port, operation, text.__str__)
@@ -84,12 +88,14 @@ class AnnouncedOperations:
                 self._take_over(operation, caller, message.site)
 
     def _take_over(self, operation: Operation, caller: int, site: str) -> None:
-        """Make the operation of another rank. If there is no room for it here, no rank can go on with it."""
+        """Make the operation of another rank. If this one cannot, no rank can go on with it."""
         try:
             self.open(operation, caller, site)
         except UsageError as error:
             host = self._member.host
-            self._member.abort(f"host {host} has no room for {operation}, called by rank {caller} at {site}: {error}")
+            self._member.abort(
+                f"host {host} cannot take part in {operation}, called by rank {caller} at {site}: {error}"
+            )
 
 
 @cache
