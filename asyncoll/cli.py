@@ -139,7 +139,8 @@ def doctor(as_json: bool, gpu: bool, ways: bool, ranks: int) -> None:
     "--kind",
     default="all",
     show_default=True,
-    help="solo, majority, quorum, full, candidates, group, gossip, dense, sparse, training, ending; or all.",
+    help="solo, majority, quorum, full, candidates, group, policy, gossip, dense, sparse, training, ending; or all. "
+    "Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of a Python file that registers NAME.",
 )
 @click.option(
     "--ranks", default="1-9,12,13,16,17", show_default=True, help="Sizes of the worlds, used by the seeds in turn."

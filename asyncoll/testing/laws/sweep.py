@@ -15,6 +15,7 @@ from rich.progress import Progress
 
 from asyncoll.errors import UsageError
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
+from asyncoll.testing.laws.methods import split
 from asyncoll.testing.laws.story import ALL_KINDS
 
 _BATCH = 20  # the most worlds that a process checks between two updates of the progress bar
@@ -33,7 +34,7 @@ Outcome = Lawful | str  # of a world; the text of the law that it breaks
 def parse_kinds(text: str) -> list[str]:
     if text == "all":
         return list(ALL_KINDS)
-    if text in ALL_KINDS:
+    if split(text)[0] in ALL_KINDS:
         return [text]
     raise UsageError(f"unknown kind {text!r}: use all, {', '.join(ALL_KINDS)}")
 
