@@ -25,6 +25,7 @@ from asyncoll.runtime.deadlines import lift
 from asyncoll.runtime.handles import Gate, Handle, HandleRunner
 from asyncoll.runtime.signature import place_of_end, reported_at
 from asyncoll.runtime.threads import check_threads
+from asyncoll.runtime.unfinished import program_error
 from asyncoll.world.environment import Environment
 from asyncoll.world.join import joined, sole_membership
 
@@ -43,8 +44,8 @@ def init() -> BlockingCommunicator:
 
     Leaving is collective: this rank goes on serving the rounds of others until every rank leaves. A `with` block that
     raises an exception aborts the world: the pending and later calls of the other ranks raise AbortedError with its
-    text as the reason. So does a program that ends without `close`: the others are told of the exception that has ended
-    it, or of a ClosedError if there was none, or if it was SystemExit, of which nothing is known then.
+    text as the reason. A program that ends without `close` aborts the world, too. The reason is then the exception that
+    has ended it, or a ClosedError after a normal end and after `sys.exit`.
 
     If an exception of a signal handler (Ctrl-C) interrupts it, this process is in no world afterwards. The others raise
     a PeerLostError that names this rank: in `init`, or in their calls if they have joined already. After it all ranks,
@@ -134,10 +135,8 @@ class _Session:
                 raise self._outcome
 
     def _leave_at_exit(self) -> None:
-        # The interpreter notes the exception that ends a program. An interactive one has noted that of some statement.
-        last = None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
         with contextlib.suppress(Exception):
-            self.leave(last or ClosedError(f"its program has ended without {self._leaves_by}"))
+            self.leave(program_error() or ClosedError(f"its program has ended without {self._leaves_by}"))
 
     def _ask_to_leave(self, reason: BaseException | None) -> None:
         if not self._is_asked:
@@ -236,7 +235,7 @@ class BlockingGossip(Gossip):
 class BlockingCommunicator(Communicator):
     """A `Communicator` for programs without an event loop: its calls may be made in any thread, and return handles.
 
-    `asyncoll.init` gives the communicator of all ranks, `split` one of some of them. It has all calls of a
+    `asyncoll.init` gives the communicator of all ranks, `split` one of a subset of ranks. It has all calls of a
     `Communicator`, with the same arguments, results and errors; what those raise "when awaited", these raise in
     `Handle.wait`. Differences:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,31 +11,80 @@ from typing import Any
 import click
 
 from asyncoll import __version__
-from asyncoll.bench.commands import CommandGroup, bench
+from asyncoll.bench.commands import bench
+from asyncoll.cli_base import CommandGroup, Count, chosen_seeds, json_option, ranks_option, seeds_option
 from asyncoll.errors import UsageError
 
-_SEED = click.IntRange(0, (1 << 63) - 1)
-_COUNT = click.IntRange(1, 1024)
-PROGRAM_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
+_COUNT = Count(1, 1024)
+EXIT_CODES = {
+    "0": "success: all ranks of launch have succeeded, no law is broken, no cell has failed, no element is wrong",
+    "1": "laws: a law is broken; faults: a cell has failed; bench: an element is wrong, or a claim does not hold; "
+    "doctor: no job of this host can run; launch: the rank that failed first has raised an exception",
+    "2": "wrong options, values or variables; nothing was started",
+    "124": "launch --timeout: the time is over",
+    "130": "Ctrl-C",
+    "143": "SIGTERM",
+    "147": "launch: a rank was still stopped (SIGSTOP) when all others had ended: ASYNCOLL_STOPPED_S",
+    "others": "launch: the exit code of the rank that failed first; 128 plus the signal, if a signal has killed it: "
+    "137 is SIGKILL, often of the kernel for want of memory, and 139 is SIGSEGV",
+}
+
+
+_PLACE = re.compile("(-n|--ranks|--hosts)(=?[0-9].*|=.*)?")  # an option that says where ranks run
+
+
+class _Seconds(click.FloatRange):
+    name = "number of seconds"
 
 
 class _FilePath(click.Path):
-    """A path that is not empty: pathlib would take an empty one for the current folder."""
+    """A path that is neither empty, which pathlib would take for the current folder, nor an option."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not value:
             self.fail("an empty path; give one", param, ctx)
+        if str(value).startswith("-"):
+            self.fail(f"'{value}' is an option; give a path (of a file of this name: ./{value})", param, ctx)
         return super().convert(value, param, ctx)
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+class _WithExitCodes(CommandGroup):
+    """Its help ends with the exit codes of all commands."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        if args[0] not in self.commands and os.path.isfile(args[0]):
+            ctx.fail(f"{args[0]} is not a command: `asyncoll launch -n RANKS {args[0]}` runs a program")
+        return super().resolve_command(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Exit codes"):
+            formatter.write_dl([*EXIT_CODES.items()])
+
+
+_NO_COLOR = bool(os.environ.get("NO_COLOR"))
+
+
+@click.group(
+    cls=_WithExitCodes,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 100,
+        "color": False if _NO_COLOR else None,  # None: on a terminal
+    },
+)
 @click.version_option(__version__, "-V", "--version", message="asyncoll %(version)s")
 def main() -> None:
-    """Asynchronous and wait-avoiding collectives for ranks that do not run in step."""
+    """Asynchronous and wait-avoiding collectives for ranks that do not run in step.
+
+    \b
+    Examples:
+      asyncoll launch -n 4 train.py
+      asyncoll doctor
+    """
 
 
-@main.command(context_settings=PROGRAM_SETTINGS)
-@click.option("-n", "size", type=click.IntRange(min=1), help="Number of ranks on this host.")
+@main.command(context_settings={"allow_interspersed_args": False})
+@ranks_option(most=None, default=None, show_default=False, help="Number of ranks on this host.")
 @click.option("--hosts", metavar="HOST:RANKS,...", help="Hosts to reach by ssh, and the number of ranks on each.")
 @click.option(
     "--env", "environment", metavar="NAME", multiple=True, help="A variable that all hosts get. May be repeated."
@@ -45,7 +95,8 @@ def main() -> None:
 )
 @click.option(
     "--timeout",
-    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    type=_Seconds(min=0, min_open=True),
     help="Stop the job after this number of seconds (exit code 124).",
 )
 @click.option(
@@ -53,14 +104,21 @@ def main() -> None:
     type=click.Choice(["shm", "zmq"]),
     help="Shared memory, or messages alone.  [default: $ASYNCOLL_TRANSPORT, or shm]",
 )
+@click.option(
+    "--json",
+    "report",
+    type=_FilePath(path_type=Path),
+    metavar="FILE",
+    help="Write how the job and each rank has ended.",
+)
 @click.argument("program", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|MODULE [ARGS]...")
-def launch(size: int | None, hosts: str | None, program: tuple[str, ...], **options: Any) -> None:
+def launch(ranks: int | None, hosts: str | None, program: tuple[str, ...], **options: Any) -> None:
     """Run a Python program as N ranks on this host, or on several hosts.
 
     Arguments after the script's or the module's name are passed to the program. The ranks find each other by the
     environment variables that torchrun sets. If one rank fails, the others are stopped. The traceback of the rank that
     failed first is printed first, and its exit code is the command's. Ctrl-C gives the ranks time to end; a second
-    Ctrl-C kills them.
+    Ctrl-C kills them. --json writes a report for programs, however the job has ended.
 
     With --hosts a:4,b:4 ranks 0 to 3 run on host a, and 4 to 7 on host b. `ssh a` and `ssh b` must work without a
     question, also for this host. Python, asyncoll, the program and the current folder must be at the same paths on all
@@ -73,23 +131,21 @@ def launch(size: int | None, hosts: str | None, program: tuple[str, ...], **opti
     Examples:
       asyncoll launch -n 4 train.py --epochs 3
       asyncoll launch --hosts a:4,b:4 --timeout 3600 -m package.train
+      asyncoll launch -n 4 --json report.json train.py || jq .first report.json
     """
     from asyncoll.launch import launch as run
     from asyncoll.launch import parse_hosts
 
-    if program[0].startswith("-"):
-        known = [name for parameter in click.get_current_context().command.params for name in parameter.opts]
-        raise click.NoSuchOption(program[0], possibilities=known)
-    late = next((word for word in program[1:] if word in ("-n", "--hosts")), None)
-    if late and size is None and hosts is None:
+    late = next((found[1] for word in program[1:] if (found := _PLACE.fullmatch(word))), None)
+    if late and ranks is None and hosts is None:
         remedy = f"put it before, as in `asyncoll launch {late} ... {program[0]}`"
         raise UsageError(f"{late} after the program is an argument of the program: {remedy}")
-    ranks = size if hosts is None else parse_hosts(hosts)
-    if ranks is None or None not in (size, hosts):
+    places = ranks if hosts is None else parse_hosts(hosts)
+    if places is None or None not in (ranks, hosts):
         raise UsageError("give either -n RANKS, for this host, or --hosts HOST:RANKS,...")
     if options["environment"] and hosts is None:
         raise UsageError("--env goes with --hosts: ranks of this host have its environment")
-    sys.exit(run(ranks, program, **options))
+    sys.exit(run(places, program, **options))
 
 
 @main.command()
@@ -112,43 +168,66 @@ def key(file: Path) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--gpu", is_flag=True, help="Open the devices of CUDA, and show the routes of copies.")
-@click.option("--ways", is_flag=True, help="Show instead which way each call takes, and why.")
 @click.option(
-    "-n",
-    "ranks",
-    type=_COUNT,
-    default=2,
-    envvar="WORLD_SIZE",
-    help="Number of ranks, for --ways.  [default: WORLD_SIZE, or 2]",
+    "--key-file",
+    type=_FilePath(exists=True, dir_okay=False),
+    metavar="FILE",
+    help="The key to examine.  [default: $ASYNCOLL_KEY_FILE, or ~/.asyncoll.key]",
 )
-def doctor(as_json: bool, gpu: bool, ways: bool, ranks: int) -> None:
-    """Show what asyncoll finds on this host, and what it would choose for a job.
+@click.option("--ways", is_flag=True, help="Show instead which way each call takes, and why.")
+@ranks_option(default=None, show_default=False, help="Number of ranks, for --ways.  [default: $WORLD_SIZE, or 2]")
+def doctor(as_json: bool, gpu: bool, key_file: str | None, ways: bool, ranks: int | None) -> None:
+    """Show what asyncoll finds on this host, what it would choose for a job, and whether jobs can run.
+
+    The last line is the verdict, such as "one host: yes; several hosts: no, no key". Exits with 1 if a job of this host
+    cannot run. `asyncoll launch --hosts` makes a key for its job; other jobs of several hosts need one.
 
     \b
     Examples:
       asyncoll doctor
+      asyncoll doctor --json | jq .obstacles
       asyncoll doctor --ways -n 8
     """
     from asyncoll import doctor
+    from asyncoll.transport.keys import KEY_FILE
 
-    click.echo(doctor.ways(ranks, as_json) if ways else doctor.render(doctor.examine(with_gpu=gpu), as_json))
+    if not ways:
+        if ranks is not None:
+            raise UsageError("-n goes with --ways: without it, nothing depends on the number of ranks")
+        environ = {**os.environ, **({} if key_file is None else {KEY_FILE: key_file})}
+        sys.exit(doctor.print_findings(as_json, environ=environ, with_gpu=gpu))
+    if gpu or key_file is not None:
+        raise UsageError("--ways shows the ways of calls alone: leave out --gpu and --key-file")
+    click.echo(doctor.ways(_ranks_of_world() if ranks is None else ranks, as_json))
+
+
+def _ranks_of_world() -> int:
+    text = os.environ.get("WORLD_SIZE") or "2"
+    if not re.fullmatch("[1-9][0-9]{0,5}", text):
+        raise UsageError(f"WORLD_SIZE={text!r} in the environment is no number of ranks: give one with -n")
+    return int(text)
 
 
 @main.command()
 @click.option(
     "--kind",
+    metavar="KIND,...",
     default="all",
     show_default=True,
-    help="solo, majority, quorum, full, candidates, group, policy, gossip, dense, sparse, training, ending; or all. "
-    "Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of a Python file that registers NAME.",
+    help="Some of solo, majority, quorum, full, candidates, group, policy, gossip, dense, sparse, training, ending; or "
+    "all. Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of a Python file that registers NAME.",
 )
 @click.option(
-    "--ranks", default="1-9,12,13,16,17", show_default=True, help="Sizes of the worlds, used by the seeds in turn."
+    "--sizes",
+    metavar="RANKS,...",
+    default="1-9,12,13,16,17",
+    show_default=True,
+    help="Numbers of ranks of the worlds, used by the seeds in turn.",
 )
-@click.option("--seeds", default="0:200", show_default=True, help="FROM:TO. A seed determines the world.")
-@click.option("--seed", type=_SEED, help="Replay the world of this seed alone.")
+@seeds_option("0:200", "FROM:TO, or a number of seeds. A seed determines the world.")
 @click.option(
     "--jobs",
+    metavar="N",
     type=_COUNT,
     default=os.cpu_count() or 1,
     help="The most processes; one is started for every 20 worlds.  [default: one for each CPU]",
@@ -167,39 +246,40 @@ def doctor(as_json: bool, gpu: bool, ways: bool, ranks: int) -> None:
     "process each. mixed: every second rank does without the compiled core.",
 )
 @click.option("--devices", is_flag=True, help="Some ranks have tensors on devices, which have no hardware.")
-def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transport: str, devices: bool) -> None:
+@json_option("Print a JSON object for each kind, with all laws that it breaks.")
+def laws(kind: str, sizes: str, seed: int | None, seeds: range, jobs: int, transport: str, **options: bool) -> None:
     """Check the laws of collectives, of gossip, of training and of ends of programs in many worlds, drawn from seeds.
 
-    Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world.
+    Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world. Ctrl-C
+    prints what the worlds so far have given. All kinds with the default seeds take two minutes on two idle CPUs.
 
     \b
     Examples:
       asyncoll laws --kind solo,quorum --seeds 0:50
-      asyncoll laws --kind dense --ranks 4 --transport shm --seed 17
+      asyncoll laws --kind dense --sizes 4 --transport shm --seed 17
+      asyncoll laws --seeds 20 --json
     """
     from asyncoll.launch import check_current_folder
     from asyncoll.testing.laws import sweep
 
     check_current_folder()
-    if seed is not None:
-        if click.get_current_context().get_parameter_source("seeds") is not click.core.ParameterSource.DEFAULT:
-            raise click.UsageError("give --seed or --seeds, not both")
-        jobs = 1
-    chosen = sweep.parse_seeds(seeds) if seed is None else range(seed, seed + 1)
-    sys.exit(not sweep.sweep(sweep.parse_kinds(kind), sweep.parse_ranks(ranks), chosen, jobs, transport, devices))
+    kinds, numbers = sweep.parse_kinds(kind), sweep.parse_sizes(sizes)
+    sys.exit(not sweep.sweep(kinds, numbers, chosen_seeds(seed, seeds), jobs, transport, **options))
 
 
 @main.command()
 @click.option(
     "--cells",
+    metavar="CELL,...",
     default="*",
     show_default=True,
     help="FAULT/OPERATION/MOMENT with the wildcards * and ?; several are separated by commas.",
 )
-@click.option("--sample", type=click.IntRange(min=1), help="Draw this number of cells.  [default: all]")
-@click.option("--seed", type=_SEED, default=0, show_default=True, help="Seed of the draw.")
-@click.option("--repeat", type=_COUNT, default=1, show_default=True, help="Repeat with the next seeds.")
-@click.option("-n", "size", type=click.IntRange(2, 1024), default=4, show_default=True, help="Number of ranks.")
+@click.option(
+    "--sample", metavar="N", type=Count(min=1), help="Draw this number of cells with each seed.  [default: all of them]"
+)
+@seeds_option("0:1", "FROM:TO, or a number of seeds: of the draws, and of what happens in a cell.")
+@ranks_option(2, default=4)
 @click.option(
     "--transport",
     type=click.Choice(["shm", "zmq", "shm-mixed"]),
@@ -208,15 +288,20 @@ def laws(kind: str, ranks: str, seeds: str, seed: int | None, jobs: int, transpo
     help="shm-mixed: every second rank does without the compiled core.",
 )
 @click.option(
-    "--jobs",
-    type=_COUNT,
-    default=1,
-    show_default=True,
-    help="Number of cells that run at the same time.",
+    "--jobs", metavar="N", type=_COUNT, default=1, show_default=True, help="Number of cells that run at the same time."
 )
-@click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True, help="Number of hosts.")
+@click.option("--hosts", metavar="N", type=Count(min=1), default=1, show_default=True, help="Number of hosts.")
+@json_option("Print a JSON object for each cell: it, the seconds to each error, what is broken, what was late.")
 def faults(
-    cells: str, sample: int | None, seed: int, repeat: int, size: int, transport: str, jobs: int, hosts: int
+    cells: str,
+    sample: int | None,
+    seed: int | None,
+    seeds: range,
+    ranks: int,
+    transport: str,
+    jobs: int,
+    hosts: int,
+    as_json: bool,
 ) -> None:
     """Let a rank fail in every way, in every operation, and check that the other ranks raise the right error in time.
 
@@ -248,19 +333,21 @@ def faults(
     With --hosts, ranks are on hosts that are network namespaces of this machine, which needs root.
 
     Exits with 1 if a cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs
-    leaves a processor for each process.
+    leaves a processor for each process. Ctrl-C ends all processes, and prints the table of the cells so far.
 
     \b
     Examples:
       asyncoll faults --sample 20
-      asyncoll faults --cells 'kill/*/inside,stop/solo/after' -n 3
+      asyncoll faults --cells 'kill/*/inside,stop/solo/after' -n 3 --seeds 0:5
+      asyncoll faults --cells 'raise/barrier/*' --json
     """
     from asyncoll.launch import check_current_folder
     from asyncoll.testing.faults import cells as matrix
     from asyncoll.testing.faults.matrix import sweep
 
     check_current_folder()
-    sys.exit(not sweep(matrix.select(cells, sample or 0, repeat, seed, transport, size, hosts), jobs))
+    chosen = matrix.select(cells, sample, chosen_seeds(seed, seeds), transport, ranks, hosts)
+    sys.exit(not sweep(chosen, jobs, as_json=as_json))
 
 
 main.add_command(bench)

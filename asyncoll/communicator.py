@@ -34,6 +34,7 @@ from asyncoll.algorithms.rounds.policies import policy_of
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
+from asyncoll.algorithms.seam.short_calls import NoShortCalls
 from asyncoll.algorithms.sparse.oktopk import Rules
 from asyncoll.algorithms.sparse.selection import Feedback
 from asyncoll.algorithms.sparse.sparse_operations import SparseReduction, Specification
@@ -63,7 +64,7 @@ T = TypeVar("T")
 class Communicator(Uncopied):
     """An ordered set of ranks that communicate.
 
-    `asyncoll.run` and `asyncoll.connect` give the communicator of all ranks, `split` gives one of some of them. The
+    `asyncoll.run` and `asyncoll.connect` give the communicator of all ranks, `split` gives one of a subset. The
     attributes `rank` and `size` are this rank's number, from 0, and the number of ranks; `hosts` has the name of each
     rank's host. Ranks in arguments and results are ranks of this communicator; those in errors are ranks of the world.
 
@@ -181,12 +182,11 @@ class Communicator(Uncopied):
             gradients = torch.full((1000,), float(comm.rank))
             await comm.allreduce(gradients, op=asyncoll.AVG)  # (size - 1) / 2 everywhere
         """
-        short = self._short
-        if short is not None and (call := short.allreduce(x, op)) is not None:
+        if (call := self._short.allreduce(x, op)) is not None:
             return call
         operand = as_operand(x, writable=True, may_stage=True)
-        if short is not None and operand.is_torch and not operand.copied:
-            call = short.allreduce_view(x, op, operand.flat, intern(operand.dtype))
+        if operand.is_torch and not operand.copied:
+            call = self._short.allreduce_view(x, op, operand.flat, intern(operand.dtype))
             if call is not None:
                 return call
         reductions.check_reduction(op, operand.dtype)
@@ -419,8 +419,8 @@ class Communicator(Uncopied):
 
         Returns:
             A new tensor with dtype, shape and content of the root's `xs[rank]`; the root's tensors also say whether it
-            is a numpy array or a torch tensor. The root's is on the device of `xs[root]`, those of the other ranks are
-            in memory of the host, wherever the root's tensors are: these ranks have none that names a device.
+            is a numpy array or a torch tensor. The root's is on the device of `xs[root]`. The tensors of
+            the other ranks are in memory of the host, because these ranks name no device.
 
         Raises:
             UsageError: at the root, `xs` is not such a sequence; or `root` is no rank.
@@ -535,7 +535,7 @@ class Communicator(Uncopied):
             comm.rpc.register(len)
             await comm.barrier()  # now every rank has registered its function
         """
-        if self._short is not None and (started := self._short.barrier()) is not None:
+        if (started := self._short.barrier()) is not None:
             return started
         call = self._calls.number("barrier", "", -1, "", site_outside())
         return self._calls.start(Call(call, lambda collectives: collectives.barrier()))
@@ -902,8 +902,8 @@ class Communicator(Uncopied):
 
         From this call on no round waits for this rank: it counts as arrived. Rounds still take what it has staged. When
         all ranks have joined, one more round takes what is still staged at any of them. So all contributions are in
-        exactly one round, and every rank is told of the same newest round, with the same bits. Ranks that leave their
-        training loops at different rounds so end with equal models.
+        exactly one round, and every rank gets the same newest round, with the same bits. So ranks that leave their
+        training loops at different rounds end with equal models.
 
         Every rank calls it once for a `name`, after its last call of that name, at any point of its program: it is not
         numbered among the collective calls. It starts at once, and takes its turn after the earlier calls of that name.
@@ -912,7 +912,7 @@ class Communicator(Uncopied):
         In groups there is no result of all ranks. The call then waits for no rank, changes nothing in `x`, and returns
         None; the model that this rank contributed last stays in the rounds of its groups.
 
-        Cancellation of a call under way aborts the communicator, as that of a collective.
+        Cancellation of a call under way aborts the communicator, as for a collective.
 
         Args:
             name: of wait-avoiding allreduces of which this rank has made at least one call.
@@ -923,7 +923,7 @@ class Communicator(Uncopied):
             A `Reduction`, as of a late call: with the rounds since this rank's last one, and `x` as their newest
             result. `included` is true. If this rank had the newest result before, `x` stays as it is, and
             `Reduction.result` is None: `skipped` counts the rounds of calls that were cancelled, or never awaited, once
-            a later call had its answer. None if this rank was told of all rounds before.
+            a later call had its answer. None if this rank has got all rounds before.
 
         Raises:
             UsageError: this rank has not called `name`, or `x` is not as in those calls.
@@ -1088,7 +1088,7 @@ class Communicator(Uncopied):
             x: numpy array or torch tensor of any layout, writable, of a float or complex dtype. Dtype and number of
                 elements are the same at every rank.
             graph: "ring": the ranks before and after this one; one rank if there are only two. "exponential": see
-                `push_sum`. The same at every rank, and so are `iteration` and `peers`.
+                `push_sum`. `graph`, `iteration` and `peers` are the same at every rank.
             iteration: the number of the iteration, from 0; it selects the distances in the exponential graph.
             peers: the number of sources of a rank in the exponential graph.
 
@@ -1151,8 +1151,8 @@ class Communicator(Uncopied):
             graph: "exponential": the directed exponential graph: rank r sends to r + j * (peers + 1)^i, modulo the
                 number of ranks, for j = 1 to `peers`, where i is `iteration` modulo the number of powers of peers + 1
                 that are below the number of ranks. With one peer the distances are 1, 2, 4 and so on in turn. "ring":
-                to the ranks before and after this one. A rank that two distances reach gets one part. The same at every
-                rank, and so are `iteration` and `peers`.
+                to the ranks before and after this one. A rank that two distances reach gets one part. `graph`,
+                `iteration` and `peers` are the same at every rank.
             iteration: the number of the iteration, from 0.
             peers: the number of destinations of a rank in the exponential graph; from the number of other ranks on, all
                 of them.
@@ -1220,7 +1220,7 @@ class Communicator(Uncopied):
                 of elements are the same at every rank. It is only read, before this call returns its coroutine.
             graph: "ring": a rank averages with the ranks before and after it. "exponential": with those at distance 1
                 and 1 + 2^i, for i from 1 on. If the number of ranks is odd, no edge goes across the end of the ranks,
-                because it would join two even ranks. The same at every rank, and so is `seed`.
+                because it would join two even ranks. `graph` and `seed` are the same at every rank.
             seed: a 64-bit integer: which passive rank an active one averages with next is drawn from it.
 
         Returns:
@@ -1363,7 +1363,7 @@ class Communicator(Uncopied):
         Some communicators take no new calls, but keep their memory until the world ends: one whose `rpc` was used,
         because other ranks may call functions of this one; one with a gossip that was not closed; and one with
         wait-avoiding operations by message (several hosts among them), because the runtimes of all ranks take part in
-        those. So do communicators that a program has dropped.
+        those. Communicators that a program has dropped keep it, too.
 
         Raises:
             UsageError: this is the communicator of all ranks, which closes with the world; or this process is a forked
@@ -1379,7 +1379,7 @@ class Communicator(Uncopied):
     def _end(self, error: Reason | None) -> None:
         """Close the communicator. With an `error`, calls under way end, and the other ranks are told of it."""
         self._core.close(error)
-        self._short = None  # new calls go the general way, which refuses them
+        self._short = NoShortCalls()  # new calls go the general way, which refuses them
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,23 +10,29 @@ import resource
 import socket
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from itertools import chain
+from itertools import chain, starmap
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
+import click
 import numpy
 
 from asyncoll import _core
 from asyncoll.errors import DeviceError, UsageError
 from asyncoll.launch.rank_environment import socket_folder, threads
-from asyncoll.transport.keys import find_key
+from asyncoll.transport.keys import find_key, read_key
 from asyncoll.transport.processes import WITHOUT_PROC
+from asyncoll.world.environment import read_settings
 from asyncoll.world.launchers import read_launcher
 from asyncoll.world.meeting import files_for
-from asyncoll.world.network import addresses, place
-from asyncoll.world.versions import too_old
+from asyncoll.world.network import Place, addresses, is_loopback, place
+from asyncoll.world.versions import check as check_versions
 
 PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop", "click", "rich", "typeguard")
 WORLD = (
@@ -45,54 +51,114 @@ WORLD = (
 )
 EXTERNAL_ADDRESS = "192.0.2.1"  # reserved for documentation: no host has it, but the route to it is the default route
 FILES_MIN = 1024
+PATIENCE_S = 2.0
+ONE_HOST, SEVERAL_HOSTS = "one host", "several hosts"
 _PROBE_BYTES = 1 << 20
+Needs = Mapping[str, Callable[[Mapping[str, str]], object]]  # by what is missing: raises UsageError if it is
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Findings:
-    """Findings by section and name; `warnings` are sentences."""
+    """Findings by section and name. `warnings` are sentences.
 
-    sections: dict[str, dict[str, str]]
+    `obstacles` are what prevents a job of one host, and one of several: short names, none if such a job can run. A
+    place that has not been examined is missing.
+    """
+
+    sections: dict[str, dict[str, str]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    obstacles: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if no job of one host can run."""
+        return int(bool(self.obstacles.get(ONE_HOST)))
 
 
-def examine(*, with_gpu: bool = False) -> Findings:
-    """Examine this host and this environment. Sends nothing and changes nothing.
+def examine(findings: Findings, environ: Mapping[str, str] = os.environ, *, with_gpu: bool = False) -> Findings:
+    """Examine this host and this environment, and add to `findings`. Sends nothing and changes nothing.
 
     `with_gpu` also opens the devices of CUDA, which takes seconds and imports torch.
 
     The compiled core has been chosen when this module was imported, which raises UsageError as it does for a rank.
     """
-    sections = {
-        "versions": _versions(),
-        "host": {"cores": _cores(), "memory": _memory(), "open files": _files()},
-        "interfaces": {name: ", ".join(its) or "no address" for name, its in addresses()},
-        "transports": _transports(),
-        "choices": {
-            "tcp address": _own_address(),
-            "socket folder": _folder(),
-            "key": find_key(os.environ) or "none: ranks of several hosts need one (asyncoll key ~/.asyncoll.key)",
-            "core": _core_of_ranks(),
-            "threads per rank": " ".join(f"{name}={value}" for name, value in threads(2, os.environ).items()),
-        },
-        "world": {name: os.environ[name] for name in WORLD if name in os.environ},
+    sections = findings.sections
+    sections["versions"] = _versions()
+    sections["host"] = {"cores": _cores(), "memory": _memory(), "open files": _files()}
+    sections["interfaces"] = {name: ", ".join(its) or "no address" for name, its in addresses()}
+    sections["transports"] = _transports()
+    sections["choices"] = {
+        "tcp address": _own_address(environ),
+        "socket folder": _folder(),
+        "key": find_key(environ) or "none: ranks of several hosts need one (asyncoll key ~/.asyncoll.key)",
+        "core": _core_of_ranks(),
+        "threads per rank": " ".join(f"{name}={value}" for name, value in threads(2, environ).items()),
     }
+    sections["world"] = {name: environ[name] for name in WORLD if name in environ}
+    of_one_host, of_several = dict(_failing(ONE_HOST_NEEDS, environ)), dict(_failing(SEVERAL_HOSTS_NEED, environ))
+    findings.obstacles[ONE_HOST] = [*of_one_host]
+    findings.obstacles[SEVERAL_HOSTS] = [*of_one_host, *of_several]
+    findings.warnings += [
+        *of_one_host.values(),
+        *filter(None, of_several.values()),
+        *_odd_world(environ),
+        *_few_files(),
+    ]
     if with_gpu:
         sections["gpu"] = _gpus()
-    return Findings(sections, [*too_old(), *_odd_world(), *_odd_host_name(), *_few_files(), *_no_proc()])
+    findings.warnings += _odd_host_name()
+    return findings
+
+
+def _failing(needs: Needs, environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """The names of the needs that are not met, and why."""
+    for name, check in needs.items():
+        try:
+            check(environ)
+        except UsageError as error:
+            yield name, str(error)
+
+
+def print_findings(as_json: bool, **chosen: Any) -> int:
+    """Examine as `examine`, print, and return the exit code. Ctrl-C prints what has been found so far."""
+    findings, done = Findings(), Future[Findings]()
+
+    def work() -> None:
+        try:
+            done.set_result(examine(findings, **chosen))
+        except Exception as error:
+            done.set_exception(error)
+
+    # A look-up of a host's name, or a driver of a GPU, takes its time in C, where Ctrl-C has no effect.
+    Thread(target=work, name="asyncoll-doctor", daemon=True).start()
+    try:
+        with suppress(TimeoutError):
+            return done.result(PATIENCE_S).exit_code
+        click.echo("the name of this host, or its GPUs, are still looked up", err=True)
+        return done.result().exit_code
+    finally:
+        found = Findings({**findings.sections}, [*findings.warnings], {**findings.obstacles})  # `work` may go on
+        click.echo(render(found, as_json))
 
 
 def render(findings: Findings, as_json: bool) -> str:
     """The findings as text, or as one JSON object."""
     if as_json:
         return json.dumps(asdict(findings), indent=2)
-    width = max(len(name) for section in findings.sections.values() for name in section)
+    width = max((len(name) for section in findings.sections.values() for name in section), default=0)
     lines = []
     for title, section in findings.sections.items():
-        lines += [title, *(f"  {name:<{width}}  {value}" for name, value in section.items())]
+        lines += [click.style(title, bold=True), *(f"  {name:<{width}}  {value}" for name, value in section.items())]
         if not section:
             lines.append("  none in the environment: a world of one")
-    return "\n".join([*lines, *(f"warning: {warning}" for warning in findings.warnings)])
+    lines += [f"{click.style('warning:', fg='yellow')} {warning}" for warning in findings.warnings]
+    return "\n".join([*lines, "; ".join(starmap(_verdict, findings.obstacles.items()))])
+
+
+def _verdict(place: str, obstacles: list[str]) -> str:
+    if obstacles:
+        return f"{place}: {click.style('no', fg='red', bold=True)}, {', '.join(obstacles)}"
+    return f"{place}: {click.style('yes', fg='green', bold=True)}"
 
 
 def ways(ranks: int, as_json: bool) -> str:
@@ -203,11 +269,15 @@ def _transports() -> dict[str, str]:
     }
 
 
-def _own_address() -> str:
+def _own_place(environ: Mapping[str, str]) -> Place:
+    chosen = [environ.get(name, "") for name in ("ASYNCOLL_ADDRESS", "ASYNCOLL_INTERFACE")]
+    return place(environ.get("MASTER_ADDR", EXTERNAL_ADDRESS).strip("[]"), *chosen)
+
+
+def _own_address(environ: Mapping[str, str]) -> str:
     """The address at which a rank listens for other hosts, and its interface."""
-    chosen = [os.environ.get(name, "") for name in ("ASYNCOLL_ADDRESS", "ASYNCOLL_INTERFACE")]
     try:
-        found = place(os.environ.get("MASTER_ADDR", EXTERNAL_ADDRESS).strip("[]"), *chosen)
+        found = _own_place(environ)
     except UsageError as error:
         return f"none: {error}"
     interface = next((name for name, its in addresses() if found.listens in its), "unknown")
@@ -280,34 +350,96 @@ def _direct_route(index: int) -> str:
     )
 
 
-def _few_files() -> Iterator[str]:
-    """A rank raises its soft limit as far as it needs, so only the hard limit is checked."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    size = max((size for size in range(FILES_MIN) if files_for(size, has_key=True) <= files), default=0)
-    if 0 <= files < FILES_MIN:
-        worlds = f"worlds of more than {size} ranks" if size > 1 else "any world of several ranks"
-        yield f"only {files} files may be open at once (ulimit -Hn): too few for {worlds}"
+def _check_settings(environ: Mapping[str, str]) -> None:
+    from asyncoll.algorithms.choice import tables
+
+    read_settings(environ)
+    tables(2, environ)  # reads ASYNCOLL_SIZES
 
 
-def _no_proc() -> Iterator[str]:
+def _check_proc(_: Mapping[str, str]) -> None:
     if not os.path.exists("/proc/self/fd"):
-        yield WITHOUT_PROC
+        raise UsageError(WITHOUT_PROC)
 
 
-def _odd_world() -> Iterator[str]:
-    given = [name for name in ("RANK", "WORLD_SIZE") if name in os.environ]
+def _check_files(_: Mapping[str, str]) -> None:
+    files, ranks = _files_and_ranks()
+    if ranks < 2:
+        raise UsageError(f"{_only(files)} any world of several ranks")
+
+
+def _few_files() -> Iterator[str]:
+    files, ranks = _files_and_ranks()
+    if ranks >= 2 and 0 <= files < FILES_MIN:
+        yield f"{_only(files)} worlds of more than {ranks} ranks"
+
+
+def _only(files: int) -> str:
+    return f"only {files} files may be open at once (ulimit -Hn): too few for"
+
+
+def _files_and_ranks() -> tuple[int, int]:
+    """The number of files that a rank may open, -1 for any, and the size, at most FILES_MIN, of a world that may.
+
+    A rank raises its soft limit as far as it needs, so only the hard limit counts.
+    """
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    sizes = range(FILES_MIN)
+    return files, max((size for size in sizes if files < 0 or files_for(size, has_key=True) <= files), default=0)
+
+
+def _check_place(environ: Mapping[str, str]) -> None:
+    listens = _own_place(environ).listens
+    if is_loopback(listens):
+        raise UsageError(f"ranks would listen at {listens}, which no other host reaches: set ASYNCOLL_INTERFACE")
+
+
+def _check_has_key(environ: Mapping[str, str]) -> None:
+    if not find_key(environ):
+        raise UsageError("")  # the choices tell what to do
+
+
+def _check_key(environ: Mapping[str, str]) -> None:
+    if file := find_key(environ):
+        read_key(Path(file))
+
+
+def _check_encryption(_: Mapping[str, str]) -> None:
+    import zmq
+
+    if not zmq.has("curve"):
+        raise UsageError("this libzmq has no CURVE, which encrypts between hosts: install pyzmq from PyPI")
+
+
+ONE_HOST_NEEDS: Needs = {
+    "old packages": lambda _: check_versions(),
+    "wrong settings": _check_settings,
+    "no folder for sockets": lambda _: socket_folder(),
+    "no /proc": _check_proc,
+    "too few open files": _check_files,
+}
+SEVERAL_HOSTS_NEED: Needs = {
+    "no address": _check_place,
+    "no key": _check_has_key,
+    "no usable key": _check_key,
+    "no encryption": _check_encryption,
+}
+
+
+def _odd_world(environ: Mapping[str, str]) -> Iterator[str]:
+    given = [name for name in ("RANK", "WORLD_SIZE") if name in environ]
     if not given:
         try:
-            read_launcher(os.environ)
+            read_launcher(environ)
         except UsageError as error:
             yield str(error)
     if len(given) == 1:
         yield f"{given[0]} is set alone: a rank needs RANK and WORLD_SIZE"
     if len(given) == 2:
-        rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+        rank, size = environ["RANK"], environ["WORLD_SIZE"]
         if not (rank.isdigit() and size.isdigit() and int(rank) < int(size)):
             yield f"RANK={rank} is not a rank of WORLD_SIZE={size}"
-    folder = os.environ.get("ASYNCOLL_FOLDER")
+    folder = environ.get("ASYNCOLL_FOLDER")
     if folder and not os.path.exists(os.path.join(folder, "job")):
         yield f"ASYNCOLL_FOLDER={folder} is not the folder of a running job"
 

@@ -18,7 +18,7 @@ import numpy as np
 from asyncoll.arguments import whole
 from asyncoll.errors import PeerLostError, RemoteError, UsageError
 from asyncoll.launch.function import check_function, launch_function
-from asyncoll.launch.launcher import Outcome
+from asyncoll.launch.supervisor import Outcome
 from asyncoll.launch.verdict import signal_name
 from asyncoll.rpc import codec
 from asyncoll.rpc.packing import Packing, unpack
@@ -58,8 +58,8 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any, ranks: int) -> 
     Raises:
         UsageError: `main` is no `async def`; this is not the main thread; gevent or eventlet has replaced threads; or
             this process uses CUDA, which a fork cannot use.
-        RemoteError: a rank has raised. This is the root cause, with its traceback as text. A result of another type is
-            a UsageError at its rank, and so is sys.exit().
+        RemoteError: a rank has raised. This is the root cause, with its traceback as text. A result of another type,
+            and sys.exit(), are a UsageError at their rank.
         PeerLostError: a rank has ended without raising, for example by a signal.
         KeyboardInterrupt: the cell was interrupted.
 

@@ -18,7 +18,7 @@ from common import answer
 
 import asyncoll
 from asyncoll.bench import skewed
-from asyncoll.bench.plan import ITEM_BYTES, BenchPlan
+from asyncoll.bench.plan import ITEM_BYTES, MODES, BenchPlan
 from asyncoll.bench.skewed import WARMUP
 from asyncoll.tensors.reductions import Array
 
@@ -39,8 +39,8 @@ async def ours(comm: asyncoll.Communicator, plan: BenchPlan, settle_s: float) ->
     async def pause(seconds: float) -> None:
         time.sleep(settle_s + seconds)  # noqa: ASYNC251 (as `asyncoll bench` does: progress comes from elsewhere)
 
-    together = await skewed.solo(comm, plan, pause)
-    return {"together": together, "chained": {mode: await chained(comm, plan, mode) for mode in skewed.MODES}}
+    together = [row async for row in skewed.solo(comm, plan, pause)]
+    return {"together": together, "chained": {mode: await chained(comm, plan, mode) for mode in MODES}}
 
 
 async def chained(comm: asyncoll.Communicator, plan: BenchPlan, mode: str) -> Row:

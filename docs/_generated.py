@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from asyncoll import errors
-from asyncoll.cli import main
+from asyncoll.cli import EXIT_CODES, main
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "asyncoll"
@@ -176,6 +176,13 @@ def commands() -> str:
     )
 
 
+def exit_codes() -> str:
+    """A table of the exit codes of all commands."""
+    return "\n".join(
+        ["| code | meaning |", "|---|---|", *(f"| {code} | {text} |" for code, text in EXIT_CODES.items())]
+    )
+
+
 def all_commands() -> Iterator[tuple[str, click.Command, click.Context]]:
     """All commands that are no groups, with their names behind `asyncoll`."""
 
@@ -201,4 +208,4 @@ def examples() -> str:
     return "\n".join(rows)
 
 
-GENERATORS = {"error": error, "commands": commands, "examples": examples}
+GENERATORS = {"error": error, "commands": commands, "exit_codes": exit_codes, "examples": examples}

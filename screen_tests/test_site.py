@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import quote_plus
+
 import pytest
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -11,15 +13,41 @@ from screen_tests.conftest import ROOT, open_browser
 
 SCREENS = ROOT / "build" / "screens"
 PAGES = ("index", "tutorial", "benchmarks", "howto/ddp-hooks", "reference/communicator")
-FOUND = "return [...document.querySelectorAll('*')].map((each) => each.shadowRoot?.textContent ?? '').join()"
+FOUND = """
+    const roots = [...document.querySelectorAll("*")].map(({ shadowRoot }) => shadowRoot).filter(Boolean);
+    return roots.flatMap((root) => [...root.querySelectorAll("a")]).map(({ href }) => href);
+"""
+ERRORS = (  # the first words of their texts
+    "all ranks wait in different calls",
+    "is gone: its connection closed",
+    "a call needs a running event loop",
+    "give either -n RANKS",
+    "has shown no sign of life",
+    "NaN or infinity in the tensor",
+    "no service at",
+    "the gradients have changed between backward",
+    "this rank has made no call named",
+    "unknown algorithm",
+    "was not over after",
+)
 
 
 def test_the_search_works_from_a_folder(browser, site):
     browser.get(f"{site}/index.html")
     browser.find_element(By.TAG_NAME, "body").send_keys(Keys.CONTROL, "k")
-    WebDriverWait(browser, 20).until(lambda _: browser.switch_to.active_element.tag_name != "body")
-    browser.switch_to.active_element.send_keys("allreduce")
-    WebDriverWait(browser, 20).until(lambda _: "majority_allreduce" in browser.execute_script(FOUND))
+    wait = WebDriverWait(browser, 20)
+    wait.until(lambda _: browser.switch_to.active_element.tag_name != "body")
+    pages = {"streaming rpc": "howto/rpc.html", "majority_allreduce": "reference/communicator.html"}
+    pages |= dict.fromkeys(ERRORS, "howto/troubleshooting.html")
+    for words, page in pages.items():
+        browser.switch_to.active_element.send_keys(Keys.CONTROL, "a")
+        browser.switch_to.active_element.send_keys(words)
+        found = f"{site}/{page}?h={quote_plus(words)}#"
+        wait.until(lambda _, found=found: any(link.startswith(found) for link in links(browser)[:4]), words)
+
+
+def links(browser):
+    return browser.execute_script(FOUND)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pty
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import asyncoll
-from asyncoll.cli import main
+from asyncoll.cli import EXIT_CODES, main
 from asyncoll.testing.laws.story import ALL_KINDS
 from tests.support.places import SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S
@@ -56,6 +58,52 @@ def test_a_deleted_folder_is_refused_where_processes_or_torch_need_one(tmp_path,
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (
+            {"ASYNCOLL_TRANPORT": "zmq"},
+            "ASYNCOLL_TRANPORT in the environment is not a variable of asyncoll: did you mean",
+        ),
+        ({"ASYNCOLL_TRANSPORT": "smoke"}, "ASYNCOLL_TRANSPORT='smoke' in the environment: use one of shm, zmq"),
+    ],
+    ids=["name", "value"],
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["launch", "-n", "1", "program.py"],
+        ["laws", "--seeds", "0:1"],
+        ["faults", "--sample", "1"],
+        ["doctor"],
+        ["bench", "allreduce", "--sizes", "4"],
+        ["bench", "tune"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_variable_is_refused_by_every_command(arguments, setting, words):
+    result = CliRunner().invoke(main, arguments, env=setting)
+    assert result.exit_code == 2
+    assert words in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["launch", "laws", "faults", "bench allreduce", "bench pingpong"])
+def test_an_unknown_transport_is_refused(command):
+    result = CliRunner().invoke(main, [*command.split(), "--transport", "smoke"])
+    assert result.exit_code == 2
+    assert "'smoke' is not one of" in result.output
+
+
+def test_an_unknown_transport_of_a_program_is_refused_before_a_rank_starts():
+    from asyncoll.launch import launch
+    from asyncoll.testing import check_laws
+
+    with pytest.raises(asyncoll.UsageError, match="unknown transport 'smoke': use one of shm, zmq"):
+        launch(2, ["program.py"], transport="smoke")
+    with pytest.raises(asyncoll.UsageError, match="unknown transport 'smoke': use one of simulated, memory"):
+        check_laws("solo", 2, 0, transport="smoke")
+
+
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-32:replace", "utf-16-le", "cp037"])
 def test_ranks_that_write_no_ascii_are_refused(encoding):
     command = [*COMMAND, "launch", "-n", "1", "-m", "this"]
@@ -96,6 +144,17 @@ def test_a_deleted_folder_is_no_hindrance_where_nothing_needs_one(tmp_path):
         assert run.returncode == 0, run
 
 
+def test_a_key_that_cannot_be_written_is_an_error_and_leaves_no_file(tmp_path):
+    def no_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    command = [*COMMAND, "key", str(tmp_path / "key")]
+    run = subprocess.run(command, preexec_fn=no_room, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert run.returncode == 2
+    assert f"Error: cannot write a key to {tmp_path}/key: File too large" in run.stderr
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize("option", ["-V", "--version"])
 def test_the_version_is_that_of_the_package(option):
     run = subprocess.run([*COMMAND, option], capture_output=True, text=True, timeout=PATIENCE_S)
@@ -109,6 +168,21 @@ def test_a_group_without_a_command_prints_its_help_and_succeeds(arguments):
     assert run.stderr == ""
 
 
+@pytest.mark.parametrize(("no_color", "heading"), [("", b"\x1b[1mOptions\x1b[0m:\r\n"), ("1", b"\nOptions:\r\n")])
+def test_headings_of_helps_are_bold_on_a_terminal(no_color, heading):
+    ours, terminal = pty.openpty()
+    with open(ours, "rb", buffering=0) as screen, open(terminal, "wb") as output:
+        environ = os.environ | {"NO_COLOR": no_color}
+        subprocess.run([*COMMAND, "key", "--help"], stdout=output, env=environ, timeout=PATIENCE_S, check=True)
+        assert heading in screen.read(1 << 16)
+
+
+def test_the_help_ends_with_the_exit_codes_of_the_page_of_commands():
+    help_ = " ".join(CliRunner().invoke(main, ["--help"]).output.partition("Exit codes:")[2].split())
+    for code, meaning in EXIT_CODES.items():
+        assert f"{code} {meaning}" in help_
+
+
 def test_the_help_of_laws_names_all_kinds():
     help_ = " ".join(CliRunner().invoke(main, ["laws", "--help"]).output.split())
     assert f"{', '.join(ALL_KINDS)}; or all." in help_
@@ -119,20 +193,19 @@ def test_the_help_of_laws_names_all_kinds():
     [
         (
             ["laws", "--seed", "9" * 26],
-            "'--seed': 99999999999999999999999999 is not in the range 0<=x<=9223372036854775807",
+            "'--seed': 99999999999999999999999999 is not in the range 0<=x<=999999999999999999",
         ),
-        (["laws", "--seeds", "0:" + "9" * 26], "--seeds: '0:99999999999999999999999999' are no seeds: use FROM:TO"),
+        (["laws", "--seeds", "0:" + "9" * 26], "'--seeds': '0:99999999999999999999999999' are no seeds: use FROM:TO"),
         (["laws", "--seeds", "0:1000001"], "at most 1000000 seeds"),
-        (["laws", "--seeds", "٣:٤"], "--seeds: '٣:٤' are no seeds"),
+        (["laws", "--seeds", "٣:٤"], "'--seeds': '٣:٤' are no seeds"),
         (["laws", "--seeds", "0:" + "9" * 5000], "of at most 18 digits"),
-        (["laws", "--ranks", "99999999999", "--seed", "1"], "--ranks: '99999999999' is no number of ranks"),
-        (["laws", "--ranks", "1-99999999999"], "up to 1024"),
-        (["laws", "--ranks", "٣"], "--ranks: '٣' is no number of ranks"),
+        (["laws", "--sizes", "99999999999", "--seed", "1"], "--sizes: '99999999999' is no number of ranks"),
+        (["laws", "--sizes", "1-99999999999"], "up to 1024"),
+        (["laws", "--sizes", "٣"], "--sizes: '٣' is no number of ranks"),
         (["laws", "--jobs", "99999999"], "'--jobs': 99999999 is not in the range 1<=x<=1024"),
         (["laws", "--kind", ""], "unknown kind ''"),
-        (["faults", "-n", "100000000", "--sample", "1"], "'-n': 100000000 is not in the range 2<=x<=1024"),
+        (["faults", "-n", "100000000", "--sample", "1"], "'-n' / '--ranks': 100000000 is not in the range 2<=x<=1024"),
         (["faults", "--seed", "9" * 26], "'--seed': 99999999999999999999999999 is not in the range"),
-        (["faults", "--repeat", "9999999999"], "'--repeat': 9999999999 is not in the range 1<=x<=1024"),
         (["faults", "--jobs", "99999999999"], "'--jobs': 99999999999 is not in the range 1<=x<=1024"),
         (["faults", "--hosts", "99999999999"], "4 ranks are on 1 to 4 hosts, not 99999999999"),
         (["launch", "-n", "9" * 23, "x.py"], "ranks need"),
@@ -158,13 +231,13 @@ def test_the_help_of_laws_names_all_kinds():
         (["bench", "allreduce", "--sizes", "100000G"], "--sizes: 2 arrays of 107374182400000 bytes do not fit"),
         (
             ["bench", "allreduce", "-n", "99999999", "--transport", "inproc"],
-            "'-n': 99999999 is not in the range 1<=x<=1024",
+            "'-n' / '--ranks': 99999999 is not in the range 1<=x<=1024",
         ),
         (["bench", "pingpong", "-n", "2"], "No such option '-n'"),
         (["bench", "solo", "--skew", "1e400s"], "'--skew': '1e400s' is not a duration"),
         (["bench", "solo", "--skew", "9" * 400 + "s"], "is not a duration"),
         (["bench", "solo", "--iterations", "9" * 21], "'--iterations': 999999999999999999999 is not in the range"),
-        (["bench", "tune", "-n", "99999999"], "'-n': 99999999 is not in the range 2<=x<=1024"),
+        (["bench", "tune", "-n", "99999999"], "'-n' / '--ranks': 99999999 is not in the range 2<=x<=1024"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )

@@ -22,7 +22,7 @@ from trainers.plots import plot_scores
 from trainers.settings import Settings, common_flags, flags
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Algorithms on small workloads, with emulated compute time and imbalance."""
 

@@ -116,8 +116,11 @@ ALGORITHMS: dict[str, Algorithm] = {
             Option("partial", click.Choice(["solo", "majority", "quorum"]), "The rule by which a round starts."),
             Option("candidates", POSITIVE, "Ranks drawn for each round; the first of them to arrive starts it."),
             Option("quorum", POSITIVE, "Ranks that a round waits for (by default more than half)."),
-            # Longer than the runs of most workloads, so that every result is kept.
-            Option("history", NATURAL, "Results kept for late ranks, so that they apply each one.", 256),
+            Option(
+                "history",
+                NATURAL,
+                "Results kept for late ranks (by default 64; 0 with --average-every).",
+            ),
             Option(
                 "average_every", NATURAL, "Rounds between averages of the models, without history (0: one at the end)."
             ),

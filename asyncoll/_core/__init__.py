@@ -10,104 +10,24 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, cast
 from zlib import crc32
 
 from asyncoll.errors import UsageError
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from asyncoll._core.native import ControlBlock, Meetings, Pieces, Rounds, ShortCalls
+    from asyncoll._core.native import NativeCore as NativeCore
+else:
+    NativeCore = ModuleType
 
 VARIABLE = "ASYNCOLL_CORE"
 _NOT_BUILT = (
     "this installation has none; with a C compiler, `ASYNCOLL_BUILD_CORE=1 pip install --force-reinstall --no-deps "
     "--no-binary asyncoll asyncoll` builds it, or says why it cannot, and so does `make` in a checkout"
 )
-
-
-class NativeCore(Protocol):
-    """The compiled module, `native.pyi`."""
-
-    __file__: str | None
-
-    def __hash__(self) -> int: ...
-
-    @property
-    def ControlBlock(self) -> type[ControlBlock]: ...  # noqa: N802
-
-    @property
-    def Meetings(self) -> type[Meetings]: ...  # noqa: N802
-
-    @property
-    def Pieces(self) -> type[Pieces]: ...  # noqa: N802
-
-    @property
-    def Rounds(self) -> type[Rounds]: ...  # noqa: N802
-
-    @property
-    def ShortCalls(self) -> type[ShortCalls]: ...  # noqa: N802
-
-    def find_kernel(self, op: str, dtype: str, portable: bool = False, /) -> int: ...
-
-    def reduce(
-        self, kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /
-    ) -> None: ...
-
-    def reduce_to_all(self, kernel: int, arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None: ...
-
-    def read_memory(self, pid: int, address: int, into: np.ndarray[Any, Any], /) -> None: ...
-
-    def reduce_from_peers(
-        self,
-        kernel: int,
-        pids: tuple[int, ...],
-        addresses: tuple[int, ...],
-        rank: int,
-        own: np.ndarray[Any, Any],
-        first: int,
-        last: int,
-        scratch: np.ndarray[Any, Any],
-        divisor: int,
-        /,
-    ) -> None: ...
-
-    def select(
-        self, x: np.ndarray[Any, Any], least: int, indices: np.ndarray[Any, Any], values: np.ndarray[Any, Any], /
-    ) -> int: ...
-
-    def keep_largest(
-        self, indices: np.ndarray[Any, Any], values: np.ndarray[Any, Any], k: int, /
-    ) -> tuple[int, int]: ...
-
-    def count_magnitudes(
-        self, values: np.ndarray[Any, Any], least: int, shift: int, counts: np.ndarray[Any, Any], /
-    ) -> None: ...
-
-    def sum_parts(
-        self,
-        indices: Sequence[np.ndarray[Any, Any]],
-        values: Sequence[np.ndarray[Any, Any]],
-        first: int,
-        end: int,
-        found_indices: np.ndarray[Any, Any],
-        found_values: np.ndarray[Any, Any],
-        /,
-    ) -> int: ...
-
-    def common(self, one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], found: np.ndarray[Any, Any], /) -> int: ...
-
-    @property
-    def declarations(self) -> tuple[tuple[str, str], ...]: ...
-
-    @property
-    def points(self) -> tuple[str, ...]: ...
-
-    def watch(self, passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None: ...
 
 
 def load(wanted: str) -> tuple[NativeCore | None, str]:
@@ -139,10 +59,11 @@ def _compiled(folder: str) -> tuple[NativeCore | None, str]:
         from asyncoll._core import native
     except ImportError as error:
         return None, _refused(f"it cannot be loaded ({error})")
-    others = _other_declarations(Path(folder).parent, native.declarations)
+    core = cast(NativeCore, native)
+    others = _other_declarations(Path(folder).parent, core.declarations)
     if others:  # it knows other cells than the Python code
         return None, _refused(f"it was built from another {', '.join(others)}; `make core` builds it again")
-    return native, ""
+    return core, ""
 
 
 def _other_declarations(package: Path, declarations: Sequence[tuple[str, str]]) -> list[str]:

@@ -212,16 +212,13 @@ PyObject *make_answer(PyObject *type, PyObject *result, PyObject *owed, int64_t 
 static void destroy(PyObject *object)
 {
     Answer *self = (Answer *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject *kind, *value, *trace;
     PyErr_Fetch(&kind, &value, &trace);
     if (drop_result(&self->head) < 0)
         PyErr_WriteUnraisable(self->owed);
     PyErr_Restore(kind, value, trace);
     Py_XDECREF(self->owed);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyType_Slot answer_slots[] = {{Py_tp_dealloc, destroy}, {Py_am_send, awaitable_send}, {0, NULL}};

@@ -335,7 +335,6 @@ static int clear(PyObject *object)
 static void destroy(PyObject *object)
 {
     ControlBlock *self = (ControlBlock *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     clear(object);
     Py_XDECREF(self->mutex_in_python);
@@ -344,9 +343,7 @@ static void destroy(PyObject *object)
     if (self->memory.obj)
         PyBuffer_Release(&self->memory);
     PyMem_Free(self->eventfds);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef methods[] = {

@@ -23,6 +23,7 @@
 /* A chunk is a fourth of the arrays, so that two ranks share them evenly even if one begins later; but at least so long
  * that its claim takes much less time than its reduction. */
 enum { CHUNKS = 4, CHUNK_MIN = 1 << 15 };
+enum { COPIED_UNDER_LOCK = 4096 }; /* bytes: to copy them takes less time than to acquire the lock again */
 
 static Record record_of(const Meetings *self, int64_t number)
 {
@@ -734,7 +735,6 @@ static int clear(PyObject *object)
 static void destroy(PyObject *object)
 {
     Meetings *self = (Meetings *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     clear(object);
     for (int64_t rank = 0; self->areas && rank < self->size; rank++)
@@ -747,9 +747,7 @@ static void destroy(PyObject *object)
     PyMem_Free(self->areas);
     PyMem_Free(self->arrays);
     Py_XDECREF((PyObject *)self->block);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef methods[] = {

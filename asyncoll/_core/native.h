@@ -37,6 +37,15 @@ static inline int64_t larger(int64_t a, int64_t b)
     return a > b ? a : b;
 }
 
+/* The end of `tp_dealloc`: an instance of a heap type has a reference to it. */
+static inline void free_object(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    freefunc release = PyType_GetSlot(type, Py_tp_free);
+    release(object);
+    Py_DECREF(type);
+}
+
 #include <declared.h>
 
 /* -- native.c --------------------------------------------------------------------------------- */

@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -169,7 +169,7 @@ class Meetings:
         """
 
 class ShortCall(Awaitable):
-    """Implements `algorithms.seam.BegunShortCall`."""
+    """Implements `algorithms.seam.short_calls.BegunShortCall`."""
 
     array: np.ndarray[Any, Any] | None
     result: Any
@@ -261,100 +261,120 @@ class Pieces:
     ) -> Pieces: ...
     def perform(self, step: int, stop: int, /) -> int: ...
 
-def find_kernel(op: str, dtype: str, portable: bool = False, /) -> int:
-    """The number of the kernel that reduces `dtype` by the ReduceOp of the value `op`; 0 if there is none.
+class NativeCore(ModuleType):
+    """The module itself."""
 
-    `portable`: the kernel for any processor, even if there is one for this processor.
-    """
+    @property
+    def ControlBlock(self) -> type[ControlBlock]: ...  # noqa: N802
+    @property
+    def Meetings(self) -> type[Meetings]: ...  # noqa: N802
+    @property
+    def Pieces(self) -> type[Pieces]: ...  # noqa: N802
+    @property
+    def Rounds(self) -> type[Rounds]: ...  # noqa: N802
+    @property
+    def ShortCalls(self) -> type[ShortCalls]: ...  # noqa: N802
+    def find_kernel(self, op: str, dtype: str, portable: bool = False, /) -> int:
+        """The number of the kernel that reduces `dtype` by the ReduceOp of the value `op`; 0 if there is none.
 
-def reduce(kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
-    """As the function that `tensors.reductions.reducer` returns. Releases the GIL while it reads more than 64 KiB.
+        `portable`: the kernel for any processor, even if there is one for this processor.
+        """
 
-    Raises ValueError for an unknown kernel, and for arrays of different sizes.
-    """
+    def reduce(
+        self, kernel: int, into: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /
+    ) -> None:
+        """As the function that `tensors.reductions.reducer` returns. Releases the GIL while it reads more than 64 KiB.
 
-def reduce_to_all(kernel: int, arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
-    """Reduce `arrays`, in their order, into all of them. Otherwise as `reduce`."""
+        Raises ValueError for an unknown kernel, and for arrays of different sizes.
+        """
 
-def select(x: np.ndarray[Any, Any], least: int, indices: np.ndarray[Any, Any], values: np.ndarray[Any, Any], /) -> int:
-    """Write the indices, ascending, of the elements of `x` whose magnitudes are at least `least`, and their values.
+    def reduce_to_all(self, kernel: int, arrays: Sequence[np.ndarray[Any, Any]], divisor: int, /) -> None:
+        """Reduce `arrays`, in their order, into all of them. Otherwise as `reduce`."""
 
-    `x` and `values` are integer views of elements of 4 or 8 bytes; `indices` are int32 or int64, as many as `values`.
-    `least` is at least 1. Returns the number of elements; if that is larger, there was no room for the last of them.
-    Releases the GIL for long arrays. Raises ValueError for arrays that do not belong together.
-    """
+    def select(
+        self, x: np.ndarray[Any, Any], least: int, indices: np.ndarray[Any, Any], values: np.ndarray[Any, Any], /
+    ) -> int:
+        """Write the indices, ascending, of the elements of `x` whose magnitudes are at least `least`, and their values.
 
-def keep_largest(indices: np.ndarray[Any, Any], values: np.ndarray[Any, Any], k: int, /) -> tuple[int, int]:
-    """Move the `k` elements of the largest magnitudes, and their indices, to the front, in their order.
+        `x` and `values` are integer views of elements of 4 or 8 bytes; `indices` are int32 or int64, as many as
+        `values`. `least` is at least 1. Returns the number of elements; if that is larger, there was no room for the
+        last of them. Releases the GIL for long arrays. Raises ValueError for arrays that do not belong together.
+        """
 
-    Of equal ones the first are taken. `indices` and `values` are as `select` writes them. Returns the number of
-    elements, which is `k` unless there are fewer, and the k-th largest magnitude, 0 if there are fewer. Releases the
-    GIL for long arrays. Raises ValueError for arrays that do not belong together.
-    """
+    def keep_largest(self, indices: np.ndarray[Any, Any], values: np.ndarray[Any, Any], k: int, /) -> tuple[int, int]:
+        """Move the `k` elements of the largest magnitudes, and their indices, to the front, in their order.
 
-def count_magnitudes(values: np.ndarray[Any, Any], least: int, shift: int, counts: np.ndarray[Any, Any], /) -> None:
-    """Add to `counts[i]` the number of values for which magnitude - `least` >> `shift` is i.
+        Of equal ones the first are taken. `indices` and `values` are as `select` writes them. Returns the number of
+        elements, which is `k` unless there are fewer, and the k-th largest magnitude, 0 if there are fewer. Releases
+        the GIL for long arrays. Raises ValueError for arrays that do not belong together.
+        """
 
-    Other values are not counted. `values` are an integer view; `counts` is of int64. Releases the GIL for long arrays.
-    Raises ValueError for arrays of other widths.
-    """
+    def count_magnitudes(
+        self, values: np.ndarray[Any, Any], least: int, shift: int, counts: np.ndarray[Any, Any], /
+    ) -> None:
+        """Add to `counts[i]` the number of values for which magnitude - `least` >> `shift` is i.
 
-def sum_parts(
-    indices: Sequence[np.ndarray[Any, Any]],
-    values: Sequence[np.ndarray[Any, Any]],
-    first: int,
-    end: int,
-    found_indices: np.ndarray[Any, Any],
-    found_values: np.ndarray[Any, Any],
-    /,
-) -> int:
-    """Add up parts of a vector, in their order.
+        Other values are not counted. `values` are an integer view; `counts` is of int64. Releases the GIL for long
+        arrays. Raises ValueError for arrays of other widths.
+        """
 
-    Indices are int32 or int64 from `first` to below `end`, ascending in each part; values are float32 or float64. The
-    sums that are not 0 are written into `found_indices` and `found_values`, which have room for the elements of all
-    parts. Returns their number. Releases the GIL for long parts. Raises ValueError for indices that are out of order or
-    in another region, and for arrays that do not belong together.
-    """
+    def sum_parts(
+        self,
+        indices: Sequence[np.ndarray[Any, Any]],
+        values: Sequence[np.ndarray[Any, Any]],
+        first: int,
+        end: int,
+        found_indices: np.ndarray[Any, Any],
+        found_values: np.ndarray[Any, Any],
+        /,
+    ) -> int:
+        """Add up parts of a vector, in their order.
 
-def common(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], found: np.ndarray[Any, Any], /) -> int:
-    """Write into `found`, at least as long as `one`, the indices that `one` and `other` have. Returns their number.
+        Indices are int32 or int64 from `first` to below `end`, ascending in each part; values are float32 or float64.
+        The sums that are not 0 are written into `found_indices` and `found_values`, which have room for the elements of
+        all parts. Returns their number. Releases the GIL for long parts. Raises ValueError for indices that are out of
+        order or in another region, and for arrays that do not belong together.
+        """
 
-    All are of int32, or of int64; `one` and `other` are ascending. Releases the GIL for long arrays. Raises ValueError
-    for arrays of other widths or lengths.
-    """
+    def common(self, one: np.ndarray[Any, Any], other: np.ndarray[Any, Any], found: np.ndarray[Any, Any], /) -> int:
+        """Write into `found`, at least as long as `one`, the indices that `one` and `other` have. Returns their number.
 
-declarations: tuple[tuple[str, str], ...]
-"""The modules of the package whose declarations the core was built from, and the CRC-32 of the text of each."""
+        All are of int32, or of int64; `one` and `other` are ascending. Releases the GIL for long arrays. Raises
+        ValueError for arrays of other widths or lengths.
+        """
 
-points: tuple[str, ...]
-"""The names of the injection points of the compiled core: the steps of its primitives."""
+    declarations: tuple[tuple[str, str], ...]
+    """The modules of the package whose declarations the core was built from, and the CRC-32 of the text of each."""
 
-"""The values of `Opening` whose rules the compiled core has. `Rounds` takes their indices."""
+    points: tuple[str, ...]
+    """The names of the injection points of the compiled core: the steps of its primitives."""
 
-def watch(passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None:
-    """Call `passed` with the name of each injection point that a thread of this process passes; None: no longer.
+    def watch(self, passed: Callable[[str], None] | None, /) -> Callable[[str], None] | None:
+        """Call `passed` with the name of each injection point that a thread of this process passes; None: no longer.
 
-    Returns what was called before. The callable runs in the thread that passes the point, perhaps with a lock of shared
-    memory held, so it must not use any. An exception in it is reported as unraisable, and the primitive goes on.
-    """
+        Returns what was called before. The callable runs in the thread that passes the point, perhaps with a lock of
+        shared memory held, so it must not use any. An exception in it is reported as unraisable, and the primitive goes
+        on.
+        """
 
-def read_memory(pid: int, address: int, into: np.ndarray[Any, Any], /) -> None:
-    """Copy the memory at `address` of process `pid`. Releases the GIL. Raises OSError if it fails."""
+    def read_memory(self, pid: int, address: int, into: np.ndarray[Any, Any], /) -> None:
+        """Copy the memory at `address` of process `pid`. Releases the GIL. Raises OSError if it fails."""
 
-def reduce_from_peers(
-    kernel: int,
-    pids: tuple[int, ...],
-    addresses: tuple[int, ...],
-    rank: int,
-    own: np.ndarray[Any, Any],
-    first: int,
-    last: int,
-    scratch: np.ndarray[Any, Any],
-    divisor: int,
-    /,
-) -> None:
-    """Reduce bytes `first` to `last` of the arrays at `addresses`, in their order, into those of `own`, number `rank`.
+    def reduce_from_peers(
+        self,
+        kernel: int,
+        pids: tuple[int, ...],
+        addresses: tuple[int, ...],
+        rank: int,
+        own: np.ndarray[Any, Any],
+        first: int,
+        last: int,
+        scratch: np.ndarray[Any, Any],
+        divisor: int,
+        /,
+    ) -> None:
+        """Reduce bytes `first` to `last` of the arrays at `addresses`, in order, into those of `own`, number `rank`.
 
-    `scratch` has at least a page for each other array. Releases the GIL. Raises OSError as `read_memory`; the bytes of
-    `own` may have been reduced in part then.
-    """
+        `scratch` has at least a page for each other array. Releases the GIL. Raises OSError as `read_memory`; the bytes
+        of `own` may have been reduced in part then.
+        """

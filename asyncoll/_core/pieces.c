@@ -289,7 +289,6 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
 static void destroy(PyObject *object)
 {
     Pieces *self = (Pieces *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     while (self->held)
         PyBuffer_Release(&self->slots[--self->held]);
@@ -298,9 +297,7 @@ static void destroy(PyObject *object)
     PyMem_Free(self->slots);
     PyMem_Free(self->operands);
     Py_XDECREF((PyObject *)self->block);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef methods[] = {

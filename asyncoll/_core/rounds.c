@@ -436,7 +436,6 @@ static int traverse(PyObject *object, visitproc visit, void *arg)
 static void destroy(PyObject *object)
 {
     Rounds *self = (Rounds *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     for (int64_t i = 0; i < self->segment_count; i++)
         PyBuffer_Release(&self->segments[i]);
@@ -451,9 +450,7 @@ static void destroy(PyObject *object)
         PyBuffer_Release(&self->engine);
     trace_forget(&self->trace);
     Py_XDECREF((PyObject *)self->block);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef methods[] = {

@@ -822,16 +822,13 @@ static int clear_call(PyObject *object)
 static void destroy_call(PyObject *object)
 {
     ShortCall *call = (ShortCall *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     if (call->weak_references)
         PyObject_ClearWeakRefs(object);
     clear_call(object);
     Py_XDECREF((PyObject *)call->calls);
     Py_XDECREF(call->entry);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef call_methods[] = {
@@ -941,7 +938,6 @@ static int clear(PyObject *object)
 static void destroy(PyObject *object)
 {
     ShortCalls *self = (ShortCalls *)object;
-    PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     for (int i = 0; self->kinds && i < KINDS; i++) {
         Py_XDECREF(self->kinds[i].key);
@@ -956,9 +952,7 @@ static void destroy(PyObject *object)
         Py_XDECREF(self->parts[i]);
     for (int i = 0; i < NAMES; i++)
         Py_XDECREF(self->names[i]);
-    freefunc release = PyType_GetSlot(type, Py_tp_free);
-    release(object);
-    Py_DECREF(type);
+    free_object(object);
 }
 
 static PyMethodDef methods[] = {

@@ -8,32 +8,26 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncoll.algorithms.dense.alone import Alone
-from asyncoll.algorithms.dense.message_call import MessageCall
-from asyncoll.algorithms.rounds.directory import Directory, Rounds
+from asyncoll.algorithms.message_backend import WithoutMemory
+from asyncoll.algorithms.rounds.directory import Rounds
 from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.seam.call import Call
-from asyncoll.algorithms.seam.short_calls import Entry, GeneralCalls, Plan
+from asyncoll.algorithms.seam.short_calls import GeneralCalls, NoShortCalls
 from asyncoll.algorithms.seam.ways import OWN
-from asyncoll.errors import DeviceError, ProtocolError, UsageError
-from asyncoll.rpc.carrier import Carrier
-from asyncoll.rpc.message_carrier import MessageCarrier
+from asyncoll.errors import DeviceError, UsageError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import ignore
 from asyncoll.runtime.shared_work import Immediate
-from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, check_reduction
-from asyncoll.tensors.staged import Staged
 
 T = TypeVar("T")
 
 
-class AloneCalls:
-    """Implements `seam.short_calls.ShortCalls`: the reduction of one array is the array."""
+class AloneCalls(NoShortCalls):
+    """The reduction of one array is the array. Each call is counted at once, and no other rank asks for the latest."""
 
     def __init__(self, member: Member, general: GeneralCalls) -> None:
-        self.last = 0
-        self.libraries: tuple[str, ...] = ()
         self._member = member
         self._general = general
         self._reductions: set[tuple[object, object]] = set()  # that make sense: the dtype of numpy or its name, the op
@@ -48,12 +42,6 @@ class AloneCalls:
 
     def barrier(self) -> Coroutine[Any, Any, None] | None:
         return self._end("barrier", None)
-
-    def counts(self) -> list[tuple[Plan, int, int]]:
-        return []  # they are counted one by one
-
-    def latest(self) -> tuple[Entry, float] | None:
-        return None  # no other rank asks
 
     def _makes_sense(self, dtype: Any, op: object) -> bool:
         """Whether `op` is a reduction that is defined for `dtype`."""
@@ -81,24 +69,14 @@ class AloneCalls:
         return member.runner.done(result)
 
 
-class AloneBackend:
+class AloneBackend(WithoutMemory):
     """The `Backend` of one rank. What it sends to itself goes by message."""
-
-    memory = None
-    device_route = None
-
-    def __init__(self, member: Member) -> None:
-        self._member = member
-        self.operations = Directory(member)
 
     def short_calls(self, general: GeneralCalls) -> AloneCalls:
         return AloneCalls(self._member, general)
 
     def collectives(self, call: Call[Any]) -> Alone:
         return Alone()
-
-    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
-        return MessageCall(self._member, call, context)
 
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
@@ -124,16 +102,3 @@ class AloneBackend:
 
     def retire(self) -> None:
         """No other rank waits for this one."""
-
-    def is_idle(self, wake: Callable[[], None]) -> bool:
-        return True
-
-    def finished(self) -> None:
-        """No other rank is there."""
-
-    def forget(self) -> None:
-        """There is no memory to give back."""
-
-    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
-        member = self._member
-        return MessageCarrier(member.endpoint.router, member.group, member.post, broken)

@@ -11,7 +11,7 @@ from asyncoll.algorithms.seam.arrival import Arrival
 from asyncoll.algorithms.seam.backend import Backend
 from asyncoll.algorithms.seam.call import REDUCING, Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
-from asyncoll.algorithms.seam.short_calls import ShortCalls, signature_of
+from asyncoll.algorithms.seam.short_calls import signature_of
 from asyncoll.algorithms.seam.ways import OWN, with_own
 from asyncoll.errors import describe
 from asyncoll.runtime.event_kinds import What
@@ -29,12 +29,6 @@ from asyncoll.tensors.staged import Arriving, Staged
 T = TypeVar("T")
 
 
-class _Numbers:
-    """The number of the last call, for backends without `ShortCalls`."""
-
-    last = 0
-
-
 class Calls:
     """Starts the collective and pair calls of one rank. Implements `seam.short_calls.GeneralCalls`."""
 
@@ -50,17 +44,15 @@ class Calls:
         self._pending = pending
         self.ledger = Ledger()
         self.short = backend.short_calls(self)
-        self._numbers: ShortCalls | _Numbers = self.short or _Numbers()
-        if self.short is not None:
-            pending.newest = self._newest
-            for ledger in (self.ledger, member.endpoint.in_memory):
-                ledger.sources.append(self.collect)
-            member.at_end(lambda: member.endpoint.in_memory.drop(self.collect))
+        pending.newest = self._newest
+        for ledger in (self.ledger, member.endpoint.in_memory):
+            ledger.sources.append(self.collect)
+        member.at_end(lambda: member.endpoint.in_memory.drop(self.collect))
 
     @property
     def last(self) -> int:
         """The number of the last collective call; 0 before the first."""
-        return self._numbers.last
+        return self.short.last
 
     def number(self, operation: str, dtype: str, count: int, detail: str, site: Site) -> Signature:
         """Number the next call. All checks that raise UsageError come before: a number that is taken must be used.
@@ -74,9 +66,9 @@ class Calls:
             self._memory.give_back()
         self._member.check_caller()
         self.check_started()
-        number, epoch = self._numbers.last + 1, self._member.group.epoch
+        number, epoch = self.short.last + 1, self._member.group.epoch
         self.unstarted = call = Signature(operation, number, dtype, count, detail, site, epoch)
-        self._numbers.last = call.number  # after `unstarted`: no number is taken that it does not tell
+        self.short.last = call.number  # after `unstarted`: no number is taken that it does not tell
         return call
 
     def check_started(self) -> None:
@@ -289,7 +281,6 @@ class Calls:
         return work if trace.sink is None else trace.follow(call, number, work, self._ended(call), number)
 
     def collect(self) -> None:
-        assert self.short is not None
         for plan, reduced, received in self.short.counts():
             for traffic, times in ((plan.reducing, reduced), (plan.receiving, received)):
                 if times:
@@ -297,7 +288,6 @@ class Calls:
                     self._member.endpoint.in_memory.enter(plan.kind[0], traffic, times)
 
     def _newest(self) -> tuple[Signature, int, float] | None:
-        assert self.short is not None
         latest = self.short.latest()
         if latest is None:
             return None

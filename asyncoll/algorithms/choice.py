@@ -43,7 +43,7 @@ def tables(ranks: int, environ: Mapping[str, str]) -> dict[str, tuple[Way[Any], 
     Raises UsageError for sizes in `environ` that are none.
     """
     if ranks == 1:
-        return {"of one rank": (_only("all calls", "alone", "there is no rank to wait for"),)}
+        return {"of one rank": (*OWN, _only("all calls", "alone", "there is no rank to wait for"))}
     sizes = choose(ranks, environ)
     others: tuple[Way[Any], ...] = (*by_size.REDUCE_WAYS, *by_size.broadcast_ways(ranks), *by_size.ALLGATHER_WAYS)
     in_memory: tuple[Way[Any], ...] = (*allreduce_ways(sizes), *device_ways(sizes), *ROUNDS_WAYS)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from asyncoll.algorithms.dense.message_call import MessageCall
-from asyncoll.algorithms.dense.two_level import EXCHANGES, LocalCollectives, TwoLevelCall
+from asyncoll.algorithms.dense.two_level import EXCHANGES, TwoLevelCall
 from asyncoll.algorithms.host_operations import HostMemory, HostOperations
 from asyncoll.algorithms.memory_backend import MemoryBackend, MemoryCall
 from asyncoll.algorithms.message_backend import MessageBackend
@@ -25,7 +25,6 @@ from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
 from asyncoll.statistics import Traffic
-from asyncoll.tensors.reductions import Array, ReduceOp
 
 T = TypeVar("T")
 
@@ -53,11 +52,11 @@ class HostsBackend(MessageBackend):
         return HostOperations(self._member, self.operations, self._hosts, self._rounds)
 
     def collectives(self, call: Call[Any]) -> Collectives:
-        within: LocalCollectives
+        within: Collectives
         if self._memory is None:
             within = MessageCall(self._host, call.signature, self._within)
         else:
-            within = _CallOnLoop(self._memory, call.signature)
+            within = cast(Collectives, _CallOnLoop(self._memory, call.signature))
         return TwoLevelCall(self._hosts, super().collectives(call), within, self._between_hosts(call.signature))
 
     def _between_hosts(self, call: Signature) -> list[MessageCall]:
@@ -120,23 +119,10 @@ class _CallOnLoop:
     ) -> None:
         await self._drive(self._collectives.__aexit__(kind, error, trace))
 
-    async def barrier(self) -> None:
-        await self._drive(self._collectives.barrier())
-
-    async def reduce_scatter(self, chunks: list[Array], shard: Array, op: ReduceOp, dtype: str) -> None:
-        await self._drive(self._collectives.reduce_scatter(chunks, shard, op, dtype))
-
-    async def gather(self, mine: Array, blocks: list[Array], root: int) -> None:
-        await self._drive(self._collectives.gather(mine, blocks, root))
-
-    async def scatter(self, blocks: list[Array], mine: Array, root: int) -> None:
-        await self._drive(self._collectives.scatter(blocks, mine, root))
-
-    async def allgather(self, blocks: list[Array]) -> None:
-        await self._drive(self._collectives.allgather(blocks))
-
-    async def alltoall(self, outgoing: list[Array], incoming: list[Array]) -> None:
-        await self._drive(self._collectives.alltoall(outgoing, incoming))
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, None]]:
+        """A collective."""
+        begin = getattr(self._collectives, name)
+        return lambda *arguments: self._drive(begin(*arguments))
 
     def _drive(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
         return self._memory.here(work, self._call.__str__)

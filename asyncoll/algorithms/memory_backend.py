@@ -31,7 +31,7 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.seam.call import Call
-from asyncoll.algorithms.seam.short_calls import Entry, GeneralCalls, ShortCalls, signature_of
+from asyncoll.algorithms.seam.short_calls import Entry, GeneralCalls, NoShortCalls, ShortCalls, signature_of
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.arguments import digest
 from asyncoll.errors import AsyncollError, NonFiniteError, ProtocolError
@@ -223,12 +223,11 @@ class MemoryBackend:
         endpoint.membership.last_calls.append(self._last_call)
         member.at_end(lambda: endpoint.executions.described.pop(group.communicator, None))
 
-    def short_calls(self, general: GeneralCalls) -> ShortCalls | None:
-        core, member, note = self.memory.native, self._member, self._recent.append
+    def short_calls(self, general: GeneralCalls) -> ShortCalls:
+        core, note = self.memory.native, self._recent.append
         if core is None:
-            return None
-        closing, failures = member.endpoint, member.endpoint.failures
-        self._compiled = CompiledCalls(core, self._area, general, member, closing, failures, note, self.collectives_of)
+            return NoShortCalls()
+        self._compiled = CompiledCalls(core, self._area, general, self._member, note, self.collectives_of)
         return self._compiled.calls
 
     def collectives(self, call: Call[Any]) -> MemoryCall:

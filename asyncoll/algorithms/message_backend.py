@@ -11,7 +11,7 @@ from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
-from asyncoll.algorithms.seam.short_calls import GeneralCalls
+from asyncoll.algorithms.seam.short_calls import GeneralCalls, NoShortCalls
 from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.message_carrier import MessageCarrier
@@ -22,28 +22,49 @@ from asyncoll.tensors.staged import Staged
 T = TypeVar("T")
 
 
-class MessageBackend:
-    """The `Backend` by message."""
+class WithoutMemory:
+    """What backends have in common that share no memory: messages between two ranks, and RPC."""
+
+    memory = None
+    device_route = None
 
     def __init__(self, member: Member) -> None:
         self._member = member
         self.operations = Directory(member)
-        self.memory = None
-        self.device_route = None
+
+    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
+        return MessageCall(self._member, call, context)
+
+    def is_idle(self, wake: Callable[[], None]) -> bool:
+        return True
+
+    def finished(self) -> None:
+        """There is nothing to end: no call is under way."""
+
+    def forget(self) -> None:
+        """There is no memory to give back."""
+
+    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
+        member = self._member
+        return MessageCarrier(member.endpoint.router, member.group, member.post, broken)
+
+
+class MessageBackend(WithoutMemory):
+    """The `Backend` by message."""
+
+    def __init__(self, member: Member) -> None:
+        super().__init__(member)
         # Made with the communicator: announcements of other ranks may arrive before this rank calls an operation.
         self._announced = self._operations()
 
     def _operations(self) -> AnnouncedOperations:
         return AnnouncedOperations(self._member, self.operations)
 
-    def short_calls(self, general: GeneralCalls) -> None:
-        """None: a call by message needs the runtime's loop."""
+    def short_calls(self, general: GeneralCalls) -> NoShortCalls:
+        return NoShortCalls()  # a call by message needs the runtime's loop
 
     def collectives(self, call: Call[Any]) -> Collectives:
         return MessageCall(self._member, call.signature, self._member.communicator)
-
-    def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
-        return MessageCall(self._member, call, context)
 
     def start(
         self, work: Coroutine[Any, Any, T], describe: Callable[[], str], nbytes: int, discarded: Callable[[], None]
@@ -58,21 +79,6 @@ class MessageBackend:
     async def open(self, operation: Operation, site: str) -> Rounds:
         return self._announced.open(operation, self._member.group.rank, site)
 
-    # -- the end, as of `runtime.lifetime.CommunicatorPart` ---------------------------------------------------
-
     def retire(self) -> None:
         for port in self._announced.ports:
             port.depart()
-
-    def is_idle(self, wake: Callable[[], None]) -> bool:
-        return True
-
-    def finished(self) -> None:
-        """There is nothing to end: no call is under way."""
-
-    def forget(self) -> None:
-        """There is no memory to give back."""
-
-    def carrier(self, broken: Callable[[int, ProtocolError], None]) -> Carrier:
-        member = self._member
-        return MessageCarrier(member.endpoint.router, member.group, member.post, broken)

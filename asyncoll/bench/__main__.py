@@ -1,5 +1,5 @@
-"""One rank of a benchmark, under the launcher: `python -m asyncoll.bench PLAN FOLDER`."""
+"""One rank of a benchmark, under the launcher, or all of one process: `python -m asyncoll.bench PLAN`."""
 
-from asyncoll.bench.runs import rank_main
+from asyncoll.bench.runs import main
 
-rank_main()
+main()

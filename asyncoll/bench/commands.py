@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,26 +11,7 @@ from typing import Any
 import click
 
 from asyncoll.bench.plan import BenchPlan, parse_duration, parse_sizes
-from asyncoll.errors import UsageError
-
-
-class Command(click.Command):
-    """Reports a UsageError of the library as click reports its own."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except UsageError as error:
-            raise click.UsageError(str(error), ctx) from error
-
-
-class CommandGroup(click.Group):
-    """A group of such commands. Without arguments it prints its help, which is no error."""
-
-    command_class = Command
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, args or ["--help"])
+from asyncoll.cli_base import CommandGroup, Count, json_option, ranks_option
 
 
 def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str], Any]:
@@ -44,15 +26,10 @@ def _parsed(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
     return convert
 
 
-def _ranks(least: int) -> Callable[[Any], Any]:
-    return click.option(
-        "-n", "ranks", type=click.IntRange(least, 1024), default=2, show_default=True, help="Number of ranks."
-    )
-
-
 def _sizes(default: str) -> Callable[[Any], Any]:
     return click.option(
         "--sizes",
+        metavar="BYTES,...",
         callback=_parsed(parse_sizes),
         default=default,
         show_default=True,
@@ -62,24 +39,25 @@ def _sizes(default: str) -> Callable[[Any], Any]:
 
 _transport = click.option(
     "--transport",
-    type=click.Choice(["shm", "ipc", "tcp", "inproc"]),
+    type=click.Choice(["shm", "zmq", "tcp", "inproc"]),
     default="shm",
     show_default=True,
-    help="Processes that share memory, or talk over unix sockets or loopback tcp; or ranks in one process.",
+    help="Processes that share memory, or talk over unix sockets (zmq) or, as on several hosts, over tcp; or ranks in "
+    "one process.",
 )
-_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line.")
+_json = json_option("Print a JSON object for each row.")
 
 
 @click.group(cls=CommandGroup)
 def bench() -> None:
     """Measure on this host. Every result is checked: #wrong counts wrong elements over all ranks.
 
-    Exits with 1 if an element is wrong.
+    Exits with 1 if an element is wrong. Ctrl-C ends all ranks, and prints what has been measured.
     """
 
 
 @bench.command()
-@_ranks(1)
+@ranks_option(1)
 @_sizes("4:100M")
 @_transport
 @click.option("--registered", is_flag=True, help="Reduce a tensor of `comm.empty`, in place.")
@@ -111,25 +89,28 @@ def pingpong(as_json: bool, **plan: Any) -> None:
 
     \b
     Example:
-      asyncoll bench pingpong --sizes 4,1M --transport ipc
+      asyncoll bench pingpong --sizes 4,1M --transport zmq
     """
     _measure(BenchPlan("pingpong", ranks=2, **plan), as_json)
 
 
 @bench.command()
-@_ranks(2)
+@ranks_option(2)
 @_sizes("4K")
 @_transport
 @_json
 @click.option(
     "--skew",
     "skew_s",
+    metavar="TIME",
     callback=_parsed(parse_duration),
     default="1ms",
     show_default=True,
     help="Rank r arrives r times this late.",
 )
-@click.option("--iterations", type=click.IntRange(1, 1_000_000), default=128, show_default=True, help="Counted calls.")
+@click.option(
+    "--iterations", metavar="N", type=Count(1, 1_000_000), default=128, show_default=True, help="Counted calls."
+)
 def solo(as_json: bool, **plan: Any) -> None:
     """Skewed arrivals: the waits of ranks in full, majority, quorum (half of the ranks) and solo allreduces.
 
@@ -141,23 +122,38 @@ def solo(as_json: bool, **plan: Any) -> None:
 
 
 @bench.command()
-@_ranks(2)
-def tune(ranks: int) -> None:
+@ranks_option(2)
+@json_option("Print a JSON object for each time, and one for the setting.")
+def tune(ranks: int, as_json: bool) -> None:
     """Measure the best sizes of pieces in shared memory on this host, and print the setting. Takes some minutes.
 
     \b
-    Example:
+    Examples:
       asyncoll bench tune -n 4
+      asyncoll bench tune -n 4 --json
     """
-
     from asyncoll.algorithms.dense.tuning import VARIABLE, choose
-    from asyncoll.bench.table import aligned
-    from asyncoll.bench.tune import setting
-    from asyncoll.bench.tune import tune as measure
+    from asyncoll.bench import tune as tuning
+    from asyncoll.bench.table import print_table
 
-    sizes, lines = measure(ranks)
-    click.echo(aligned(lines))
-    click.echo(f"\nbuilt in: {VARIABLE}={setting(choose(ranks, {}))}\nhere:     {VARIABLE}={setting(sizes)}")
+    lines: list[list[str]] = []
+
+    def tell(timing: tuning.Timing) -> None:
+        if as_json:
+            click.echo(json.dumps(timing._asdict()))
+        else:
+            lines.append(timing.line())
+
+    try:
+        sizes = tuning.tune(ranks, tell)
+    finally:
+        if lines:
+            print_table(tuning.HEADINGS, lines)
+    built_in, here = (tuning.setting(each) for each in (choose(ranks, {}), sizes))
+    if as_json:
+        click.echo(json.dumps({"variable": VARIABLE, "built_in": built_in, "here": here}))
+    else:
+        click.echo(f"\nbuilt in: {VARIABLE}={built_in}\nhere:     {VARIABLE}={here}")
 
 
 @bench.command()
@@ -174,44 +170,50 @@ def suite(names: tuple[str, ...], file: Path | None, quick: bool) -> None:
       asyncoll bench suite --quick
       asyncoll bench suite --claim waiting --json here.json
     """
-    import json
-
     from asyncoll.bench import suite as claims
+    from asyncoll.bench.claims import Cells
+    from asyncoll.testing.progress_bar import progress
 
-    found, hold = {}, True
-    for claim in claims.chosen(names):
-        click.echo(f"# measuring: {claim.heading}", err=True)
-        found[claim.name] = claims.cells_of(claim, quick=quick)
-        for holds, line in claims.verdicts(claim, found[claim.name]):
-            click.echo(line)
-            hold = hold and holds
-        if file:
-            file.write_text(json.dumps({"claims": found}, indent=1) + "\n")
+    chosen, hold = claims.chosen(names), True
+    found: dict[str, Cells] = {}
+    if file:
+        claims.write(file, found)  # now, and not after minutes, it is an error if that cannot be
+    with progress(chosen[0].heading, len(chosen)) as advance:
+        for number, claim in enumerate(chosen):
+            found[claim.name] = claims.cells_of(claim, quick=quick)
+            advance(chosen[min(number + 1, len(chosen) - 1)].heading)
+            for holds, line in claims.verdicts(claim, found[claim.name]):
+                click.echo(line)
+                hold = hold and holds
+            if file:
+                claims.write(file, found)
     sys.exit(int(not hold))
 
 
 @bench.command()
 @click.argument("first", metavar="A.json", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("second", metavar="B.json", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-def compare(first: Path, second: Path) -> None:
+@json_option("Print a JSON object for each cell.")
+def compare(first: Path, second: Path, as_json: bool) -> None:
     """Compare two results of `asyncoll bench suite --json`, or records of `make benchmarks`, cell by cell.
 
     \b
     Example:
       asyncoll bench compare here.json there.json
     """
-    from asyncoll.bench.suite import compared
-    from asyncoll.bench.table import aligned
+    from asyncoll.bench.suite import compared, shown
+    from asyncoll.bench.table import print_table
 
-    click.echo(aligned(compared(first, second)))
+    cells = compared(first, second)
+    if as_json:
+        click.echo("\n".join(map(json.dumps, cells)))
+    else:
+        headings = ["claim", "row", "column", first.name, second.name, "second / first"]
+        print_table(headings, [shown(cell) for cell in cells])
 
 
 def _measure(plan: BenchPlan, as_json: bool) -> None:
-    from asyncoll.bench.runs import run_plan
+    from asyncoll.bench.runs import rows
     from asyncoll.bench.table import show
 
-    code, rows = run_plan(plan)
-    if code:
-        sys.exit(code)
-    show(plan, rows, as_json=as_json)
-    sys.exit(int(any(row["wrong"] for row in rows)))
+    sys.exit(show(plan, rows(plan), as_json=as_json))

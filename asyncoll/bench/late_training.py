@@ -14,16 +14,14 @@ import asyncio
 import json
 import os
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
 
 import asyncoll
 from asyncoll.bench.claims import Cells
-from asyncoll.launch import launch
+from asyncoll.bench.runs import printed_by_ranks
 from asyncoll.training import AllreduceSGD, EagerSGD
 
 COMPUTE_S, LATE_S = 0.05, 0.1
@@ -47,13 +45,9 @@ def cells(ranks: int, rounds: int) -> Cells:
 
 
 def _time_to_target(rule: str, ranks: int, rounds: int) -> float | None:
-    with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
-        answer = Path(folder) / "answer"
-        code = launch(ranks, ["asyncoll.bench.late_training", rule, str(rounds), str(answer)], module=True)
-        if code:
-            raise RuntimeError(f"training with {rule} rounds ended with exit code {code}")
-        seconds: float | None = json.loads(answer.read_text())
-        return seconds
+    *_, answer = printed_by_ranks(ranks, ["asyncoll.bench.late_training", rule, str(rounds)])
+    seconds: float | None = json.loads(answer)
+    return seconds
 
 
 async def _train(comm: asyncoll.Communicator, rule: str, rounds: int) -> float | None:
@@ -91,10 +85,10 @@ def _accuracy(model: torch.nn.Module, teacher: torch.Tensor, x: torch.Tensor) ->
 
 
 def rank_main() -> None:
-    """Run one rank: the rule, the rounds, and the file for rank 0's answer are its arguments."""
+    """Run one rank: the rule and the rounds are its arguments. Rank 0 prints the answer."""
     found = asyncoll.run(_train, sys.argv[1], int(sys.argv[2]))
     if os.environ["RANK"] == "0":
-        Path(sys.argv[3]).write_text(json.dumps(found))
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

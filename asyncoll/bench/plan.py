@@ -12,6 +12,7 @@ Row = dict[str, Any]
 ITEM_BYTES = 4  # float32
 FACTOR = 4  # between the sizes of a range
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}  # binary, as in nccl-tests
+MODES = ("full", "majority", "quorum", "solo")  # of the benchmark solo, each a row
 SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
@@ -27,6 +28,11 @@ class BenchPlan:
     device: str = "cpu"  # of the tensor that allreduce reduces: cpu or cuda
     skew_s: float = 0.0  # of solo: rank r arrives r times this late
     iterations: int = 0  # of solo: measured calls
+
+    @property
+    def rows(self) -> int:
+        """The number of rows that it gives."""
+        return len(self.sizes) * (len(MODES) if self.benchmark == "solo" else 1)
 
     def to_json(self) -> str:
         """The plan as one argument of the program of a rank."""
@@ -46,7 +52,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     first, _, final = text.partition(":")
     size, last = _size(first), _size(final)
     if size > last:
-        raise ValueError(f"{text!r} goes down")
+        raise ValueError(f"{text!r} goes down: give the smaller size first")
     sizes = []
     while size < last:
         sizes.append(size)

@@ -1,4 +1,4 @@
-"""Runs a benchmark: in real processes under the launcher, or in ranks that share one loop."""
+"""Runs a benchmark: in real processes under the launcher, or in ranks that share one loop of a process."""
 
 from __future__ import annotations
 
@@ -8,67 +8,93 @@ import os
 import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 
 import asyncoll
 from asyncoll.bench import dense_calls, skewed, sparse_calls
 from asyncoll.bench.places import check
 from asyncoll.bench.plan import BenchPlan, Row
 from asyncoll.communicator import Communicator
-from asyncoll.launch import launch
+from asyncoll.launch.keeper import kept
 from asyncoll.testing import run_ranks
 
 TRANSPORTS = {
     "shm": "real processes that share memory",
-    "ipc": "real processes over unix sockets",
+    "zmq": "real processes over unix sockets",
     "tcp": "real processes over loopback tcp",
     "inproc": "ranks in one process",
 }
 
 
-def run_plan(plan: BenchPlan) -> tuple[int, list[Row]]:
-    """Run the benchmark. Returns the exit code of the job, and its rows: none if it has failed."""
+def rows(plan: BenchPlan) -> Generator[Row, None, None]:
+    """Run the benchmark, and give each row when it is measured. Raises SystemExit, with its exit code, if it fails."""
     check(plan)
+    transport = "shm" if plan.transport == "shm" else "zmq"
     if plan.transport == "inproc":
-        return 0, run_ranks(plan.ranks, lambda comm: measure(comm, plan))[0]
-    with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
-        results = Path(folder) / "rows"
-        transport = "shm" if plan.transport == "shm" else "zmq"
-        code = launch(plan.ranks, ["asyncoll.bench", plan.to_json(), folder], module=True, transport=transport)
-        return code, [json.loads(line) for line in results.read_text().splitlines()] if code == 0 else []
+        lines = printed([sys.executable, "-m", "asyncoll.bench", plan.to_json()])
+    else:
+        lines = printed_by_ranks(plan.ranks, ["asyncoll.bench", plan.to_json()], transport)
+    yield from map(json.loads, lines)
+
+
+def printed_by_ranks(ranks: int, module: Sequence[str], transport: str = "shm") -> Iterator[str]:
+    """The lines that ranks of a module print. Raises SystemExit, with its exit code, if the job fails."""
+    launch = ["launch", "-n", str(ranks), "--transport", transport, "-m", *module]
+    for line in printed([sys.executable, "-m", "asyncoll", *launch]):
+        yield line.partition(": ")[2]
+
+
+def printed(command: Sequence[str]) -> Iterator[str]:
+    """The lines that a command prints. Raises SystemExit, with its exit code, if it fails."""
+    with kept(command) as keeper:
+        yield from keeper.stdout
+        code = keeper.process.wait()
+    if code:
+        raise SystemExit(code)
 
 
 def rows_of(plan: BenchPlan) -> list[Row]:
-    """The rows of a benchmark. Raises RuntimeError if the job fails or a result is wrong."""
-    code, rows = run_plan(plan)
-    if code or any(row["wrong"] for row in rows):
-        raise RuntimeError(f"{plan}: exit code {code}, {rows}")
-    return rows
+    """The rows of a benchmark. Raises RuntimeError if a result is wrong."""
+    found = list(rows(plan))
+    if any(row["wrong"] for row in found):
+        raise RuntimeError(f"wrong results of {plan}: {found}")
+    return found
 
 
-def rank_main() -> None:
-    """Run one rank, with a plan and a folder as arguments. Rank 0 writes the rows into the folder, as lines of JSON."""
-    plan, folder = BenchPlan.from_json(sys.argv[1]), Path(sys.argv[2])
+def main() -> None:
+    """Run one rank, or all of one process, with a plan as argument. Rank 0 prints the rows, as lines of JSON."""
+    plan = BenchPlan.from_json(sys.argv[1])
+    if plan.transport == "inproc":
+        run_ranks(plan.ranks, lambda comm: measure(comm, plan))
+        return
     if plan.transport == "tcp":
         # Ranks count as ranks of one host if they share the folder of the job, or the temporary folder. The other ranks
         # take this one for a rank of another host, so they connect to it by TCP.
         os.environ.pop("ASYNCOLL_FOLDER", None)
-        tempfile.tempdir = tempfile.mkdtemp(dir=folder)
-    rows = asyncoll.run(measure, plan)
-    if int(os.environ["RANK"]) == 0:
-        (folder / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        tempfile.tempdir = tempfile.mkdtemp()
+    asyncoll.run(measure, plan)
 
 
-async def measure(comm: Communicator, plan: BenchPlan) -> list[Row]:
-    """Measure the benchmark of `plan`. All ranks call it, and get the same rows."""
-    # Ranks in one process share a loop, which a rank that blocks it would take from the others. So they sleep instead.
+async def measure(comm: Communicator, plan: BenchPlan) -> None:
+    """Measure the benchmark of `plan`. All ranks call it, and get the same rows. Rank 0 prints them."""
+    async for row in _measured(comm, plan):
+        if comm.rank == 0:
+            print(json.dumps(row), flush=True)
+
+
+async def _measured(comm: Communicator, plan: BenchPlan) -> AsyncIterator[Row]:
     if plan.benchmark == "solo":
-        return await skewed.solo(comm, plan, asyncio.sleep if plan.transport == "inproc" else _compute)
-    if plan.benchmark == "pingpong":
-        return [await dense_calls.pingpong(comm, size) for size in plan.sizes]
-    if plan.benchmark == "sparse":
-        return [await sparse_calls.sparse(comm, size) for size in plan.sizes]
-    return [await dense_calls.allreduce(comm, plan, size) for size in plan.sizes]
+        # Ranks in one process share a loop, which a rank that blocks it would take from the others. So they sleep.
+        async for row in skewed.solo(comm, plan, asyncio.sleep if plan.transport == "inproc" else _compute):
+            yield row
+        return
+    for size in plan.sizes:
+        if plan.benchmark == "pingpong":
+            yield await dense_calls.pingpong(comm, size)
+        elif plan.benchmark == "sparse":
+            yield await sparse_calls.sparse(comm, size)
+        else:
+            yield await dense_calls.allreduce(comm, plan, size)
 
 
 async def _compute(seconds: float) -> None:

@@ -24,17 +24,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import numpy as np
 
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.bench.dense_calls import wrong_elements
-from asyncoll.bench.plan import ITEM_BYTES, BenchPlan, Row
+from asyncoll.bench.plan import ITEM_BYTES, MODES, BenchPlan, Row
 from asyncoll.communicator import Communicator
 from asyncoll.tensors.reductions import Array, ReduceOp
 
-MODES = ("full", "majority", "quorum", "solo")
 WARMUP = 2  # calls before the measured ones
 
 Pause = Callable[[float], Awaitable[None]]
@@ -67,20 +66,18 @@ def bound(mode: str, ranks: int, iterations: int) -> float:
     return expected("full", ranks)[0] / skews if skews else math.inf
 
 
-async def solo(comm: Communicator, plan: BenchPlan, pause: Pause) -> list[Row]:
+async def solo(comm: Communicator, plan: BenchPlan, pause: Pause) -> AsyncIterator[Row]:
     """Measure all modes at each size, one row each. All ranks call it.
 
     `pause(seconds)` delays a rank before its call. The column `ratio` is the mean wait of `full` divided by that of the
     mode.
     """
-    rows = []
     for size in plan.sizes:
         full_s = 0.0
         for mode in MODES:
             row = await _measure(comm, plan, size, mode, pause)
             full_s = full_s or row["mean_us"]
-            rows.append({**row, "ratio": full_s / row["mean_us"]})
-    return rows
+            yield {**row, "ratio": full_s / row["mean_us"]}
 
 
 async def _measure(comm: Communicator, plan: BenchPlan, size: int, mode: str, pause: Pause) -> Row:

@@ -6,7 +6,8 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import click
 import asyncoll
 from asyncoll.bench.plan import BenchPlan, Row
 from asyncoll.bench.runs import TRANSPORTS
+from asyncoll.testing.progress_bar import progress
 
 ColumnForm = tuple[str, str, str]  # key, heading, format
 
@@ -44,6 +46,7 @@ COLUMNS: dict[str, list[ColumnForm]] = {
         _WRONG,
     ],
 }
+COMMON = ("benchmark", "ranks", "transport", "device")  # of all rows, in JSON
 NOTES = {
     "allreduce": "times: each rank's median, then the slowest rank's",
     "pingpong": "times: half a round trip, median at rank 0",
@@ -64,27 +67,41 @@ def headline(plan: BenchPlan) -> str:
     )
 
 
-def show(plan: BenchPlan, rows: Sequence[Row], *, as_json: bool) -> None:
-    """Print the rows of a benchmark to stdout."""
-    if as_json:
-        common = {name: getattr(plan, name) for name in ("benchmark", "ranks", "transport", "device")}
-        for row in rows:
-            click.echo(json.dumps(common | row))
-        return
-    click.echo(headline(plan))
-    columns = COLUMNS[plan.benchmark]
-    cells = [[format(row[key], form) for key, _, form in columns] for row in rows]
-    headings = [heading for _, heading, _ in columns]
+def show(plan: BenchPlan, rows: Generator[Row, None, None], *, as_json: bool) -> int:
+    """Print the rows of a benchmark to stdout: what there is of them if the benchmark fails, or at Ctrl-C.
+
+    Returns the exit code: 1 if an element is wrong.
+    """
+    columns, common = COLUMNS[plan.benchmark], {name: getattr(plan, name) for name in COMMON}
+    cells: list[list[str]] = []
+    wrong = 0
+    try:
+        with progress(f"{plan.benchmark}, {plan.ranks} ranks", plan.rows) as advance, closing(rows):
+            for row in rows:
+                wrong += row["wrong"]
+                cells.append([format(row[key], form) for key, _, form in columns])
+                advance(f"{plan.benchmark}, {plan.ranks} ranks, after {row['size']} bytes")
+                if as_json:
+                    click.echo(json.dumps(common | row))
+    finally:
+        if cells and not as_json:
+            click.echo(headline(plan))
+            print_table([heading for _, heading, _ in columns], cells)
+    return int(wrong > 0)
+
+
+def print_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    """Print lines of text with right-aligned columns, on a terminal as a table with borders."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Column, Table
 
         table = Table(*(Column(heading, justify="right") for heading in headings))
-        for line in cells:
+        for line in lines:
             table.add_row(*line)
         Console().print(table)
     else:
-        click.echo(aligned([headings, *cells]))
+        click.echo(aligned([headings, *lines]))
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

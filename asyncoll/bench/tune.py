@@ -7,8 +7,11 @@ times, so that a drift of the machine affects all of them equally. The fastest c
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import takewhile
+from functools import partial
+from itertools import chain, takewhile
+from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -16,6 +19,7 @@ import numpy as np
 from asyncoll.algorithms.dense.tuning import VARIABLE, Sizes, choose
 from asyncoll.bench.plan import BenchPlan
 from asyncoll.bench.runs import rows_of
+from asyncoll.testing.progress_bar import progress
 
 _REPEATS = 3
 _CHUNKS = tuple(1 << power for power in range(15, 20))
@@ -23,46 +27,65 @@ _PIECES = tuple(1 << power for power in range(18, 23))
 _SHORTS = tuple(1 << power for power in range(12, 21))
 _LONG = (4 << 20, 32 << 20)
 IN_PIECES = {"whole": 64, "private_max": 0}  # sizes with which arrays that are not registered go in pieces
+HEADINGS = ("what", "bytes", "time (us)", "of", "time (us)", "of", "chosen")
+_RUNS = _REPEATS * (len(_CHUNKS) + len(_PIECES) + 2)
 _NO_SHORT = 64  # a limit below all measured sizes: every array is cut into chunks
 
+Times = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
-def tune(ranks: int) -> tuple[Sizes, list[list[str]]]:
-    """The best sizes for `ranks` ranks on this host, and a table of the measured times."""
-    sizes, lines = choose(ranks, {}), [["what", "bytes", "time (us) of", *map(str, _LONG), "chosen"]]
-    long = BenchPlan("allreduce", ranks, _LONG)
-    for name, candidates, plan in (
-        ("chunk", _CHUNKS, replace(long, registered=True)),
-        ("piece", _PIECES, long),
-    ):
-        times = _compare(plan, [sizes._replace(**IN_PIECES | {name: candidate}) for candidate in candidates])
-        # The sum of logarithms, because the times of the longer array would outweigh those of the shorter one in a sum.
-        best = int(np.argmin(np.log(times).sum(axis=1)))
-        for index, candidate in enumerate(candidates):
-            cells = [f"{time:.0f}" for time in times[index]]
-            lines.append([name, str(candidate), "allreduce", *cells, "*" if index == best else ""])
-        sizes = sizes._replace(**{name: candidates[best]})
+
+class Timing(NamedTuple):
+    """Median times of allreduces with a candidate."""
+
+    what: str  # the size that is tuned
+    bytes: int  # the candidate, or for "short" the length of the array
+    times_us: dict[str, float]  # by length of the array, or for "short" by the way it goes
+    chosen: bool
+
+    def line(self) -> list[str]:
+        """Its line of the table."""
+        times = chain.from_iterable((f"{time:.0f}", what) for what, time in self.times_us.items())
+        return [self.what, str(self.bytes), *times, "*" if self.chosen else ""]
+
+
+def tune(ranks: int, tell: Callable[[Timing], None]) -> Sizes:
+    """The best sizes for `ranks` ranks on this host. Tells all timings of a size when it is chosen."""
+    sizes, long = choose(ranks, {}), BenchPlan("allreduce", ranks, _LONG)
     shorts = BenchPlan("allreduce", ranks, _SHORTS)
-    at_once, cut = _compare(shorts, [sizes._replace(short=_SHORTS[-1]), sizes._replace(short=_NO_SHORT)])
+    with progress("chunk", _RUNS) as advance:
+        for name, candidates, plan in (("chunk", _CHUNKS, replace(long, registered=True)), ("piece", _PIECES, long)):
+            settings = [sizes._replace(**IN_PIECES | {name: candidate}) for candidate in candidates]
+            times = _compare(plan, settings, partial(advance, name))
+            # The sum of logarithms, because the times of the longer array would outweigh those of the shorter one in a
+            # sum.
+            best = int(np.argmin(np.log(times).sum(axis=1)))
+            for index, candidate in enumerate(candidates):
+                times_us = dict(zip(map(str, _LONG), times[index], strict=True))
+                tell(Timing(name, candidate, times_us, index == best))
+            sizes = sizes._replace(**{name: candidates[best]})
+        settings = [sizes._replace(short=_SHORTS[-1]), sizes._replace(short=_NO_SHORT)]
+        at_once, cut = _compare(shorts, settings, partial(advance, "short"))
     # Take the sizes from the smallest on, up to the first at which cutting is faster: noise may make a longer one win.
     worthwhile = list(takewhile(lambda index: at_once[index] <= cut[index], range(len(_SHORTS))))
     sizes = sizes._replace(short=_SHORTS[max(worthwhile, default=0)])
     for size, first, second in zip(_SHORTS, at_once, cut, strict=True):
-        chosen = "*" if size == sizes.short else ""
-        lines.append(["short", str(size), "at once, cut", f"{first:.0f}", f"{second:.0f}", chosen])
-    return sizes, lines
+        tell(Timing("short", size, {"at once": first, "cut": second}, size == sizes.short))
+    return sizes
 
 
-def _compare(plan: BenchPlan, candidates: list[Sizes]) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+def _compare(plan: BenchPlan, candidates: list[Sizes], advance: Callable[[], None]) -> Times:
     """Median times in microseconds, by candidate (first axis) and by size of the plan (second axis).
 
-    Raises RuntimeError if a run fails or a result is wrong.
+    Raises SystemExit if a run fails, and RuntimeError if a result is wrong.
     """
     times = np.empty((_REPEATS, len(candidates), len(plan.sizes)))
     for repeat in range(_REPEATS):
         for index, candidate in enumerate(candidates):
             with mock.patch.dict(os.environ, {VARIABLE: setting(candidate)}):
                 times[repeat, index] = [row["time_us"] for row in rows_of(plan)]
-    return np.median(times, axis=0)
+            advance()
+    medians: Times = np.median(times, axis=0)
+    return medians
 
 
 def setting(sizes: Sizes) -> str:

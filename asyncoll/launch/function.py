@@ -29,11 +29,12 @@ from typing import IO, Any
 from asyncoll.errors import UsageError
 from asyncoll.launch import process_tree, rank
 from asyncoll.launch.host import Sources
-from asyncoll.launch.launcher import Launcher, Outcome, stop_signals
+from asyncoll.launch.launcher import Launcher, stop_signals
 from asyncoll.launch.local import Start, check_files, local_host
 from asyncoll.launch.output import open_output
 from asyncoll.launch.placement import HERE, Placement
 from asyncoll.launch.rank_environment import THREADS, job_folder, stopped_grace_s, threads
+from asyncoll.launch.supervisor import Outcome
 from asyncoll.launch.template import LEFT_TO_THE_LAUNCHER, Template
 from asyncoll.transport.loopback import loopback
 

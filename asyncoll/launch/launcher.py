@@ -14,13 +14,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import asyncoll._core  # noqa: F401 (raises UsageError for a wrong ASYNCOLL_CORE: here once, and not in each rank)
 from asyncoll.errors import ProtocolError, UsageError
+from asyncoll.launch import report as reports
 from asyncoll.launch.host import LaunchedHost, News, Sources
 from asyncoll.launch.local import check, local_host, template_of
-from asyncoll.launch.output import Output, OutputStream, open_output
+from asyncoll.launch.output import VERDICT, Output, OutputStream, coloured, open_output
 from asyncoll.launch.placement import HERE, Placement
 from asyncoll.launch.program import Program
 from asyncoll.launch.rank_environment import (
@@ -31,12 +31,20 @@ from asyncoll.launch.rank_environment import (
     stopped_grace_s,
 )
 from asyncoll.launch.remote import remote_host, travelling
-from asyncoll.launch.supervisor import GIVE_UP_S, INTERRUPT_GRACE_S, STOP_GRACE_S, TIMEOUT_CODE, Failure, Supervisor
+from asyncoll.launch.supervisor import (
+    GIVE_UP_S,
+    INTERRUPT_GRACE_S,
+    STOP_GRACE_S,
+    TIMEOUT_CODE,
+    Failure,
+    Outcome,
+    Supervisor,
+)
 from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
-from asyncoll.transport import standard_streams
+from asyncoll.transport import settings, standard_streams
 from asyncoll.transport.keys import new_key
 from asyncoll.transport.loopback import loopback
-from asyncoll.transport.settings import check_names
+from asyncoll.world.environment import read_settings
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = signal.SIGTSTP  # Ctrl-Z
@@ -54,19 +62,22 @@ def launch(
     timeout: float | None = None,
     transport: str | None = None,
     environment: Sequence[str] = (),
+    report: str | os.PathLike[str] | None = None,
 ) -> int:
     """Run a Python program as `ranks` ranks on this host, or on the hosts of a map, and return the job's exit code.
 
     `argv` is a script and its arguments, or with `module` a module's name and its arguments. With `log_dir` the raw
     bytes of each rank are also written there, to `rank-R.out` and `rank-R.err`. `transport` is "shm" (shared memory,
-    and messages for the rest) or "zmq" (messages alone); None leaves the choice to ASYNCOLL_TRANSPORT.
+    and messages for the rest) or "zmq" (messages alone); None leaves the choice to ASYNCOLL_TRANSPORT. `report` is a
+    file for a JSON object that says how each rank has ended (docs/reference/commands.md); an old one is removed at the
+    start, and the new one is there, whole, when the job has ended in any way.
 
     Returns when every process that the job has started is gone: 0 if all ranks have succeeded, otherwise the exit code
     of the rank that has failed first (128 plus the signal that has killed it), 124 after `timeout` seconds, 130 after
     Ctrl-C, 143 after SIGTERM. If a rank is stopped (SIGSTOP) when every other rank has ended well, it is killed after
     ASYNCOLL_STOPPED_S seconds (10; 0: never), and the exit code is 147. Raises UsageError, and starts nothing, if the
-    program cannot be started or the current folder has been deleted. Handles SIGINT, SIGTERM and SIGHUP while it runs,
-    so call it from the main thread.
+    program cannot be started, a file cannot be written, a setting in the environment is wrong, or the current folder
+    has been deleted. Handles SIGINT, SIGTERM and SIGHUP while it runs, so call it from the main thread.
 
     The modules that the ranks will import are loaded once, before the ranks are forked: numpy, torch and asyncoll, or
     those in ASYNCOLL_PRELOAD (names separated by commas, or nothing).
@@ -79,7 +90,8 @@ def launch(
     """
     check_current_folder()
     check_encoding(os.environ)
-    check_names(os.environ)
+    settings.check(os.environ, transport)
+    read_settings(os.environ)  # its errors here once, and not in each rank
     placement = Placement({HERE: ranks} if isinstance(ranks, int) else dict(ranks))
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")
@@ -87,6 +99,7 @@ def launch(
     if placement.is_here:
         check(placement.size, program)
     grace_s = stopped_grace_s(os.environ)
+    report_file = None if report is None else reports.clear(Path(report))
     standard_streams.fill_gaps()  # the ranks get these descriptors
     with ExitStack() as job:
         output = job.enter_context(open_output(placement.size, None if log_dir is None else Path(log_dir)))
@@ -98,7 +111,12 @@ def launch(
         else:
             hosts = _other_hosts(placement, program, environment, sources, launcher.hear, job)
         outcome = launcher.run(hosts)
-        _say(outcome.words)
+        _say(coloured(line, "" if number else VERDICT, sys.stderr) for number, line in enumerate(outcome.words))
+        if report_file is not None:
+            try:
+                reports.write(report_file, outcome, placement)
+            except UsageError as error:
+                _say([str(error)])
         return outcome.exit_code
 
 
@@ -160,16 +178,6 @@ def is_reachable(address: str, addresses: Sequence[str]) -> bool:
     return all(is_inner) or not is_inner[0]
 
 
-class Outcome(NamedTuple):
-    """How a job has ended. `words` are the lines to print; `stopped_by` is the user's signal, if one has ended it."""
-
-    exit_code: int
-    words: list[str]
-    root: Failure | None
-    stopped_by: int | None
-    pids: Mapping[int, int]  # by rank
-
-
 @dataclass(eq=False)
 class Launcher:
     placement: Placement
@@ -208,11 +216,13 @@ class Launcher:
         self._end(hosts.values())
         for name, why in self._refusals.items():
             raise UsageError(f"host {name}: {why}")
-        words = explain(supervisor, [stream.last for stream in self.output.err], self._pids, self._host_names())
+        last_lines = [stream.last for stream in self.output.err]
+        words = [*explain(supervisor, last_lines, self._pids, self._host_names()), *self._last_words]
         exit_code = supervisor.exit_code
         if exit_code is None:
             exit_code = supervisor.root.exit_code if supervisor.root else 0
-        return Outcome(exit_code, [*words, *self._last_words], supervisor.root, self._stopped_by, self._pids)
+        seconds = time.monotonic() - supervisor.started_at
+        return Outcome(exit_code, words, supervisor.root, self._stopped_by, self._pids, supervisor.ends, seconds)
 
     def _end(self, hosts: Collection[LaunchedHost]) -> None:
         """End all hosts. One that does not answer is given up."""

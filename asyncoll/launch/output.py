@@ -15,6 +15,7 @@ from asyncoll.errors import UsageError
 from asyncoll.launch.lines import Lines
 
 LAST_LINES = 20
+VERDICT = "1;31"  # bold and red: the line that names the first failure
 COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 
 
@@ -71,6 +72,13 @@ class Output(NamedTuple):
             log.write(text.encode(errors="replace"))
 
 
+def coloured(text: str, colour: str, sink: TextIO | None) -> str:
+    """`text` in a colour, if there is one, it is shown on a terminal, and NO_COLOR is not set."""
+    if not colour or sink is None or not sink.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{colour}m{text}\x1b[0m"
+
+
 @contextmanager
 def open_output(size: int, logs: Path | None) -> Iterator[Output]:
     """Open the streams of `size` ranks. If `logs` is given, their raw bytes are also written there."""
@@ -80,16 +88,14 @@ def open_output(size: int, logs: Path | None) -> Iterator[Output]:
 
         def stream(rank: int, shown: TextIO | None, name: str) -> OutputStream:
             sink = nowhere if shown is None else shown
-            prefix = f"{rank:>{len(str(size - 1))}}:"
-            if sink.isatty() and not os.environ.get("NO_COLOR"):
-                prefix = f"\x1b[{COLOURS[rank % len(COLOURS)]}m{prefix}\x1b[0m"
+            prefix = coloured(f"{rank:>{len(str(size - 1))}}:", str(COLOURS[rank % len(COLOURS)]), sink)
             log = None
             if logs is not None:
                 try:
                     logs.mkdir(parents=True, exist_ok=True)
                     log = opened.enter_context(open(logs / f"rank-{rank}.{name}", "wb", buffering=0))
                 except OSError as error:
-                    raise UsageError(f"cannot write logs: {error}") from error
+                    raise UsageError(f"cannot write logs to {logs}: {error.strerror}; give another folder") from error
             return OutputStream(f"{prefix} ".encode(), getattr(sink, "buffer", None) or TextSink(sink), log)
 
         yield Output(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
+import re
 import sys
 import types
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from typing import Any, NamedTuple
 
 from asyncoll.errors import UsageError
+
+_MODULE = re.compile(r"\w+(\.\w+)*")  # its name
 
 
 class Program(NamedTuple):
@@ -23,6 +26,8 @@ class Program(NamedTuple):
         """Raise UsageError if it cannot start. Imports nothing and runs nothing."""
         name = self.argv[0]
         if self.module:
+            if name.endswith(".py") or not _MODULE.fullmatch(name):
+                raise UsageError(f"{name!r} is not the name of a module: give one, or leave out -m to run a script")
             sys.path.insert(0, os.getcwd())
             try:
                 if _locate(name).submodule_search_locations is not None:
@@ -30,6 +35,8 @@ class Program(NamedTuple):
             finally:
                 del sys.path[0]
         elif not os.path.exists(name):
+            if _MODULE.fullmatch(name) and not name.endswith(".py"):
+                raise UsageError(f"no such script: {name}; to run a module of this name, put -m before it")
             raise UsageError(f"no such script: {name}")
         elif not os.path.isfile(name):
             raise UsageError(f"not a script: {name}")

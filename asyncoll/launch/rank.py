@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 
@@ -77,6 +78,8 @@ def _report(error: BaseException, channel: socket.socket) -> None:
         "traceback": text[-TRACEBACK_CHARACTERS_MAX:],
         "summary": summary(error),
         "blames": None if cause is None else cause.rank,
+        "kind": type(error).__name__,
+        "place": place(error),
     }
     try:
         control.send(channel, report)
@@ -84,6 +87,19 @@ def _report(error: BaseException, channel: socket.socket) -> None:
         return
     if sys.excepthook is sys.__excepthook__:
         sys.excepthook = lambda *_: None  # the launcher has the traceback
+
+
+def place(error: BaseException) -> str:
+    """The line at which the program has raised, as in "/home/me/train.py:12"; empty if it has not.
+
+    It is the last one of the traceback that is not in Python's library, in a package or in asyncoll.
+    """
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}"
+    libraries = (os.path.dirname(MACHINERY), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
+    trace = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in trace if not frame.filename.startswith(libraries)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def summary(error: BaseException) -> str:

@@ -47,8 +47,10 @@ def travelling(environ: Mapping[str, str], names: Sequence[str]) -> dict[str, st
     Raises UsageError if one of `names` is not set.
     """
     for name in names:
+        if "=" in name:
+            raise UsageError(f"--env {name}: give the name alone; the hosts get the value that the variable has here")
         if name not in environ:
-            raise UsageError(f"--env {name}: {name} is not set here")
+            raise UsageError(f"--env {name}: {name} is not set here: export it, or leave out --env")
     chosen = {*THREADS, *names}
     return {
         name: value

@@ -30,7 +30,8 @@ class Failure(NamedTuple):
     """The end of a rank that has failed.
 
     `code` is negative if a signal has ended, or stopped, the rank. `blames` is the rank that its exception names.
-    `is_lost`: its host has ended, for the reason that `summary` tells.
+    `is_lost`: its host has ended, for the reason that `summary` tells. `kind` is the class of its exception, and
+    `place` the line of the program that has raised it, as far as they are known.
     """
 
     rank: int
@@ -40,10 +41,29 @@ class Failure(NamedTuple):
     summary: str = ""
     blames: int | None = None
     is_lost: bool = False
+    kind: str = ""
+    place: str = ""
 
     @property
     def exit_code(self) -> int:
-        return 128 - self.code if self.code < 0 else self.code
+        return exit_code(self.code)
+
+
+def exit_code(code: int) -> int:
+    """The exit code as a shell shows it: 128 plus the signal for a negative `code`."""
+    return 128 - code if code < 0 else code
+
+
+class Outcome(NamedTuple):
+    """How a job has ended. `words` are the lines to print; `stopped_by` is the user's signal, if one has ended it."""
+
+    exit_code: int
+    words: list[str]
+    root: Failure | None
+    stopped_by: int | None
+    pids: Mapping[int, int]  # by rank
+    ends: Mapping[int, tuple[int, float]]  # as those of Supervisor
+    seconds: float  # after the start of the ranks
 
 
 class Supervisor:
@@ -58,6 +78,7 @@ class Supervisor:
     ) -> None:
         self.running = set(range(size))
         self.failures: dict[int, Failure] = {}  # in the order of the reports
+        self.ends: dict[int, tuple[int, float]] = {}  # the exit codes of processes, and the seconds after the start
         self.stopped: list[int] = []
         self.stopping = False
         self.exit_code: int | None = None  # set if the user, or a timeout, ends the job
@@ -96,6 +117,7 @@ class Supervisor:
 
     def exited(self, rank: int, code: int, now: float) -> None:
         """The process of `rank` has ended with exit code `code`."""
+        self.ends[rank] = code, now - self.started_at
         if code:
             self.failed(Failure(rank, code, now - self.started_at))
         self.running.discard(rank)

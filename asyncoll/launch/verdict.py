@@ -34,7 +34,7 @@ def explain(
         yield f"{were(lost)} lost after {root.after_s:.1f} s: {root.summary}"
     else:
         name = _ranks([root.rank], hosts=hosts)
-        yield f"{name} {_fate(root)} after {root.after_s:.1f} s" + (":" if root.traceback else "")
+        yield f"{name} {fate(root)} after {root.after_s:.1f} s" + (":" if root.traceback else "")
     if root.traceback:
         yield root.traceback.rstrip("\n")
     elif last := [line.decode(errors="replace") for line in last_lines[root.rank]]:
@@ -80,7 +80,7 @@ def followers(supervisor: Supervisor, root: Failure) -> Iterator[str]:
     alike: dict[str, list[int]] = {}
     for failure in supervisor.failures.values():
         if failure is not root and not _is_same_loss(failure, root):
-            what = failure.summary or _fate(failure)
+            what = failure.summary or fate(failure)
             alike.setdefault(what, []).append(failure.rank)
     for what, members in alike.items():
         yield f"{_ranks(members)} failed too: {what}"
@@ -107,9 +107,11 @@ def _ranks(
     return f"rank{'s' * (len(members) > 1)} {', '.join(map(name, sorted(members)))}"
 
 
-def _fate(failure: Failure) -> str:
+def fate(failure: Failure) -> str:
     if failure.code >= 0:
         return f"failed (exit code {failure.code})"
+    if failure.code == -signal.SIGSTOP:
+        return "was stopped by a signal"
     return f"was killed by {signal_name(-failure.code)}"
 
 

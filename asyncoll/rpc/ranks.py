@@ -186,9 +186,9 @@ class Rpc(Uncopied):
         """These calls for `device`: tensors that calls return or yield, and tensors in the arguments of functions
         registered by it, are on it.
 
-        `await comm.rpc.to("cuda:0").call(1, "forward", x)` returns a tensor of that device, and so do the methods of
-        `comm.rpc.to("cuda:0").proxy(1, Model)`. `comm.rpc.to("cuda:0").register(forward)` lets other ranks call
-        `forward` with arguments on that device, from wherever they are sent.
+        `await comm.rpc.to("cuda:0").call(1, "forward", x)` returns a tensor of that device. The methods of
+        `comm.rpc.to("cuda:0").proxy(1, Model)` return such tensors, too. `comm.rpc.to("cuda:0").register(forward)` lets
+        other ranks call `forward` with arguments on that device, from wherever they are sent.
 
         The device is one of this rank; the other end need not know it. Where the caller goes on, or the function
         begins, the current stream waits for the copies, and the host does not. A copy that fails aborts the

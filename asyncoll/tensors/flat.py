@@ -104,8 +104,8 @@ class Flat:
         """The persistent floating-point buffers: one-dimensional, of their dtype. Writing to it changes the model.
 
         Persistent buffers are those in `state_dict()`, such as the statistics of BatchNorm, in the order of
-        `model.modules()`; a shared one is there once. It is empty if the model has none. Counters and masks of other
-        dtypes are not in it, as they have no average, nor are the buffers that a module can compute again.
+        `model.modules()`; a shared one is there once. It is empty if the model has none. It is without counters and
+        masks of other dtypes, which have no average, and without buffers that a module can compute again.
 
         Raises UsageError if the model was flattened without `buffers=True`, or if a module has replaced, added or
         removed such a buffer (`register_buffer`, `load_state_dict(assign=True)`, `model.half()`) since then.

@@ -28,7 +28,7 @@ from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing.records import Record
-from asyncoll.transport import Arena, Transport
+from asyncoll.transport import Arena, Transport, settings
 from asyncoll.transport.memory import arena
 from asyncoll.transport.memory import inproc as inproc_memory
 from asyncoll.transport.messages import inproc, zeromq
@@ -70,7 +70,7 @@ def _by_rank(hosts: Sequence[object], open_arenas: Callable[[Sequence[int]], Seq
     return [arenas[rank] for rank in range(len(hosts))]
 
 
-_WORLDS: dict[str, Callable[[Sequence[object]], contextlib.AbstractContextManager[Carriers]]] = {
+ON_ONE_LOOP: dict[str, Callable[[Sequence[object]], contextlib.AbstractContextManager[Carriers]]] = {
     "inproc": _inproc,
     "zmq": _zmq,
     "shm": _shm,
@@ -91,11 +91,11 @@ def run_ranks(size: int, main: Main[T], transport: str = "inproc", *, hosts: Seq
     hosts, or an ASYNCOLL_DEADLINE_S that is no number of seconds.
     """
     hosts, patience_s = _check(size, main, hosts), deadline_s(os.environ)
-    if transport not in _WORLDS:
-        raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(_WORLDS)}")
+    if transport not in ON_ONE_LOOP:
+        raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(ON_ONE_LOOP)}")
 
     async def everything() -> list[T]:
-        with _WORLDS[transport](hosts) as carriers:
+        with ON_ONE_LOOP[transport](hosts) as carriers:
             return await _run_all(carriers, hosts, main, {}, patience_s=patience_s)
 
     return _outside_of_any_loop(lambda: _run(uvloop.new_event_loop(), everything()))
@@ -288,6 +288,7 @@ def _outside_of_any_loop(work: Callable[[], T]) -> T:
 
 def _check(size: int, main: object, hosts: Sequence[object] | None) -> Sequence[object]:
     """The name of each rank's host."""
+    settings.check(os.environ)
     if not isinstance(size, int) or size < 1:
         raise UsageError(f"a world has at least one rank, got {size!r}")
     if not callable(main):

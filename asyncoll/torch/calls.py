@@ -34,8 +34,7 @@ class GroupCalls:
         self._core = comm._core
         self._calls = comm._core.calls
         self._short = comm._core.calls.short
-        if self._short is not None:
-            self._short.libraries = LIBRARIES
+        self._short.libraries = LIBRARIES
         self._order = comm._order
         self._runner = cast(Any, comm._core.member.runner)  # a `HandleRunner`
         self.waiting: Any = self._runner.waiting  # of the calling thread: `now` if it waits for the call that it makes
@@ -43,10 +42,10 @@ class GroupCalls:
     def allreduce(self, block: Block, op: ReduceOp) -> Handle[Any]:
         """Reduce `block` over all ranks, in place."""
         with self._in_order():
-            if self._short is not None and not block.copied:
-                short = self._short.allreduce_view(block.packed, op, block.flat, block.dtype)
-                if short is not None:
-                    return self._handle(short)
+            if not block.copied:
+                call = self._short.allreduce_view(block.packed, op, block.flat, block.dtype)
+                if call is not None:
+                    return self._handle(call)
         return self._start_alone("allreduce", block, op.name, partial(bodies.allreduce, [block], op))
 
     def allreduce_together(self, blocks: Sequence[Block], op: ReduceOp) -> Handle[Any]:
@@ -99,8 +98,8 @@ class GroupCalls:
     def barrier(self) -> Handle[Any]:
         """End once all ranks have come."""
         with self._in_order():
-            if self._short is not None and (short := self._short.barrier()) is not None:
-                return self._handle(short)
+            if (call := self._short.barrier()) is not None:
+                return self._handle(call)
         return self.run("barrier", "", "", lambda collectives: collectives.barrier(), 0)
 
     def refuse(self, operation: str, reason: str) -> None:

@@ -2,7 +2,7 @@
 
     from asyncoll.training import EagerSGD
 
-    sgd = EagerSGD(comm, model, optimizer, history=64)
+    sgd = EagerSGD(comm, model, optimizer)
     await sgd.start()
     for batch in batches:
         loss(model, batch).backward()

@@ -26,5 +26,8 @@ class AllreduceSGD(Trainer):
         await self._settle_buffers()
         return self._complete()
 
+    def _differs(self) -> str:
+        return ""  # models are equal after each step
+
     async def _finish(self) -> None:
         await self._unite_buffers()

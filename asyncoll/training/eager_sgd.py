@@ -20,10 +20,12 @@ from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery, State
 from asyncoll.training.step import Step
 from asyncoll.training.step_metrics import beside, means, without
-from asyncoll.training.trainer import Options, Trainer
+from asyncoll.training.trainer import MODELS_DIFFER, Options, Trainer
 from asyncoll.training.under_way import UnderWay
 
 Partial = Literal["solo", "majority", "quorum"]
+HISTORY = 64  # results that a training keeps for late ranks
+UNEQUAL = f"{MODELS_DIFFER}, and late gradients are in no round"
 
 
 class EagerSGD(Trainer):
@@ -34,13 +36,14 @@ class EagerSGD(Trainer):
     those whose `Trainer.round` is a multiple, also after a checkpoint. A late rank makes fewer steps than there are
     rounds, so programs count `Trainer.round`, never their own steps.
 
-    With `history`, a rank that is late by no more rounds applies every result that it has missed. So all replicas that
-    have applied the same round are equal to the bit. A rank that is later takes the model, the optimizer and the round
-    of another rank, to the bit, and buffers unless they are "local" (`Step.recovered`): `history` bounds memory, and
-    not lateness. That rank gives a copy of them in its next step, or while it waits in one. Only the late rank waits
-    for that. With `sync_every` a rank that is later loses results instead, until the next synchronous round makes all
-    replicas equal again, optimizer state included. (A history of `sync_every` rounds is always enough.) Without
-    history, models drift apart, and are averaged every `average_every` rounds (0: only at the end).
+    Each rank keeps the results of `history` rounds (64; with `average_every` 0). A rank that is late by no more rounds
+    applies every result that it has missed. So all replicas that have applied the same round are equal to the bit. A
+    rank that is later takes the model, the optimizer and the round of another rank, to the bit, and buffers unless they
+    are "local" (`Step.recovered`): `history` bounds memory, and not lateness. That rank gives a copy of them in its
+    next step, or while it waits in one. Only the late rank waits for that. With `sync_every` a rank that is later loses
+    results instead, until the next synchronous round makes all replicas equal again, optimizer state included. (A
+    history of `sync_every` rounds is always enough.) Without history, as in the paper, models drift apart, and are
+    averaged every `average_every` rounds (0: only at the end).
 
     `op` is AVG, as in the paper: the sum of the gradients of a round is divided by the number of all ranks, so a round
     with few active ranks makes a short step. AVG_ACTIVE divides by the number of active ranks. With weights, the sum is
@@ -69,7 +72,7 @@ class EagerSGD(Trainer):
         partial: Partial = "solo",
         candidates: int = 1,
         quorum: int | None = None,
-        history: int = 0,
+        history: int | None = None,
         sync_every: int = 0,
         average_every: int = 0,
         op: asyncoll.ReduceOp = asyncoll.AVG,
@@ -79,6 +82,8 @@ class EagerSGD(Trainer):
     ) -> None:
         if history and average_every:
             raise asyncoll.UsageError("with history no replica drifts: average_every is for training with history=0")
+        if history is None:
+            history = 0 if average_every else HISTORY
         self._allreduce = functools.partial(
             partial_allreduce(comm, partial, candidates, quorum, seed),
             name=name,
@@ -88,6 +93,7 @@ class EagerSGD(Trainer):
         )
         super().__init__(comm, model, optimizer, **options)
         self._history = history
+        self._are_equal = True  # the models of all ranks, and no gradient is staged
         self._sync_every = sync_every
         self._average_every = average_every
         self._name = name
@@ -97,7 +103,7 @@ class EagerSGD(Trainer):
         self._recovery = Recovery(comm, name, self._copy, history=history, sync_every=sync_every)
 
     async def _update(self, weight: float | None) -> Step:
-        self._has_called = True
+        self._has_called, self._are_equal = True, False
         # G_local = mean gradient of b local samples at w
         metrics = self._metrics.taken()
         contribution = beside(self._flat.gradients, metrics)
@@ -118,6 +124,7 @@ class EagerSGD(Trainer):
         if self._history and reduction.synchronous:  # all ranks are here, after the same round
             await self._settle_buffers()
             await self._resynchronise()
+            self._are_equal = True
         with self._recovery.opened(self.round):  # for ranks that wait for the end of this round
             return self._at_own_round(reduction, recovered=recovered, metrics=means(metrics))
 
@@ -154,6 +161,12 @@ class EagerSGD(Trainer):
         await self._average_weights()
         await self._settle_buffers()
         return False
+
+    def _differs(self) -> str:
+        return "" if self._are_equal else UNEQUAL
+
+    def _release(self) -> None:
+        self._recovery.end()
 
     async def _finish(self) -> None:
         self._check_stepped(self._has_called)
@@ -196,8 +209,12 @@ def partial_allreduce(
 ) -> functools.partial[Any]:
     """The wait-avoiding allreduce of `comm`, with the arguments that decide when a round starts.
 
-    Raises UsageError for another value of `partial`.
+    Raises UsageError for another value of `partial`, and for `quorum` or `candidates` of another rule.
     """
+    if quorum is not None and partial != "quorum":
+        raise asyncoll.UsageError(f'quorum={quorum} belongs to partial="quorum", and partial is {partial!r}')
+    if candidates != 1 and partial != "majority":
+        raise asyncoll.UsageError(f'candidates={candidates} belongs to partial="majority", and partial is {partial!r}')
     match partial:
         case "solo":
             return functools.partial(comm.solo_allreduce)

@@ -15,7 +15,7 @@ from torch import nn
 
 import asyncoll
 from asyncoll.training.step import Step
-from asyncoll.training.trainer import Options, Trainer
+from asyncoll.training.trainer import MODELS_DIFFER, Options, Trainer
 
 
 class LocalSGD(Trainer):
@@ -26,8 +26,8 @@ class LocalSGD(Trainer):
     momentum, `AllreduceSGD` gives the same result, up to rounding.
 
     All ranks make the same number of steps. `finish()` takes the average that is due since the last one: all ranks
-    leave with one model, to the bit. The state of the optimizer is each rank's own, and is never averaged. So are the
-    buffers between two averages. Clipping applies to the local gradient.
+    leave with one model, to the bit. The state of the optimizer is each rank's own, and is never averaged. The buffers
+    are each rank's own between two averages. Clipping applies to the local gradient.
 
     A checkpoint is each rank's own, and all ranks load the same round. It may be saved after any step, also between two
     averages. See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not
@@ -61,6 +61,9 @@ class LocalSGD(Trainer):
         await self._average_weights()  # w_i = sum of w_j / P
         await self._settle_buffers()
         return self._complete()
+
+    def _differs(self) -> str:
+        return MODELS_DIFFER if self._is_between_averages() else ""
 
     async def _finish(self) -> None:
         if self._is_between_averages():

@@ -14,19 +14,11 @@ import contextlib
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import asyncoll
 
 State = dict[str, Any]  # of a replica, as values that calls of functions carry
-
-
-class RpcCalls(Protocol):
-    """What this module needs of an `asyncoll.rpc.Rpc`."""
-
-    def register(self, what: Any, *, name: str | None = None) -> Any: ...
-
-    async def call(self, rank: int, name: str, /, *args: Any) -> Any: ...
 
 
 class _Question(NamedTuple):
@@ -66,7 +58,7 @@ class Recovery:
         self._questions: list[_Question] = []
         self._is_served = False
 
-    def serve(self, calls: RpcCalls) -> None:
+    def serve(self, calls: asyncoll.rpc.Rpc) -> None:
         """Let the other ranks ask this one. All do it before the first round that a rank can miss.
 
         Idempotent: a training whose beginning was interrupted begins again.
@@ -108,30 +100,34 @@ class Recovery:
             self._round = None
 
     def end(self) -> None:
-        """No rank is late any more: release the state."""
+        """Release the state: no rank is late any more, or this one has discarded the training. Refuses questions."""
         with self._lock:
             self._round = self._read = None
+            for question in self._questions:
+                question.give()
+            self._questions.clear()
 
     # -- called by other ranks --------------------------------------------------------------------
 
     async def offer(self, needed: int) -> int:
         """The round of this rank's state, once that is at least `needed`."""
-        return int(await self._asked(needed, lambda: self._round))
+        return int(await self._asked(needed, lambda _: self._round))
 
     async def give(self, needed: int) -> State:
         """This rank's state, once its round is at least `needed`."""
-        state: State = await self._asked(needed, self._copy)
+        state: State = await self._asked(needed, lambda copied: copied())
         return state
 
-    def _copy(self) -> State:
-        assert self._read is not None, "the state is open"
-        return self._read()
+    async def _asked(self, needed: int, read: Callable[[Callable[[], State]], Any]) -> Any:
+        def answer() -> Any:
+            if self._read is None:
+                raise asyncoll.UsageError("the training has ended at this rank, which gives its state to no late one")
+            return read(self._read)
 
-    async def _asked(self, needed: int, read: Callable[[], Any]) -> Any:
         with self._lock:
-            if self._round is not None and self._round >= needed:
-                return read()
-            question = _Question(needed, read, concurrent.futures.Future())
+            if self._read is None or (self._round is not None and self._round >= needed):
+                return answer()
+            question = _Question(needed, answer, concurrent.futures.Future())
             self._questions.append(question)
         try:
             return await asyncio.wrap_future(question.answer)

@@ -35,8 +35,8 @@ class SGP(Trainer):
 
     All ranks make the same number of steps. Each has its own model and its own state of the optimizer; `finish()` gives
     all ranks the mean of all models. Buffers are each rank's own until then. Clipping applies to the local gradient.
-    A step that is cancelled ends the communicator, because parts of the numerators would be lost. So does a program
-    that drops the trainer without `finish()` while parts are under way, as they are with `overlap` after every step.
+    A step that is cancelled ends the communicator, because parts of the numerators would be lost. Dropping
+    the trainer without `finish()` ends it, too, while parts are under way: with `overlap`, after every step.
 
     A checkpoint has the numerator and the weight, and with `overlap` those before the parts that are under way were
     taken: it is each rank's own, and all ranks load the same round. See `Trainer` for the other arguments; a `weight`

@@ -1,6 +1,6 @@
 """What all training algorithms have in common: the program keeps its loop, and awaits one verb after `backward()`.
 
-    sgd = EagerSGD(comm, model, optimizer, history=64, clip_norm=1.0, scheduler=scheduler)
+    sgd = EagerSGD(comm, model, optimizer, clip_norm=1.0, scheduler=scheduler)
     await sgd.start()
     for batch in batches:
         loss(model, batch).backward()
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import asyncoll
+from asyncoll.runtime.unfinished import Training
 from asyncoll.training import replicas, saved
 from asyncoll.training.scheduled import ScheduledRounds
 from asyncoll.training.step import Step, step_of, step_of_ranks
@@ -34,6 +35,7 @@ from asyncoll.training.step_metrics import StepMetrics, means_of_all
 
 T = TypeVar("T")
 Buffers = Literal["broadcast", "average", "local"]
+MODELS_DIFFER = "the ranks' models differ"
 
 
 class Options(TypedDict, total=False):
@@ -124,6 +126,7 @@ class Trainer(ABC):
         self._schedule = ScheduledRounds(self._scheduler)
         self._loses_nothing = False  # if the step under way is cancelled now
         self._state = "new"
+        self._training = Training(type(self).__name__, comm._core.member)
 
     # -- the verbs of the program's loop ----------------------------------------------------------
 
@@ -152,9 +155,9 @@ class Trainer(ABC):
             metrics: numbers of this step by name, such as {"loss": loss}: Python numbers, or tensors without
                 dimensions, which are read now and kept as float64. They ride along with the gradient, for which no
                 rank waits, and `Step.metrics` has the mean of each over the contributions of the round that hold it;
-                each step of a late rank whose gradients were added up counts one, and so does each call that
-                accumulates. Keys may differ between ranks and steps. Whether a training has metrics is fixed by the
-                first step, at all ranks: give {} there if a rank, or that step, has none.
+                each step of a late rank, and each call that accumulates, counts as one. Keys may differ between ranks
+                and steps. Whether a training has metrics is fixed by the first step, at all ranks: give {} there if a
+                rank, or that step, has none.
 
         Returns:
             The round that the model is at now. `Step.round` is `Trainer.round`. None if nothing was reduced: this
@@ -171,7 +174,7 @@ class Trainer(ABC):
                 NonFiniteError at every rank.
             MismatchError, PeerLostError, AbortedError, DeadlineError: as from the collectives of the communicator.
 
-        Cancellation ends the communicator, as that of a collective does. `EagerSGD`, `WagmaSGD` and `ADPSGD` go on if
+        Cancellation ends the communicator, as for a collective. `EagerSGD`, `WagmaSGD` and `ADPSGD` go on if
         they are cancelled while they wait for a round or an average of two: the gradient is not lost, and the next step
         reports the round.
         """
@@ -197,6 +200,7 @@ class Trainer(ABC):
             self._calls, self._weight = 0, 0.0
             if self._sum is not None:
                 self._sum.zero_()
+            self._training.note(self.round, self._differs())
 
     async def finish(self) -> None:
         """End the training: all ranks leave with one model, to the bit. Collective; every rank calls it once.
@@ -206,6 +210,10 @@ class Trainer(ABC):
 
         A second call has no effect if the first has succeeded. If the first has failed, models may differ, and a second
         call fails, too, unless the cause is gone.
+
+        Needed after steps that have left the ranks with different models: a rank that leaves its world without it, or
+        without `discard()`, raises UsageError, and aborts the world. With an exception of the program nothing is added.
+        A program that never leaves its world is warned on stderr as it ends.
 
         Raises UsageError if the model has changed since it was flattened. Other errors, and cancellation, are those of
         the communicator's collectives.
@@ -217,6 +225,19 @@ class Trainer(ABC):
         self._flat.zero_gradients()
         await self._finish()
         self._state = "finished"
+        self._training.end()
+
+    def discard(self) -> None:
+        """End the training of this rank without `finish()`: its result is not wanted. Local: sends nothing.
+
+        For measurements, and after a checkpoint from which a later run goes on. The model stays that of the last step,
+        another one at each rank. Rounds of the others may wait for this rank, so every rank calls it, after the same
+        step. A `step()` after it is a UsageError, and a `finish()` has no effect.
+        """
+        if self._state != "finished":
+            self._release()
+        self._state = "finished"
+        self._training.end()
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -276,6 +297,13 @@ class Trainer(ABC):
 
     def _load_own_state(self, own: dict[str, Any]) -> None:
         del own
+
+    def _differs(self) -> str:
+        """What differs between the ranks if the training ends now, without `finish()`; empty: nothing."""
+        return MODELS_DIFFER if self.round else ""
+
+    def _release(self) -> None:  # noqa: B027 (most algorithms have nothing to do)
+        """The training ends: release what others hold of it."""
 
     async def _resume(self) -> None:  # noqa: B027 (most algorithms have nothing to do)
         """The training starts, or goes on: all models and optimizers are in place."""

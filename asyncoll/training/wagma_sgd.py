@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import asyncoll
 from asyncoll.training.step import Step
 from asyncoll.training.step_metrics import beside, means
-from asyncoll.training.trainer import Options, Trainer
+from asyncoll.training.trainer import MODELS_DIFFER, Options, Trainer
 
 Order = Literal["step-then-average", "average-then-step"]
 
@@ -32,9 +32,9 @@ class WagmaSGD(Trainer):
     A late rank makes fewer steps than there are rounds, so programs count `Trainer.round`.
 
     `order` is the paper's, or that of the authors' code, which averages the models of the last step and then applies
-    the gradient to the average, as D-PSGD does. The state of the optimizer is each rank's own. So is the model, except
-    after a round that is `synchronous`, with "step-then-average". `finish()` gives all ranks an average of all models.
-    Ranks may end at different rounds: their last models then stay in the rounds of the others.
+    the gradient to the average, as D-PSGD does. The state of the optimizer is each rank's own. The model is each rank's
+    own, except after a round that is `synchronous`, with "step-then-average". `finish()` gives all ranks an average of
+    all models. Ranks may end at different rounds: their last models then stay in the rounds of the others.
 
     A step that is cancelled while it waits for a group loses no gradient: the local step is taken all the same, with
     "average-then-step" from this rank's own model. The next step reports the rounds since. A cancellation while buffers
@@ -80,10 +80,11 @@ class WagmaSGD(Trainer):
         self._base = 0  # rounds before this training, of which a checkpoint tells
         self._total = torch.empty_like(self._flat.trainable)
         self._has_called = False
+        self._are_equal = True  # the models of all ranks
 
     async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)
-        self._has_called = True
+        self._has_called, self._are_equal = True, False
         if self._order == "step-then-average":
             self._step_optimizer()  # lines 3-7: W' = W + U(G, W, t), with G = mean gradient of b local samples at W
         own = self._flat.trainable
@@ -110,10 +111,14 @@ class WagmaSGD(Trainer):
             self._observe(self._base + reduction.round, own, average)
             await self._settle_buffers()
         own.copy_(average)
+        self._are_equal = reduction.synchronous and self._order == "step-then-average"
         if self._order == "average-then-step":
             self._step_optimizer()
         self._skip_to(self._base + reduction.round)
         return self._at_own_round(reduction, metrics=means(metrics))
+
+    def _differs(self) -> str:
+        return "" if self._are_equal else MODELS_DIFFER
 
     async def _finish(self) -> None:
         own = self._flat.trainable

@@ -71,8 +71,12 @@ def write_key(path: Path, key: bytes | None = None) -> None:
         raise UsageError(f"{path} exists: if it is a key of yours, use that one; else give another file") from error
     except OSError as error:
         raise UsageError(f"cannot write a key to {path}: {error.strerror}") from error
-    with open(descriptor, "wb") as file:
-        file.write(new_key() if key is None else key)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(new_key() if key is None else key)
+    except OSError as error:
+        os.unlink(path)
+        raise UsageError(f"cannot write a key to {path}: {error.strerror}") from error
 
 
 def find_key(environ: Mapping[str, str]) -> str:

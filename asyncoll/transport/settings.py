@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from asyncoll.errors import UsageError
 
 PREFIX = "ASYNCOLL_"
+TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the rest; or messages alone
 NAMES = (  # docs/reference/variables.md says what they mean
     *("ASYNCOLL_TRANSPORT", "ASYNCOLL_DEADLINE_S", "ASYNCOLL_FREEZE_S", "ASYNCOLL_STOPPED_S", "ASYNCOLL_PRELOAD"),
     *("ASYNCOLL_KEY_FILE", "ASYNCOLL_ENCRYPT", "ASYNCOLL_INTERFACE", "ASYNCOLL_ADDRESS", "ASYNCOLL_PORTS"),
@@ -16,6 +17,18 @@ NAMES = (  # docs/reference/variables.md says what they mean
 )
 OF_TESTS = "ASYNCOLL_TEST_"  # begins the names of those that tests read
 _OF_A_SERVICE = "_SERVICE_HOST"  # ends the name of one of those that Kubernetes sets for a service
+
+
+def check(environ: Mapping[str, str], transport: str | None = None) -> None:
+    """Raise UsageError for a variable ASYNCOLL_* that asyncoll does not read, and for an unknown transport.
+
+    `transport` is one that the program has given; None: it has left that to `environ`.
+    """
+    check_names(environ)
+    if transport is None:
+        choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS)
+    elif transport not in TRANSPORTS:
+        raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
 
 
 def check_names(environ: Mapping[str, str]) -> None:
@@ -30,6 +43,14 @@ def check_names(environ: Mapping[str, str]) -> None:
             similar = difflib.get_close_matches(name, NAMES, 1, cutoff=0.8)
             meant = f"did you mean {similar[0]}?" if similar else f"its variables are {', '.join(NAMES)}"
             raise UsageError(f"{name} in the environment is not a variable of asyncoll: {meant}")
+
+
+def choice(environ: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """The value of the environment variable `name`, one of `choices`; the first of them if it is not set."""
+    chosen = environ.get(name) or choices[0]
+    if chosen not in choices:
+        raise UsageError(f"{name}={chosen!r} in the environment: use one of {', '.join(choices)}")
+    return chosen
 
 
 def seconds(environ: Mapping[str, str], name: str, default: float) -> float:

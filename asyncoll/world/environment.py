@@ -14,10 +14,9 @@ from typing import Any
 from asyncoll.errors import UsageError
 from asyncoll.transport.keys import find_key
 from asyncoll.transport.messages.peer_reports import FREEZE_S
-from asyncoll.transport.settings import check_names, seconds
+from asyncoll.transport.settings import TRANSPORTS, check_names, choice, seconds
 from asyncoll.world.launchers import RUN, check_agrees, check_is_no_worker, read_launcher
 
-TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the rest; or messages alone
 ENCRYPT = ("control", "all")  # between hosts: all but long payloads (CURVE moves a fourth of them a second); or all
 _DEADLINE_S = 1800.0
 _FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # ZeroMQ counts heartbeats in whole ms, in 32 bits
@@ -66,14 +65,7 @@ class Environment:
 
         Raises UsageError if it describes a part of a world, or an impossible one, and for a wrong setting in any case.
         """
-        check_names(environ)
-        settings: dict[str, Any] = {
-            "shares_memory": _choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
-            "freeze_s": freeze_s(environ),
-            "deadline_s": deadline_s(environ),
-            "encrypt": _choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
-            "ports": _ports(environ),
-        }
+        settings = read_settings(environ)
         if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
             launched = read_launcher(environ)
             if launched is not None:
@@ -104,19 +96,23 @@ class Environment:
         )
 
 
+def read_settings(environ: Mapping[str, str]) -> dict[str, Any]:
+    """What `environ` sets for any world, by the names of `Environment`. Raises UsageError for a wrong setting."""
+    check_names(environ)
+    return {
+        "shares_memory": choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS) == "shm",
+        "freeze_s": freeze_s(environ),
+        "deadline_s": deadline_s(environ),
+        "encrypt": choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
+        "ports": _ports(environ),
+    }
+
+
 def place_of(store: Any) -> tuple[str, int]:
     """The address and the port at which `store` is served, as far as it has them."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return getattr(store, "host", ""), getattr(store, "port", 0)
-
-
-def _choice(environ: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    """The value of `name`, one of `choices`; the first of them if it is not set."""
-    chosen = environ.get(name) or choices[0]
-    if chosen not in choices:
-        raise UsageError(f"{name}={chosen!r} in the environment: use one of {', '.join(choices)}")
-    return chosen
 
 
 def _text(environ: Mapping[str, str], name: str) -> str:

@@ -51,8 +51,8 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
         The result of `main`.
 
     Raises:
-        UsageError: `main` is no `async def`; an event loop runs in this thread; this process is in a world already; or
-            the environment describes no possible world.
+        UsageError: `main` is no `async def`; an event loop runs in this thread; this process is in a world already;
+            the environment describes no possible world; or a training has ended without `finish()` or `discard()`.
         PeerLostError: a rank has died, or is frozen, before all ranks had joined, or while this rank waited for the
             others to leave.
         DeviceError: a result has not reached its tensor on a device.
@@ -110,7 +110,8 @@ async def connect() -> AsyncIterator[Communicator]:
 
     Raises:
         UsageError: this process is in a world already; it inherits the environment of a rank that has started it; or
-            the environment describes no possible world.
+            the environment describes no possible world. Leaving raises it, and aborts the world, if a training has
+            ended without `finish()` or `discard()`.
         PeerLostError: a rank has died, or is frozen, before all ranks had joined, or before all had left.
         DeviceError: a result has not reached its tensor on a device. Leaving raises it.
         DeadlineError: a rank has not joined in time; or, on leaving, a collective of a communicator made by `split`,

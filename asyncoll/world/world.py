@@ -26,7 +26,7 @@ from asyncoll.errors import (
     describe,
     reason_to_leave,
 )
-from asyncoll.runtime import departures
+from asyncoll.runtime import departures, unfinished
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import WORLD, Departed, error_of
 from asyncoll.runtime.group import Group, Lane
@@ -107,11 +107,13 @@ class World:
             _ = self._departs or self._core.rpc
         try:
             if error is None:
+                unfinished.check(self._endpoint)
                 await self._flush()
-        except BaseException as cancelled:
-            error = cancelled
+        except BaseException as reason:
+            error = reason
             raise
         finally:
+            unfinished.forget(self._endpoint)
             await self._end(error)
 
     def abandon(self, parent: int) -> None:

@@ -97,7 +97,7 @@ def compared(sync_every: int, peers: int) -> dict[str, Make]:
 
 def solo(*given: Any) -> Trainer:
     """eager-SGD with solo allreduces, and its authors' limiter."""
-    return EagerSGD(*given, sync_every=LIMITER)
+    return EagerSGD(*given, history=0, sync_every=LIMITER)
 
 
 def eager(delay_s: float, paper: str) -> Figure:

@@ -289,7 +289,7 @@ class Player {
   }
 
   draw() {
-    this.width = Math.max(this.chart.clientWidth, 560);
+    this.width = Math.max(this.chart.clientWidth, 240);
     const height = TOP + this.size * ROW + 6;
     const what = this.record ? "messages" : "steps of computation, waits, and rounds";
     const title = `Ranks over time: ${what}`;

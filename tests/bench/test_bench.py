@@ -16,11 +16,13 @@ from click.testing import CliRunner
 from asyncoll.algorithms.dense import by_size as algorithms
 from asyncoll.algorithms.dense.tuning import TABLE, VARIABLE, choose
 from asyncoll.bench.dense_calls import bus_bandwidth
-from asyncoll.bench.plan import BenchPlan, parse_duration, parse_sizes
-from asyncoll.bench.skewed import MODES, bound, expected
-from asyncoll.bench.table import aligned
+from asyncoll.bench.plan import MODES, BenchPlan, parse_duration, parse_sizes
+from asyncoll.bench.runs import measure
+from asyncoll.bench.skewed import bound, expected
+from asyncoll.bench.table import aligned, show
 from asyncoll.bench.tune import IN_PIECES, setting
 from asyncoll.cli import main
+from asyncoll.testing import run_ranks
 from tests.support.places import ROOT
 from tests.support.processes import LIGHT, PATIENCE_S
 
@@ -163,25 +165,27 @@ def test_text_is_aligned_under_a_headline() -> None:
     assert aligned([["a", "bcd"], ["10", "2"]]) == " a  bcd\n10    2"
 
 
-def test_a_wrong_result_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_is_counted(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     async def lazy(lane: object, x: object, combine: object, whole: int) -> None:
         pass
 
     monkeypatch.setattr(algorithms, "allreduce", lazy)
-    code, output = invoke("allreduce", "-n", "2", "--sizes", "64", "--transport", "inproc", "--json")
-    assert code == 1
-    assert json.loads(output)["wrong"] == 2 * 16 * (3 + 300)  # ranks, elements, calls
+    plan = BenchPlan("allreduce", 2, (64,), transport="inproc")
+    run_ranks(2, lambda comm: measure(comm, plan))
+    row = json.loads(capfd.readouterr().out)
+    assert row["wrong"] == 2 * 16 * (3 + 300)  # ranks, elements, calls
+    assert show(plan, (each for each in [row]), as_json=False) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("benchmark", "transport"), [("allreduce", "tcp"), ("solo", "ipc")])
+@pytest.mark.parametrize(("benchmark", "transport"), [("allreduce", "tcp"), ("solo", "zmq")])
 def test_real_processes(benchmark: str, transport: str) -> None:
     command = [sys.executable, "-X", "dev", "-W", "error", "-m", "asyncoll.cli", "bench", benchmark]
     more = ["--skew", "100us", "--iterations", "5"] if benchmark == "solo" else []
     finished = subprocess.run(
         [*command, "-n", "2", "--sizes", "64", "--transport", transport, "--json", *more],
         cwd=ROOT,
-        env=os.environ | (LIGHT if transport == "ipc" else {}),  # ranks of several hosts meet in a store of torch
+        env=os.environ | (LIGHT if transport == "zmq" else {}),  # ranks of several hosts meet in a store of torch
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,

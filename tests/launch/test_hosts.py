@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import shutil
@@ -188,9 +189,14 @@ def test_ranks_have_the_place_the_variables_and_the_key_of_their_job(hosts, tmp_
 
 
 @pytest.mark.slow
-def test_a_failure_on_another_host_stops_the_job(hosts):
-    run = launch("--hosts", "a:1,b:2", SCRIPTS / "launch/ends_as_told.py", "raise", env=hosts)
+def test_a_failure_on_another_host_stops_the_job(hosts, tmp_path):
+    file = tmp_path / "report.json"
+    run = launch("--hosts", "a:1,b:2", "--json", file, SCRIPTS / "launch/ends_as_told.py", "raise", env=hosts)
     assert run.returncode == 1
+    report = json.loads(file.read_text())
+    assert (report["first"]["rank"], report["first"]["host"], report["first"]["kind"]) == (1, "b", "ValueError")
+    ends = [(entry["host"], entry["exit_code"], entry["signal"]) for entry in report["ranks"]]
+    assert ends == [("a", 143, "SIGTERM"), ("b", 1, None), ("b", 143, "SIGTERM")]
     assert run.stderr.startswith("rank 1 (host b) failed (exit code 1) after")
     assert "ValueError: rank one is unwell" in run.stderr
     assert run.stderr.endswith("\nranks 0, 2 were stopped because rank 1 failed\n")
@@ -199,7 +205,8 @@ def test_a_failure_on_another_host_stops_the_job(hosts):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["interrupt", "kill the launcher", "kill the agent", "kill the template"])
 def test_nothing_is_left_on_any_host(how, hosts, tmp_path):
-    with start("--hosts", "a:1,b:1", SCRIPTS / "launch/starts_a_child_and_kills_it.py", tmp_path, env=hosts) as process:
+    program, report = SCRIPTS / "launch/starts_a_child_and_kills_it.py", tmp_path / "report.json"
+    with start("--hosts", "a:1,b:1", "--json", report, program, tmp_path, env=hosts) as process:
         await_ready(process, 2)
         template = int((tmp_path / "template-1").read_text())
         agent = int(Path(f"/proc/{template}/stat").read_text().rpartition(")")[2].split()[1])
@@ -216,6 +223,11 @@ def test_nothing_is_left_on_any_host(how, hosts, tmp_path):
     }[how]
     assert all(part in err for part in why.split(".*"))
     assert process.returncode == {"interrupt": 130, "kill the launcher": -signal.SIGKILL}.get(how, 1)
+    assert report.exists() == (how != "kill the launcher")
+    if how in ("kill the agent", "kill the template"):
+        told = json.loads(report.read_text())
+        assert (told["first"]["rank"], told["first"]["host"], told["first"]["kind"]) == (1, "b", "lost")
+        assert told["ranks"][1]["exit_code"] is None
 
 
 @pytest.mark.slow

@@ -199,7 +199,7 @@ def test_a_template_with_threads_or_a_failed_import_is_not_forked(preload: str, 
     [
         (["-n", "0", "x.py"], "0 is not in the range"),
         (["-n", "-1", "x.py"], "-1 is not in the range"),
-        (["-n", "x", "x.py"], "not a valid integer"),
+        (["-n", "x", "x.py"], "not a valid whole number"),
         (["-n", "2"], "Missing argument"),
         (["-n", "2", "nowhere.py"], "no such script: nowhere.py"),
         (["-n", "2", "tests"], "not a script: tests"),
@@ -260,6 +260,16 @@ def test_colours_on_a_terminal_only() -> None:
         run = launch("-n", 1, SCRIPTS / "launch/prints_environment.py", stdout=terminal)
         assert run.returncode == 0
         assert screen.read(100).startswith(b"\x1b[36m0:\x1b[0m {")
+
+
+@pytest.mark.parametrize(("no_color", "said"), [("", b"\x1b[1;31mrank 1 failed"), ("1", b"rank 1 failed")])
+def test_the_line_that_names_the_failure_is_coloured_on_a_terminal(no_color: str, said: bytes) -> None:
+    ours, terminal = pty.openpty()
+    with open(ours, "rb", buffering=0) as screen, open(terminal, "wb"):
+        environ = LIGHT | {"NO_COLOR": no_color}
+        with start("-n", 2, SCRIPTS / "launch/ends_as_told.py", "status", stderr=terminal, env=environ) as process:
+            assert process.wait(PATIENCE_S) == 7
+        assert screen.read(1000).startswith(said)
 
 
 def test_the_job_ends_when_its_output_is_no_longer_read() -> None:

@@ -42,7 +42,7 @@ DETERMINISTIC: dict[str, Algorithm] = {
     "sgp with overlap": partial(SGP, peers=2, overlap=True),
 }
 WITHOUT_WAITING: dict[str, Algorithm] = {
-    "eager": EagerSGD,
+    "eager": partial(EagerSGD, history=0),
     "eager with averages": partial(EagerSGD, partial="majority", average_every=2),
     "eager with history": partial(EagerSGD, history=3, sync_every=4),
     "eager beyond history": partial(EagerSGD, history=1, sync_every=4),

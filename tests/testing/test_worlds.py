@@ -79,6 +79,13 @@ def test_unknown_transports_are_named():
         run_ranks(2, total, transport="smoke")
 
 
+@pytest.mark.parametrize("world", [run_ranks, simulate])
+def test_a_misspelt_variable_is_refused(monkeypatch, world):
+    monkeypatch.setenv("ASYNCOLL_DEADLINE", "3")
+    with pytest.raises(UsageError, match="ASYNCOLL_DEADLINE in the environment is not a variable of asyncoll"):
+        world(2, total)
+
+
 def test_virtual_time_costs_nothing_and_is_reported():
     async def main(comm):
         await asyncio.sleep(1e6)

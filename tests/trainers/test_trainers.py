@@ -116,6 +116,11 @@ def test_every_flag_has_a_name_of_its_own(algorithm: str) -> None:
     assert len(set(names)) == len(names)
 
 
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_has_the_spellings_of_asyncoll(option):
+    assert "Usage: " in CliRunner().invoke(cli, ["eager_sgd", option], catch_exceptions=False).output
+
+
 def test_list_names_everything_with_its_paper() -> None:
     output = CliRunner().invoke(cli, ["list"], catch_exceptions=False).output
     for name in (*ALGORITHMS, *WORKLOADS, *IMBALANCES):
@@ -363,7 +368,8 @@ def test_settings_follow_what_is_given_then_the_workload_then_the_algorithm() ->
         ),
         (["eager_sgd", "--partial", "quorum", "--quorum", "2"], "quorum 2 is not between 1 and"),
         (["eager_sgd", "--partial", "majority", "--candidates", "2"], "candidates 2"),
-        (["eager_sgd", "--average-every", "5"], "with history no replica drifts"),
+        (["eager_sgd", "--quorum", "1"], "quorum=1 belongs to partial=\"quorum\", and partial is 'solo'"),
+        (["eager_sgd", "--history", "3", "--average-every", "5"], "with history no replica drifts"),
         (["allreduce_sgd", "--density", "0.1"], "No such option"),
         (["oktopk_sgd", "--density", "0"], "0.0 is not in the range"),
         (["oktopk_sgd", "--algorithm", "best"], "'best' is not one of"),

@@ -203,6 +203,7 @@ def test_a_program_that_drops_an_average_under_way_goes_on_without_a_warning() -
         await sgd.start()
         loss(model, comm.rank, 1).backward()
         await sgd.step()
+        sgd.discard()
         del sgd
         gc.collect()
         return float(await comm.allreduce(torch.ones(1)))

@@ -194,6 +194,8 @@ def test_the_next_collective_is_correct_however_the_training_ends(is_ended: bool
         assert isinstance(outcome, {"raise": TroubleError, "cancel": asyncio.CancelledError, "stop": type(None)}[how])
         if is_ended:
             await sgd.finish()
+        else:
+            sgd.discard()
         return bits(parameters(model)), float(await comm.allreduce(torch.ones(1)))
 
     results = simulate(3, main).results

@@ -371,6 +371,9 @@ def test_a_recovery_that_is_cancelled_is_made_by_the_next_step_and_loses_no_grad
     [
         ({"history": 3, "average_every": 2}, "average_every is for training with history=0"),
         ({"partial": "some"}, "partial is solo, majority or quorum"),
+        ({"quorum": 2}, "quorum=2 belongs to partial=\"quorum\", and partial is 'solo'"),
+        ({"partial": "majority", "quorum": 2}, "quorum=2 belongs to partial=\"quorum\", and partial is 'majority'"),
+        ({"candidates": 2}, "candidates=2 belongs to partial=\"majority\", and partial is 'solo'"),
         ({"partial": "quorum", "quorum": 4}, "quorum 4 is not between 1 and the number of ranks, 3"),
         ({"partial": "quorum", "quorum": 0}, "quorum 0 is not between"),
         ({"partial": "majority", "candidates": 4}, "candidates 4"),

@@ -181,6 +181,7 @@ def test_a_checkpoint_of_any_step_gives_the_bits_of_an_unbroken_run(killed_at: i
                 loss(model, comm.rank, step).backward()
                 await sgd.step()
             if last < steps:
+                sgd.discard()
                 return [
                     {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in part.items()}
                     for part in (part.state_dict() for part in (model, optimizer, scheduler, sgd))

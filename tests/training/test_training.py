@@ -280,6 +280,7 @@ def test_a_first_step_that_is_cancelled_is_no_wrong_use_of_the_next(algorithm: s
         loss(model, comm.rank, 1).backward()
         with contextlib.suppress(asyncoll.AbortedError, asyncoll.PeerLostError):
             await sgd.step()
+        sgd.discard()
 
     for turns in range(12):
         with contextlib.suppress(asyncoll.AbortedError):

@@ -147,9 +147,8 @@ def test_the_groups_default_to_the_square_root_of_the_ranks() -> None:
         async def gradient(round_: int) -> None:
             await asyncio.sleep(1.0)
 
-        async for done in train(WagmaSGD(comm, model, momentum(model)), gradient, 1):
-            return len(done.group)
-        raise AssertionError
+        (done,) = await trained(WagmaSGD(comm, model, momentum(model)), gradient, 1)
+        return len(done.group)
 
     sizes = {size: max(simulate(size, main).results) for size in (1, 2, 4, 5, 9, 10, 16)}
     assert sizes == {1: 1, 2: 2, 4: 2, 5: 3, 9: 3, 10: 4, 16: 4}

@@ -59,8 +59,9 @@ def test_a_host_without_proc_is_refused():
 @pytest.mark.usefixtures("without_proc")
 def test_doctor_examines_a_host_without_proc():
     told = CliRunner().invoke(cli.main, ["doctor"])
-    assert told.exit_code == 0
+    assert told.exit_code == 1
     assert "warning: a rank needs /proc, which shows processes: mount it" in told.output
+    assert "\none host: no, no /proc; several hosts: no, no /proc" in told.output
 
 
 def test_a_folder_for_temporary_files_that_is_full_is_refused(monkeypatch):

@@ -50,7 +50,18 @@ class OkTopk(TrainerCallback):
         assert self.state.round == frameworks.steps(dist.get_world_size())
 
 
+def check_that_accelerate_refuses_the_name() -> None:
+    """docs/howto/switch-from-gloo.md names this text, and the two lines that `main` has instead."""
+    text = ""
+    try:
+        TrainingArguments(output_dir=tempfile.mkdtemp(), use_cpu=True, ddp_backend="asyncoll")
+    except ValueError as error:
+        text = str(error)
+    assert "Your assigned backend asyncoll is not available" in text, "the page can be shorter"
+
+
 def main(backend: str, hook: str) -> None:
+    check_that_accelerate_refuses_the_name()
     dist.init_process_group(named(backend))  # before the Trainer, whose Accelerate takes Gloo on the CPU
     model = Model()
     rows = [{"inputs": x, "labels": y} for x, y in zip(*frameworks.data(), strict=True)]

@@ -44,7 +44,6 @@ COPY_IN, REDUCE_SHARE, COPY_OUT, STEPS = range(4)
 BY_MEETING, IN_PLACE, IN_A_COPY, IN_PRIVATE_MEMORY = 1, 2, 4, 8
 
 NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
-COPIED_UNDER_LOCK = 4096  # bytes: to copy them takes less time than to acquire the lock again
 PRIVATE_CHUNKS = 62  # of an array in private memory, at most: a bit for each fits into a signed cell
 PRIVATE_LEAST = 1 << 18  # bytes of such a chunk: one system call for each rank takes some microseconds
 SCRATCH = 1 << 19  # bytes: a block of the private array of each other rank, in the cache of a core

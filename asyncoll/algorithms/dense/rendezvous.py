@@ -27,7 +27,6 @@ from asyncoll.algorithms.dense.meeting_cells import (
     ARRIVED,
     CANNOT_READ,
     CLAIMED,
-    COPIED_UNDER_LOCK,
     DIRECT,
     DONE,
     FINGERPRINT,
@@ -276,11 +275,6 @@ class RendezvousArea:
             array = arrays[rank] = self.arena.view(address, count * dtype.itemsize).view(dtype)
         return array
 
-    @property
-    def has_short_arrays(self) -> bool:
-        """Whether this rank has allocated the memory in which it shows short arrays."""
-        return self.control_block.cells[self._addresses + self.rank] != 0
-
     def address_of_short(self, x: Array) -> int:
         """The address of the short array `x`, if it is registered and long enough to be shown where it is; else 0."""
         return self.arena.locate(x) or 0 if x.nbytes >= self.shown else 0
@@ -335,13 +329,6 @@ class Rendezvous:
         """Whether all ranks have left the previous rendezvous of this record. Under the lock."""
         cells, base = self._cells, self._base
         return cells[base + TAG] in (0, self.tag) or cells[base + LEFT] == self._area.size
-
-    def is_free_now(self) -> bool:
-        """`is_free`, without the lock."""
-        if self._area.known_free == self.tag:
-            return True
-        with self._area.control_block:
-            return self.is_free()
 
     def arrive(
         self,
@@ -458,30 +445,6 @@ class Rendezvous:
         if not self.is_lent(x):
             source = self._area.rank if self.is_shown(x.nbytes) else 0
             x[...] = self._area.short_array(source, self.turn, x.dtype, x.size)
-
-    def complete_shortly(self, done: int, x: Array | None) -> bool:
-        """`receive_shortly` and `leave`, if there is a result, of `done` bytes. Returns whether there is."""
-        area, cells, left = self._area, self._cells, self._base + LEFT
-        array = None
-        # Before the lock is taken: this may allocate, and takes the lock itself.
-        if x is not None and not self.is_lent(x):
-            array = area.short_array(area.rank if self.is_shown(x.nbytes) else 0, self.turn, x.dtype, x.size)
-        is_copied_under_lock = x is None or x.nbytes <= COPIED_UNDER_LOCK
-        with area.control_block as control_block:
-            if cells[self._base + DONE] != done:
-                return False
-            if is_copied_under_lock:
-                if x is not None and array is not None:
-                    x[...] = array
-                cells[left] += 1
-                if cells[left] == area.size:
-                    control_block.wake()
-                area.look_ahead(self._number + 1)
-                return True
-        if x is not None and array is not None:
-            x[...] = array
-        self.leave()
-        return True
 
     # -- neighbours: no rank waits for all ------------------------------------------------------------
 

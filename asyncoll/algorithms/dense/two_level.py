@@ -17,7 +17,7 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -32,31 +32,6 @@ from asyncoll.tensors.reductions import Array, ReduceOp
 _SHARE_BYTES = 1 << 14  # the least that is worth another leader
 _WINDOW_BYTES = 1 << 22
 EXCHANGES = 2  # windows that are between the hosts at a time: while the messages of one wait, the others fill the wire
-
-
-class LocalCollectives(Protocol):
-    """The collectives that the ranks of a host use among each other. Ranks are places of `Hosts`."""
-
-    @property
-    def traffic(self) -> Traffic: ...
-
-    async def __aenter__(self) -> LocalCollectives: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    async def barrier(self) -> None: ...
-
-    async def reduce_scatter(self, chunks: list[Array], shard: Array, op: ReduceOp, dtype: str) -> None: ...
-
-    async def gather(self, mine: Array, blocks: list[Array], root: int) -> None: ...
-
-    async def scatter(self, blocks: list[Array], mine: Array, root: int) -> None: ...
-
-    async def allgather(self, blocks: list[Array]) -> None: ...
-
-    async def alltoall(self, outgoing: list[Array], incoming: list[Array]) -> None: ...
 
 
 class _Window(NamedTuple):
@@ -91,9 +66,7 @@ class TwoLevelCall:
 
     overlaps = False
 
-    def __init__(
-        self, hosts: Hosts, whole: Collectives, within: LocalCollectives, between: Sequence[MessageCall]
-    ) -> None:
+    def __init__(self, hosts: Hosts, whole: Collectives, within: Collectives, between: Sequence[MessageCall]) -> None:
         """`whole` is of all ranks, and `within` of those of this host.
 
         `between` has EXCHANGES lanes of the leaders of this rank's place, and none if this rank is no leader.

@@ -19,7 +19,7 @@ from asyncoll._core import NativeCore
 from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.one_sided import OneSidedCall, OneSidedRounds, Setting
-from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.operation import Operation, Rule
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
 from asyncoll.algorithms.rounds.round_cells import NONE, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
@@ -101,8 +101,9 @@ ROUNDS_WAYS: tuple[Way[OneSidedRounds], ...] = (
 
 
 def is_known(core: NativeCore, operation: Operation) -> bool:
-    """Whether the core carries out `operation`: it knows its options, and reductions of its dtypes."""
-    known = operation.options().keys() <= DECLARED
+    """Whether the core carries out `operation`: it knows its options, the form of its rule, and its reductions."""
+    rule = operation.rule
+    known = operation.options().keys() <= DECLARED and rule == Rule(ranks=rule.ranks, drawn=rule.drawn)
     return known and all(core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout)
 
 
@@ -119,7 +120,8 @@ def rounds_of(
         history=operation.history,
         limit=record.blocks.limit,
         nbytes=layout.nbytes,
-        **operation.rule._asdict(),
+        ranks=operation.rule.ranks,
+        drawn=operation.rule.drawn,
         sync_every=operation.sync_every,
         sync_offset=operation.sync_offset,
         keeps=operation.group_size > 0,

@@ -35,8 +35,8 @@ class Backend(CommunicatorPart, Protocol):
     def device_route(self) -> DeviceRoute | None:
         """How results of RPC go from device to device. None: through the host."""
 
-    def short_calls(self, general: GeneralCalls) -> ShortCalls | None:
-        """Make what starts usual calls beside `general`. None: all calls go the general way."""
+    def short_calls(self, general: GeneralCalls) -> ShortCalls:
+        """Make what starts usual calls beside `general`."""
 
     def collectives(self, call: Call[Any]) -> Collectives:
         """The collectives of `call`. Called once for each call, in the order of numbers. The ranks may differ in them.

@@ -118,6 +118,28 @@ class ShortCalls(Protocol):
         """Start a barrier."""
 
 
+class NoShortCalls:
+    """Implements `ShortCalls`, and leaves all calls alone. A backend makes its own on this."""
+
+    last = 0
+    libraries: tuple[str, ...] = ()
+
+    def counts(self) -> list[tuple[Plan, int, int]]:
+        return []
+
+    def latest(self) -> tuple[Entry, float] | None:
+        return None
+
+    def allreduce(self, x: Any, op: object, /) -> Coroutine[Any, Any, Any] | None:
+        return None
+
+    def allreduce_view(self, x: Any, op: object, array: Array, key: str, /) -> Coroutine[Any, Any, Any] | None:
+        return None
+
+    def barrier(self) -> Coroutine[Any, Any, None] | None:
+        return None
+
+
 class BegunCall(Collectives, Protocol):
     """The collectives of an allreduce, or of a barrier, that this rank has begun already."""
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 
 from asyncoll.algorithms.dense.on_lane import bounds
-from asyncoll.algorithms.dense.two_level import LocalCollectives, TwoLevelCall
+from asyncoll.algorithms.dense.two_level import TwoLevelCall
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse.parts import SparsePacking, join, nothing, sum_parts
 from asyncoll.algorithms.sparse.selection import Part
@@ -118,7 +118,7 @@ def _split(part: Part, regions: Iterable[tuple[int, int]]) -> list[Part]:
 # -- exchanges -----------------------------------------------------------------------------------
 
 
-async def _alltoall(among: LocalCollectives | Collectives, outgoing: Sequence[Part]) -> list[Part]:
+async def _alltoall(among: Collectives, outgoing: Sequence[Part]) -> list[Part]:
     """Give each of the ranks its part of `outgoing`. Returns what each of them has given to this rank."""
     counts = np.array([[part.size] for part in outgoing], np.int64)
     coming = np.empty_like(counts)

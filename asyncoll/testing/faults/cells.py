@@ -6,7 +6,7 @@ import fnmatch
 import itertools
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -165,26 +165,30 @@ class CellPlan:
         return cls(victim, max(elements, cell.size), depth)
 
 
-def select(pattern: str, sample: int, repeat: int, seed: int, transport: str, size: int, hosts: int = 1) -> list[Cell]:
+def select(
+    pattern: str, sample: int | None, seeds: Sequence[int], transport: str, size: int, hosts: int = 1
+) -> list[Cell]:
     """The cells that match `pattern` (several patterns are separated by commas).
 
-    `sample` cells are drawn for each of `repeat` seeds from `seed` on; 0 takes all. Raises UsageError if no cell
-    matches, or if there are more `hosts` than ranks.
+    `sample` cells are drawn for each of the seeds; None takes all. Raises UsageError if no cell matches, or if there
+    are more `hosts` than ranks.
     """
     if not 1 <= hosts <= min(size, len(_LETTERS)):
-        raise UsageError(f"{size} ranks are on 1 to {min(size, len(_LETTERS))} hosts, not {hosts}")
+        raise UsageError(f"--hosts: {size} ranks are on 1 to {min(size, len(_LETTERS))} hosts, not {hosts}")
     triples = list(_between_hosts() if hosts > 1 else _on_a_host(transport, size))
     patterns = pattern.split(",")
+    for each in patterns:
+        if not any(fnmatch.fnmatch("/".join(triple), each) for triple in triples):
+            remedy = "use FAULT/OPERATION/MOMENT, such as 'kill/*/inside'; asyncoll faults --help lists them"
+            raise UsageError(f"--cells: {each!r:.80} names no cell: {remedy}")
     chosen = [triple for triple in triples if any(fnmatch.fnmatch("/".join(triple), each) for each in patterns)]
-    if not chosen:
-        raise UsageError(f"{pattern!r} names no cell: use FAULT/OPERATION/MOMENT, such as 'kill/*/inside'")
     cells: list[Cell] = []
-    for turn in range(seed, seed + repeat):
+    for seed in seeds:
         drawn = chosen
-        if 0 < sample < len(chosen):
-            indices = np.random.default_rng(turn).choice(len(chosen), sample, replace=False)
+        if sample is not None and sample < len(chosen):
+            indices = np.random.default_rng(seed).choice(len(chosen), sample, replace=False)
             drawn = [chosen[index] for index in sorted(indices)]
-        cells += [Cell(*triple, transport, size, turn, hosts) for triple in drawn]
+        cells += [Cell(*triple, transport, size, seed, hosts) for triple in drawn]
     return cells
 
 

@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from asyncoll.errors import UsageError
 
@@ -69,6 +70,14 @@ def host_networks(hosts: Sequence[str]) -> Iterator[HostNetworks]:
             reason = getattr(error, "stderr", "") or error
             raise UsageError(f"hosts are network namespaces here, which need root, ip and tc: {reason}") from error
         yield networks
+
+
+def remove_networks_of_the_dead() -> None:
+    """Remove the namespaces of processes that were killed."""
+    folder = Path("/run/netns")
+    for space in folder.glob("asyncoll-*-*-*") if folder.is_dir() else ():
+        if not Path("/proc", space.name.split("-")[1]).exists():
+            _run("ip", "netns", "del", space.name)
 
 
 def set_interface_down() -> None:

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
+import json
 import os
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Column, Table
 
+from asyncoll.testing.checking import answers, serve
 from asyncoll.testing.faults.cell_processes import happen
 from asyncoll.testing.faults.cells import JOINING, KINDS, Cell
 from asyncoll.testing.faults.checked_calls import OPERATIONS
+from asyncoll.testing.faults.host_networks import remove_networks_of_the_dead
 from asyncoll.testing.faults.judging import Verdict, judge
 from asyncoll.testing.faults.programs import PROGRAMS
 from asyncoll.testing.faults.staged_calls import STAGED
+from asyncoll.testing.progress_bar import progress
 
 _ROWS = (*OPERATIONS, *STAGED, *PROGRAMS, JOINING)  # of the table
+_MODULE = "asyncoll.testing.faults.matrix"  # this one
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # in a process that forks ranks
 
 
 def check_cell(cell: Cell) -> Verdict:
@@ -30,25 +36,44 @@ def check_cell(cell: Cell) -> Verdict:
     return judge(cell, happen(cell))
 
 
-def sweep(cells: Sequence[Cell], jobs: int) -> bool:
-    """Check all cells. Prints broken cells as they are found, then the table. Returns whether all cells passed."""
-    console = Console(stderr=True)
+def check_cells(cells: Sequence[Cell], jobs: int) -> Generator[Verdict, None, None]:
+    """The verdicts on all cells, as they come, of up to `jobs` processes. They have ended when the iterator has."""
+    environ = _ONE_THREAD | os.environ
+    try:
+        with closing(answers(_MODULE, map(asdict, cells), min(jobs, len(cells)), environ)) as found:
+            for cell, *parts in found:
+                yield Verdict(Cell(**cell), *map(tuple, parts))
+    finally:
+        remove_networks_of_the_dead()
+
+
+def sweep(cells: Sequence[Cell], jobs: int, *, as_json: bool = False) -> bool:
+    """Check all cells. Prints broken cells as they are found, then the table, also after Ctrl-C.
+
+    With `as_json` it prints a JSON object for each cell instead. Returns whether all cells passed.
+    """
     verdicts: list[Verdict] = []
-    # Each process forks the ranks of its cells, so it must have one thread: the threads of BLAS are off.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    processes = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
-    with processes as pool, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("cells", total=len(cells))
-        for done in as_completed([pool.submit(check_cell, cell) for cell in cells]):
-            verdicts.append(verdict := done.result())
-            bar.advance(task)
-            if complaints := [*verdict.broken, *verdict.late]:
-                print("\n  ".join([f"asyncoll faults {verdict.cell}", *complaints]), flush=True)
-    Console().print(_table(verdicts))
-    broken, late = (sum(map(bool, each)) for each in zip(*((v.broken, v.late) for v in verdicts), strict=True))
-    print(f"{len(cells)} cells, {broken} broken, {late} late")
+    try:
+        with progress("cells", len(cells)) as advance, closing(check_cells(cells, jobs)) as found:
+            for verdict in found:
+                verdicts.append(verdict)
+                advance(verdict.cell.name)
+                if as_json:
+                    results = {"heard_s": verdict.heard_s, "broken": verdict.broken, "late": verdict.late}
+                    print(json.dumps(asdict(verdict.cell) | results), flush=True)
+                elif complaints := [*verdict.broken, *verdict.late]:
+                    print("\n  ".join([f"asyncoll faults {verdict.cell}", *complaints]), flush=True)
+    finally:
+        broken, late = (sum(map(bool, each)) for each in ([v.broken for v in verdicts], [v.late for v in verdicts]))
+        if verdicts and not as_json:
+            Console().print(_table(verdicts))
+            print(f"{len(verdicts)} cells, {broken} broken, {late} late")
     return not broken and not late
+
+
+def _answer(cell: dict[str, Any]) -> list[Any]:
+    verdict = check_cell(Cell(**cell))
+    return [cell, verdict.broken, verdict.heard_s, verdict.said]
 
 
 def _table(verdicts: Sequence[Verdict]) -> Table:
@@ -72,3 +97,7 @@ def _entry(verdicts: Sequence[Verdict]) -> str:
     text = f"{statistics.median(heard_ms):.0f}/{max(heard_ms):.0f}" if heard_ms else "-"
     broken = sum(bool(verdict.broken) for verdict in verdicts)
     return f"{text}, {broken} of {len(verdicts)} broken" if broken else text
+
+
+if __name__ == "__main__":
+    serve(_answer)

@@ -88,6 +88,7 @@ def ddp_solo(elements: int) -> Iterator[Joined]:
         for _ in range(_STEPS_TOGETHER):
             step()
         yield comm, step
+        state.discard()
         state.finish()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
-from asyncoll.testing.laws.case_runs import SIMULATED, WORLD_KINDS, tell
+from asyncoll.errors import UsageError
+from asyncoll.testing.laws.case_runs import SIMULATED, TRANSPORTS, WORLD_KINDS, tell
 from asyncoll.testing.laws.rounds import Breach
 from asyncoll.testing.laws.story import draw
+from asyncoll.transport import settings
 
 
 class LawBroken(AssertionError):  # noqa: N818
@@ -36,9 +39,9 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     `transport` "simulated" (messages), "memory" (shared memory) and "hosts" (memory on each of up to five hosts, one of
     which may have none, and messages between them) run the world in virtual time, with jitter, a slow rank, pauses of
     the network and of one trainer, cancelled calls, and a rank that ends early. "inproc", "zmq", "shm" and "shm-mixed"
-    (`asyncoll.testing.run_ranks`) run the ranks on one loop in real time; "zmq-processes" and "shm-processes" run them
-    as processes of `asyncoll launch`, and so does "shm-mixed-processes", where every second rank does without the
-    compiled core, as in "shm-mixed". In real time there is neither a drawn network nor a pause of a trainer.
+    (`asyncoll.testing.run_ranks`) run the ranks on one loop in real time. "zmq-processes", "shm-processes" and
+    "shm-mixed-processes" run them as processes of `asyncoll launch`. With "mixed", every second rank does without the
+    compiled core. In real time there is neither a drawn network nor a pause of a trainer.
 
     A kind may name the algorithm of all its sparse calls, or its policy: "sparse:topka", "policy:NAME". Otherwise these
     are drawn. With the Python file that registers it (`asyncoll.extending`) it is "sparse:FILE:NAME" or
@@ -50,10 +53,12 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     `completion` says also that no copy was at the wrong time. Worlds of dense and sparse calls, and of
     trainings, have no devices.
 
-    Raises UsageError for an unknown kind, file or name, a size below 1 or a negative seed.
+    Raises UsageError for an unknown kind, file, name or transport, a size below 1 or a negative seed.
     """
-
-    replay = f"asyncoll laws --kind {kind} --ranks {size} --seed {seed}"
+    settings.check(os.environ)
+    if transport not in TRANSPORTS:
+        raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
+    replay = f"asyncoll laws --kind {kind} --sizes {size} --seed {seed}"
     if transport != SIMULATED:
         replay += f" --transport {transport}"
     if devices:

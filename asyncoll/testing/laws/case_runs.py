@@ -41,7 +41,7 @@ from asyncoll.testing.laws.story import (
     WorldStory,
     draw,
 )
-from asyncoll.testing.worlds import run_ranks, simulate
+from asyncoll.testing.worlds import ON_ONE_LOOP, run_ranks, simulate
 from asyncoll.transport.messages.simulated import Network
 from asyncoll.world.join import run
 
@@ -51,6 +51,7 @@ HOSTS = "hosts"  # simulated ranks of several hosts: memory on each, messages be
 # To the values of `asyncoll launch --transport`. In MIXED every second rank does without the compiled core.
 MIXED = "shm-mixed-processes"
 PROCESSES = {"shm-processes": "shm", "zmq-processes": "zmq", MIXED: "shm"}
+TRANSPORTS = (SIMULATED, MEMORY, HOSTS, *ON_ONE_LOOP, *PROCESSES)
 _TIMEOUT_S = 120  # a case takes about a second, so a world that runs this long has a rank that waits for ever
 
 

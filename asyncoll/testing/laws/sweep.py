@@ -2,44 +2,39 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
-import multiprocessing
+import json
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from functools import partial
-
-from rich.console import Console
-from rich.progress import Progress
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 
 from asyncoll.errors import UsageError
-from asyncoll.testing.laws import LawBroken, Lawful, check_laws
+from asyncoll.testing.checking import answers, serve
+from asyncoll.testing.laws import LawBroken, check_laws
 from asyncoll.testing.laws.methods import split
 from asyncoll.testing.laws.story import ALL_KINDS
+from asyncoll.testing.progress_bar import progress
 
-_BATCH = 20  # the most worlds that a process checks between two updates of the progress bar
 _WORTH = 20  # worlds that take as long as the start of a process
 _SHOWN = 3  # broken worlds that are shown; the others are counted, and usually have the same cause
-
 _RANKS_MAX = 1024  # in a world
-_SEEDS_MAX = 1_000_000  # of a sweep
 
-World = tuple[str, int, int]  # kind, size, seed
-
-
-Outcome = Lawful | str  # of a world; the text of the law that it breaks
+World = tuple[str, int, int, str, bool]  # kind, size, seed, transport, and whether there are devices
+Outcome = tuple[int, int] | str  # the rounds and messages of a world; the text of the law that it breaks
 
 
 def parse_kinds(text: str) -> list[str]:
-    if text == "all":
-        return list(ALL_KINDS)
-    if split(text)[0] in ALL_KINDS:
-        return [text]
-    raise UsageError(f"unknown kind {text!r}: use all, {', '.join(ALL_KINDS)}")
+    """The kinds that `text` names: a list such as `solo,dense`, or `all`."""
+    kinds = list(ALL_KINDS) if text == "all" else text.split(",")
+    for kind in kinds:
+        if split(kind)[0] not in ALL_KINDS:
+            raise UsageError(f"--kind: unknown kind {kind!r:.80}: use all, or some of {', '.join(ALL_KINDS)}")
+    return list(dict.fromkeys(kinds))
 
 
-def parse_ranks(text: str) -> list[int]:
+def parse_sizes(text: str) -> list[int]:
     """The list that `text` stands for: `1-3,7` is 1, 2, 3 and 7."""
     sizes: list[int] = []
     for part in text.split(","):
@@ -47,22 +42,10 @@ def parse_ranks(text: str) -> list[int]:
         found = _whole_numbers(first, last if dash else first)
         if not found or found[0] < 1 or found[-1] > _RANKS_MAX:
             raise UsageError(
-                f"--ranks: {part!r:.80} is no number of ranks: use a list such as 1-9,12,13, up to {_RANKS_MAX}"
+                f"--sizes: {part!r:.80} is no number of ranks: use a list such as 1-9,12,13, up to {_RANKS_MAX}"
             )
         sizes += found
     return sizes
-
-
-def parse_seeds(text: str) -> range:
-    """The range that `text` stands for: `0:200` is 0 to 199."""
-    first, _, end = text.partition(":")
-    seeds = _whole_numbers(first, end)[:-1]
-    if not 0 < len(seeds) <= _SEEDS_MAX:
-        raise UsageError(
-            f"--seeds: {text!r:.80} are no seeds: use FROM:TO, such as 0:200; at most {_SEEDS_MAX} seeds, of at most "
-            "18 digits"
-        )
-    return seeds
 
 
 def _whole_numbers(first: str, last: str) -> range:
@@ -73,59 +56,68 @@ def _whole_numbers(first: str, last: str) -> range:
 
 
 def sweep(
-    kinds: Sequence[str], sizes: Sequence[int], seeds: Sequence[int], jobs: int, transport: str, devices: bool
+    kinds: Sequence[str],
+    sizes: Sequence[int],
+    seeds: Sequence[int],
+    jobs: int,
+    transport: str,
+    *,
+    devices: bool = False,
+    as_json: bool = False,
 ) -> bool:
     """Check a world of every kind and seed, at the sizes in turn, in up to `jobs` processes.
 
-    Prints a line for each kind. Returns whether all laws hold.
+    Prints a line for each kind; Ctrl-C prints those of the kinds that have worlds. Returns whether all laws hold.
     """
-    jobs = max(1, min(jobs, len(kinds) * len(seeds) // _WORTH))
-    console = Console(stderr=True)
-    lawful = True
-    spawning = multiprocessing.get_context("spawn")
-    processes = ProcessPoolExecutor(jobs, spawning) if jobs > 1 else contextlib.nullcontext()
-    with processes as pool, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        for kind in kinds:
-            began = bar.get_time()
-            task = bar.add_task(kind, total=len(seeds))
-            outcomes: list[Outcome] = []
-            worlds = [(kind, sizes[seed % len(sizes)], seed) for seed in seeds]
-            for batch in _check(worlds, partial(check_batch, transport=transport, devices=devices), pool, jobs):
-                outcomes += batch
-                bar.advance(task, len(batch))
-            bar.remove_task(task)
-            print(_line(kind, outcomes, bar.get_time() - began), flush=True)
-            lawful = lawful and all(isinstance(outcome, Lawful) for outcome in outcomes)
+    worlds = ((kind, sizes[seed % len(sizes)], seed, transport, devices) for kind in kinds for seed in seeds)
+    total = len(kinds) * len(seeds)
+    found = answers("asyncoll.testing.laws.sweep", worlds, max(1, min(jobs, total // _WORTH)), os.environ)
+    pending, lawful, began_s = {kind: KindSum(kind) for kind in kinds}, True, time.perf_counter()
+    with progress(kinds[0], total) as advance, closing(found):
+        try:
+            for kind, outcome in found:
+                advance(kind)
+                pending[kind].outcomes.append(outcome)
+                lawful = lawful and not isinstance(outcome, str)
+                if len(pending[kind].outcomes) == len(seeds):
+                    print(pending.pop(kind).line(time.perf_counter() - began_s, as_json=as_json), flush=True)
+                    began_s = time.perf_counter()
+        finally:
+            for begun in pending.values():
+                if begun.outcomes:
+                    print(begun.line(time.perf_counter() - began_s, as_json=as_json), flush=True)
     return lawful
 
 
-def _check(
-    worlds: list[World], check: Callable[[list[World]], list[Outcome]], pool: ProcessPoolExecutor | None, jobs: int
-) -> Iterator[list[Outcome]]:
-    count = min(_BATCH, math.ceil(len(worlds) / jobs))
-    batches = [worlds[start : start + count] for start in range(0, len(worlds), count)]
-    if pool is None:
-        yield from map(check, batches)
-    else:
-        for done in as_completed([pool.submit(check, batch) for batch in batches]):
-            yield done.result()
+def check(world: World) -> tuple[str, Outcome]:
+    """The kind of the world, and its outcome."""
+    kind, size, seed, transport, devices = world
+    try:
+        lawful = check_laws(kind, size, seed, transport=transport, devices=devices)
+    except LawBroken as broken:
+        return kind, str(broken)
+    return kind, (lawful.rounds, lawful.messages)
 
 
-def check_batch(worlds: list[World], transport: str, devices: bool) -> list[Outcome]:
-    """Check the laws in each of these worlds."""
-    outcomes: list[Outcome] = []
-    for world in worlds:
-        try:
-            outcomes.append(check_laws(*world, transport=transport, devices=devices))
-        except LawBroken as broken:
-            outcomes.append(str(broken))
-    return outcomes
+@dataclass(slots=True)
+class KindSum:
+    """The outcomes of the worlds of a kind."""
+
+    kind: str
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def line(self, wall_s: float, *, as_json: bool) -> str:
+        """A line of the table, with the first broken worlds below it; or one of JSON, with all of them."""
+        broken = [outcome for outcome in self.outcomes if isinstance(outcome, str)]
+        lawful = [outcome for outcome in self.outcomes if not isinstance(outcome, str)]
+        worlds, rounds, messages = len(self.outcomes), sum(each[0] for each in lawful), sum(each[1] for each in lawful)
+        if as_json:
+            counts = {"worlds": worlds, "rounds": rounds, "messages": messages}
+            return json.dumps({"kind": self.kind, **counts, "seconds": wall_s, "broken": broken})
+        verdict = f"laws broken in {len(broken)}" if broken else "all laws hold"
+        numbers = f"{worlds:>7,} worlds {rounds:>9,} rounds {messages:>11,} messages"
+        return "\n".join([f"{self.kind:<10} {numbers} {wall_s:>7.1f} s  {verdict}", *broken[:_SHOWN]])
 
 
-def _line(kind: str, outcomes: list[Outcome], wall_s: float) -> str:
-    broken = [outcome for outcome in outcomes if isinstance(outcome, str)]
-    lawful = [outcome for outcome in outcomes if isinstance(outcome, Lawful)]
-    rounds, messages = sum(each.rounds for each in lawful), sum(each.messages for each in lawful)
-    verdict = f"laws broken in {len(broken)}" if broken else "all laws hold"
-    counts = f"{len(outcomes):>7,} worlds {rounds:>9,} rounds {messages:>11,} messages"
-    return "\n".join([f"{kind:<10} {counts} {wall_s:>7.1f} s  {verdict}", *broken[:_SHOWN]])
+if __name__ == "__main__":
+    serve(check)

@@ -1,7 +1,7 @@
 """Communication hooks for torch's DistributedDataParallel: registered buckets, and algorithms that do not wait.
 
     ddp = DistributedDataParallel(model)
-    state = hooks.EagerSGDState(ddp, optimizer, partial="majority", history=64)
+    state = hooks.EagerSGDState(ddp, optimizer, partial="majority", clip_norm=1.0)
     ddp.register_comm_hook(state, hooks.eager_sgd)
     while state.round < 1000:  # rounds, which all ranks share: a late rank skips some
         loss(ddp, batch()).backward()

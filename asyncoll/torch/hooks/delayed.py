@@ -22,6 +22,7 @@ from asyncoll.torch.hooks.changes import ParameterChanges
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training.dc_s3gd import compensate
+from asyncoll.training.trainer import MODELS_DIFFER
 
 
 class DCS3GDState(HookState):
@@ -100,6 +101,7 @@ class DCS3GDState(HookState):
         self._changes.note()
         # The model is free for the next gradient.
         self._start_average()
+        self._training.note(self.round, MODELS_DIFFER)
 
     def _take_average(self) -> bool:
         """Wait for the average that is under way, and go to it: w_i + D_i of equation 12. False: there is none."""
@@ -142,6 +144,9 @@ class DCS3GDState(HookState):
         self._resume()
         self._take_average()
         self._share_buffers()
+        self._release()
+
+    def _release(self) -> None:
         self._steps.remove()
 
 

@@ -27,7 +27,7 @@ from asyncoll.torch.hooks.option_schedule import OptionSchedule
 from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training import replicas, saved
 from asyncoll.training.due import Due
-from asyncoll.training.eager_sgd import Partial, partial_allreduce
+from asyncoll.training.eager_sgd import HISTORY, UNEQUAL, Partial, partial_allreduce
 from asyncoll.training.recovery import Recovery, State
 from asyncoll.training.step import Step, step_of, step_of_ranks
 from asyncoll.training.step_metrics import beside, means, without
@@ -85,7 +85,7 @@ class EagerSGDState(HookState):
         partial: Partial = "solo",
         candidates: int = 1,
         quorum: int | None = None,
-        history: int = 64,
+        history: int = HISTORY,
         sync_every: int = 0,
         op: ReduceOp = ReduceOp.AVG,
         seed: int = 0,
@@ -99,8 +99,9 @@ class EagerSGDState(HookState):
         refusals.check_optimizer(ddp, optimizer)
         _check_options(history, op, clip_norm)
         self._partial = partial
-        needed = self._comm.size // 2 + 1 if quorum is None else quorum
-        self._allreduce = partial_allreduce(self._comm, partial, candidates, needed, seed)
+        if partial == "quorum" and quorum is None:
+            quorum = self._comm.size // 2 + 1
+        self._allreduce = partial_allreduce(self._comm, partial, candidates, quorum, seed)
         self._draw = self._allreduce.keywords  # what decides when a round starts
         self._rules: dict[str, Any] = {"name": name, "op": op, "sync_every": sync_every, "history": history}
         self._clip_norm = None if clip_norm is None else float(clip_norm)
@@ -149,7 +150,7 @@ class EagerSGDState(HookState):
     def _check_gradient(self) -> None:
         if is_finite(self._buckets.flat):
             return
-        self._has_failed = True
+        self._fail()
         raise non_finite_gradient(self._comm.rank, self.round + 1)
 
     def _exchange(self) -> Step:
@@ -228,6 +229,7 @@ class EagerSGDState(HookState):
         if reduction.synchronous:  # all ranks are here, after the same round
             with self._fails_if_interrupted(), self._calls():
                 self._resynchronise()
+        self._training.note(self.round, "" if reduction.synchronous else UNEQUAL)
         self._schedule.note()
         self._parameter_changes.note()
 
@@ -312,7 +314,6 @@ class EagerSGDState(HookState):
         metrics = self._metrics.taken()
         with self._recovery.opened(self.round):
             reduction = self._comm.join(self._rules["name"], beside(self._buckets.flat, metrics)).wait()
-        self._recovery.end()
         complete(self._comm, self._schedule.end(self._comm, self.round))
         if reduction is not None:
             reduction = dataclasses.replace(without(reduction, metrics), round=self._base + reduction.round)
@@ -322,6 +323,10 @@ class EagerSGDState(HookState):
             self._skip_to(reduction.round)
         self._resynchronise()
         self._share_buffers()
+        self._release()
+
+    def _release(self) -> None:
+        self._recovery.end()
         self._steps.remove()
 
 

@@ -72,15 +72,10 @@ class OkTopkState(HookState):
         self._algorithm = algorithm
         self._warm_up = warm_up
         self._name = name
-        self._rules: dict[str, Any] = {
-            "density": density,
-            "thresholds_every": thresholds_every,
-            "regions_every": regions_every,
-            "feedback": feedback,
-        }
+        rules = Rules(thresholds_every, regions_every, feedback)
+        self._rules: dict[str, Any] = {"density": density, **rules._asdict()}
         self._buckets = Buckets(self._comm, Layout(trained(ddp)))
         dtype = dtype_name(self._buckets.layout.dtype)
-        rules = Rules(thresholds_every, regions_every, feedback)
         Specification(algorithm, density, dtype, (self._buckets.layout.count,), rules).check()
         layout = self._buckets.layout
         self._residual: Tensor = self._comm.empty(layout.count, layout.dtype, device=layout.device).zero_()  # ε = 0

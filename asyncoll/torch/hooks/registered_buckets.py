@@ -66,6 +66,9 @@ class AllreduceState(HookState):
         return future
 
     def _finish(self) -> None:
+        self._release()
+
+    def _release(self) -> None:
         self._moved.clear()
 
 

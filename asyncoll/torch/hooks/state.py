@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import deadline
+from asyncoll.runtime.unfinished import Training
 from asyncoll.torch.errors import of_torch
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import trained
@@ -56,6 +57,7 @@ class HookState(ABC):
         self._has_ended = False
         self._has_failed = False
         self._has_begun = False  # with the first bucket, at all ranks
+        self._training = Training(type(self).__name__, self._comm._core.member)
         self._gathered = 0  # parameters in the buckets of this step
         self._metrics = StepMetrics(
             "call `log` before the first backward() at all ranks, without values if there are none"
@@ -120,6 +122,10 @@ class HookState(ABC):
 
         A second call has no effect. A `backward()` after it is a UsageError, and so is this call after a
         NonFiniteError, or after Ctrl-C in the call of `oktopk` or in this one: go back to a checkpoint.
+
+        Needed after steps of `eager_sgd` and `dc_s3gd` that have left the ranks with different models: without it, or
+        `discard()`, `destroy_process_group()` raises UsageError, and aborts the world. While an exception is handled it
+        adds nothing. A program that never destroys its process group is warned on stderr as it ends.
         """
         if self._has_ended:
             return
@@ -127,10 +133,31 @@ class HookState(ABC):
         with self._fails_if_interrupted(), self._calls():
             self._finish()
         self._has_ended = True
+        self._training.end()
+
+    def discard(self) -> None:
+        """End the training of this rank without `finish()`: its result is not wanted. Local: sends nothing.
+
+        For measurements, and after a checkpoint from which a later run goes on. The model stays that of the last step,
+        another one at each rank. Rounds of the others may wait for this rank, so every rank calls it, after the same
+        step. Afterwards `finish()` has no effect, and `backward()` and `state_dict()` are a UsageError.
+        """
+        if not self._has_ended:
+            self._release()
+            self._fail()
+        self._has_ended = True
 
     @abstractmethod
     def _finish(self) -> None:
         """Make all models equal, and release what the state holds."""
+
+    def _release(self) -> None:  # noqa: B027 (some hooks hold nothing)
+        """The training ends: release what it holds."""
+
+    def _fail(self) -> None:
+        """The training has no state any more to save, or to end with."""
+        self._has_failed = True
+        self._training.end()
 
     def _options(self) -> dict[str, Any]:
         """The options that all ranks must have in common, by name."""
@@ -197,7 +224,7 @@ class HookState(ABC):
         except AsyncollError:
             raise
         except BaseException:
-            self._has_failed = True
+            self._fail()
             raise
 
     def _check_original(self) -> None:
@@ -211,8 +238,8 @@ class HookState(ABC):
         self._check_original()
         if self._has_failed:
             raise UsageError(
-                "the training of this hook has failed, so it has no state to save or to end with: go back to a "
-                "checkpoint"
+                "the training of this hook has failed, or was discarded, so it has no state to save or to end with: go "
+                "back to a checkpoint"
             )
 
     def _accept(self, bucket: GradBucket) -> None:

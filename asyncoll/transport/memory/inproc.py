@@ -36,7 +36,8 @@ class _InprocMemory:
         # An address is never used again, and memory that is free has no view. So a stale address is noticed.
         self.next = 64
         self.control_blocks: dict[int, Array] = {}  # by context
-        self.waiters: dict[int, set[asyncio.Future[None]]] = {}  # by doorbell
+        # By doorbell, and woken in the order in which they came: a set of futures has another order in each run.
+        self.waiters: dict[int, dict[asyncio.Future[None], None]] = {}
 
     def ring(self, doorbells: Iterable[int]) -> None:
         for doorbell in doorbells:
@@ -146,14 +147,14 @@ class InprocArena:
                 # Under the lock: a rank that changes the cells afterwards finds this rank among those to wake.
                 control_block.ring_at_next_wake(self.local_rank * DOORBELLS)
             future = asyncio.get_running_loop().create_future()
-            sleepers = self._memory.waiters.setdefault(self.local_rank * DOORBELLS, set())
-            sleepers.add(future)
+            sleepers = self._memory.waiters.setdefault(self.local_rank * DOORBELLS, {})
+            sleepers[future] = None
             self._asleep[future] = describe
             try:
                 await future
             finally:
                 del self._asleep[future]
-                sleepers.discard(future)
+                sleepers.pop(future, None)
 
     async def wait_for_turn(self, turn: Turn, check: Callable[[], None], describe: Callable[[], str]) -> None:
         await self._turns.wait(turn, check, describe)

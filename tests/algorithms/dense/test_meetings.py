@@ -52,8 +52,9 @@ class PythonMeetings:
         del kernel, divisor, is_clear
         area = self._area
         rendezvous = area.rendezvous(number, 0, fingerprint)
-        if not rendezvous.is_free_now():
-            return NOT_FREE
+        with area.control_block:
+            if not rendezvous.is_free():
+                return NOT_FREE
         area.begin(number)
         area.end(number)  # the turns of calls are those of `ShortCalls`
         return LAST if rendezvous.arrive_shortly(array, address) else WAITING
@@ -64,8 +65,14 @@ class PythonMeetings:
 
     def complete(self, number: int, done: int, array: Array | None, is_clear: bool, /) -> bool:
         del is_clear
-        area = self._area
-        return area.rendezvous(number, 0, 0).complete_shortly(done, array)
+        rendezvous = self._area.rendezvous(number, 0, 0)
+        with self._area.control_block:
+            if not rendezvous.is_reduced(done):
+                return False
+        if array is not None:
+            rendezvous.receive_shortly(array)
+        rendezvous.leave()
+        return True
 
     def look(self, number: int, done: int, polls: int, sleep_ns: int, kernel: int, divisor: int, /) -> bool:
         del polls, sleep_ns, kernel, divisor  # the arena's own numbers

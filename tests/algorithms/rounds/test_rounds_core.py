@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from asyncoll import AVG, AVG_ACTIVE, MAX, SUM, _core
+from asyncoll.algorithms.rounds import compiled_rounds as compiled_module
+from asyncoll.algorithms.rounds import operation as operation_module
 from asyncoll.algorithms.rounds.compiled_rounds import DECLARED, CompiledRounds, rounds_in_memory
 from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
 from asyncoll.algorithms.rounds.one_sided import LENT_MIN_BYTES, OneSidedRounds, Setting
@@ -507,6 +510,23 @@ def test_the_core_declines_what_it_does_not_declare():
     with local_world(2, [_core.native]) as arenas:
         declared = OperationWithNewOption("new", known.layout, SUM, Opening.SOLO)
         assert type(Rank(arenas[0], declared).rounds) is CompiledRounds
+        assert type(Rank(arenas[0], declined).rounds) is OneSidedRounds
+
+
+@needs_core
+def test_the_core_declines_rules_of_a_form_that_it_does_not_follow(monkeypatch):
+    class NewRule(NamedTuple):
+        ranks: int = 1
+        drawn: bool = False
+        patient: bool = False
+
+    for module in (operation_module, compiled_module):
+        monkeypatch.setattr(module, "Rule", NewRule)
+    kept, declined = (Operation("g", (("float32", 3),), SUM, Opening.SOLO, seed=seed) for seed in (0, 1))
+    declined.__dict__["rule"] = NewRule(patient=True)
+    with local_world(2, [_core.native]) as arenas:
+        assert type(Rank(arenas[0], kept).rounds) is CompiledRounds
+    with local_world(2, [_core.native]) as arenas:
         assert type(Rank(arenas[0], declined).rounds) is OneSidedRounds
 
 

@@ -190,9 +190,10 @@ def test_a_way_is_chosen_by_what_the_bits_mean(dtype, is_taken):
     assert begun == [dtype] * 2 * is_taken
 
 
-def test_a_way_of_the_program_is_in_the_printed_table():
+@looped("ranks", [1, 4])
+def test_a_way_of_the_program_is_in_the_printed_table(ranks):
     def printed():
-        return CliRunner().invoke(program, ["doctor", "--ways", "-n", "4"], catch_exceptions=False).output
+        return CliRunner().invoke(program, ["doctor", "--ways", "-n", str(ranks)], catch_exceptions=False).output
 
     with ways.added(TOY):
         lines = [line.split("  ") for line in printed().splitlines() if "gathered" in line]

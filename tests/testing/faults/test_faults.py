@@ -319,12 +319,12 @@ def test_every_point_of_the_compiled_core_has_a_cell_and_every_cell_a_point():
     points = set(_core.native.points)
     assert set().union(*PASSED.values()) == points
     assert len(points) == len(_core.native.points)
-    cells = select("*/*/*-*", 0, 1, 0, "shm", 4)
+    cells = select("*/*/*-*", None, range(1), "shm", 4)
     assert {cell.moment for cell in cells if cell.kind == "kill"} == points
     assert {cell.moment for cell in cells if cell.kind == "stop"} == points
-    assert not [cell for cell in select("*", 0, 1, 0, "zmq", 4) if cell.is_at_core_point]
+    assert not [cell for cell in select("*", None, range(1), "zmq", 4) if cell.is_at_core_point]
     for transport, size in (("shm-mixed", 4), ("shm", 8)):  # no rank reads the private memory of another
-        struck = {cell.moment for cell in select("*/*/*-*", 0, 1, 0, transport, size)}
+        struck = {cell.moment for cell in select("*/*/*-*", None, range(1), transport, size)}
         assert points - struck == {"peer-read", "peers-reduced", "peer-taken"}
 
 
@@ -393,20 +393,20 @@ async def _enter(context):
 
 
 def test_cells_are_chosen_by_name_and_drawn_by_seed():
-    everything = select("*", 0, 1, 0, "zmq", 4)
+    everything = select("*", None, range(1), "zmq", 4)
     kinds = [kind for kind in KINDS.values() if not kind.of_host]
     of_runs = [kind for kind in kinds if not kind.of_program]
     assert len(everything) == len(of_runs) * (len(OPERATIONS) * 3 + len(STAGED) * 5) + len(kinds) * len(PROGRAMS) * 3
     assert {cell.operation for cell in everything if cell.kind == "return"} == set(PROGRAMS)
-    assert {cell.name for cell in select("kill/*/inside,stop/solo/after", 0, 1, 0, "shm", 4)} == {
+    assert {cell.name for cell in select("kill/*/inside,stop/solo/after", None, range(1), "shm", 4)} == {
         *(f"kill/{operation}/inside" for operation in (*OPERATIONS, *STAGED, *PROGRAMS)),
         "stop/solo/after",
     }
-    drawn = select("*", 10, 3, 5, "zmq", 3)
-    assert drawn == select("*", 10, 3, 5, "zmq", 3)
+    drawn = select("*", 10, range(5, 8), "zmq", 3)
+    assert drawn == select("*", 10, range(5, 8), "zmq", 3)
     assert [cell.seed for cell in drawn] == [5] * 10 + [6] * 10 + [7] * 10
     assert {cell.name for cell in drawn[:10]} != {cell.name for cell in drawn[10:20]}
-    assert drawn[25] in select(drawn[25].name, 0, 1, 7, "zmq", 3), "one cell of many can be repeated alone"
+    assert drawn[25] in select(drawn[25].name, None, range(7, 8), "zmq", 3), "one cell of many can be repeated alone"
     assert len({CellPlan.draw(cell).victim for cell in everything}) == 4
 
 
@@ -597,16 +597,16 @@ def test_all_survivors_learn_of_a_host_that_vanishes_in_the_middle_of_a_call(ope
 
 
 def test_cells_between_hosts():
-    cells = select("*", 0, 1, 0, "shm", 5, hosts=2)
+    cells = select("*", None, range(1), "shm", 5, hosts=2)
     assert {cell.name for cell in cells if cell.operation == JOINING} == {
         f"{kind}-host/joining/inside" for kind in ("kill", "stop", "down", "cut")
     }
-    assert not [cell for cell in select("*", 0, 1, 0, "shm", 5) if KINDS[cell.kind].of_host]
+    assert not [cell for cell in select("*", None, range(1), "shm", 5) if KINDS[cell.kind].of_host]
     assert {cell.lost for cell in cells if cell.kind == "cut-host"} == {(0, 1, 2), (3, 4)}
     assert {cell.lost for cell in cells if cell.kind == "kill"} == {(rank,) for rank in range(5)}
     assert str(cells[0]).endswith("-n 5 --hosts 2 --seed 0")
     with pytest.raises(UsageError, match="5 ranks are on 1 to 5 hosts, not 6"):
-        select("*", 0, 1, 0, "shm", 5, hosts=6)
+        select("*", None, range(1), "shm", 5, hosts=6)
 
 
 VANISHED = Cell("cut-host", "allreduce", "inside", "shm", 4, 0, hosts=2)

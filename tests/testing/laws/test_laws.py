@@ -24,7 +24,7 @@ from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.failures import Failures
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import LawBroken, check_laws
-from asyncoll.testing.laws import case_runs, dense, ending, gossip, sparse, training
+from asyncoll.testing.laws import case_runs, dense, ending, gossip, sparse, sweep, training
 from asyncoll.testing.laws.case_runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
 from asyncoll.testing.laws.dense_program import OPERATIONS, DenseProgram
 from asyncoll.testing.laws.rounds import conservation, laws_of, staleness, synchrony
@@ -43,7 +43,7 @@ from asyncoll.testing.laws.story import (
     Story,
     draw,
 )
-from asyncoll.testing.laws.sweep import parse_ranks, parse_seeds
+from asyncoll.testing.laws.sweep import parse_kinds, parse_sizes
 from asyncoll.training import EagerSGD
 from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery
@@ -78,7 +78,7 @@ def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices):
 def test_worlds_are_checked_in_several_processes():
     """As few small worlds as are worth two processes: each of these loads the package first."""
     seeds = 40
-    command = ["laws", "--kind", "solo", "--ranks", "2", "--seeds", f"0:{seeds}", "--jobs", "2"]
+    command = ["laws", "--kind", "solo", "--sizes", "2", "--seeds", f"0:{seeds}", "--jobs", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "asyncoll.cli", *command],
         capture_output=True,
@@ -171,6 +171,12 @@ def what_happens(story):
 def test_same_seed_same_world():
     assert draw("group", 7, 3) == draw("group", 7, 3)
     assert draw("group", 7, 3) != draw("group", 7, 4)
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_world_in_virtual_time_is_the_same_in_each_run(kind):
+    """A replay shows what a seed has found, whatever the addresses of the objects of that run."""
+    assert len({check_laws(kind, 7, 5, transport="memory") for _ in range(3)}) == 1
 
 
 # -- and are noticed when they do not --------------------------------------------------------------
@@ -351,7 +357,7 @@ def test_a_fault_breaks_its_law(law, kind, lie, spread):
     spread(kind, lie)
     seed, broken = next((seed, broken) for seed, broken in breaches(kind) if broken.law == law)
     assert str(broken).startswith(f"{law} is broken: ")
-    assert broken.replay == f"asyncoll laws --kind {kind} --ranks 5 --seed {seed}"
+    assert broken.replay == f"asyncoll laws --kind {kind} --sizes 5 --seed {seed}"
     assert (broken.round is None) == (broken.rank is None) == (law == "completion")
 
 
@@ -617,7 +623,7 @@ def test_the_drawn_sparse_worlds_have_all_algorithms_and_dtypes():
 
 def test_a_real_transport_is_named_in_the_replay(spread):
     spread("solo", inverts_included)
-    with pytest.raises(LawBroken, match="replay: asyncoll laws --kind solo --ranks 2 --seed 0 --transport inproc"):
+    with pytest.raises(LawBroken, match="replay: asyncoll laws --kind solo --sizes 2 --seed 0 --transport inproc"):
         check_laws("solo", 2, 0, transport="inproc")
 
 
@@ -659,7 +665,7 @@ def test_a_forged_record_of_a_process_is_noticed(monkeypatch, temporary):
     with pytest.raises(LawBroken) as broken:
         check_laws("solo", 2, 0, transport="shm-processes")
     assert (broken.value.law, broken.value.rank) == ("inclusion", 1)
-    assert broken.value.replay == "asyncoll laws --kind solo --ranks 2 --seed 0 --transport shm-processes"
+    assert broken.value.replay == "asyncoll laws --kind solo --sizes 2 --seed 0 --transport shm-processes"
 
 
 @pytest.mark.slow
@@ -696,9 +702,10 @@ def run(*arguments):
     return CliRunner().invoke(main, ["laws", *arguments])
 
 
-def test_a_failing_seed_prints_the_command_that_replays_it(spread):
+def test_a_failing_seed_prints_the_command_that_replays_it(spread, monkeypatch):
+    monkeypatch.setattr(sweep, "answers", lambda module, worlds, jobs, environ: (sweep.check(each) for each in worlds))
     spread("solo", reverses_history)
-    swept = run("--kind", "solo", "--ranks", "2-6", "--seeds", "0:30", "--jobs", "1")
+    swept = run("--kind", "solo", "--sizes", "2-6", "--seeds", "0:30", "--jobs", "1")
     assert swept.exit_code == 1
     assert "laws broken in" in swept.output
     first = swept.output.index("history is broken")
@@ -712,20 +719,20 @@ def test_a_failing_seed_prints_the_command_that_replays_it(spread):
     assert run(*replay[2:]).exit_code == 0
 
 
-def test_ranks_and_seeds():
-    assert parse_ranks("1-3,7,12-12") == [1, 2, 3, 7, 12]
-    assert parse_seeds("3:6") == range(3, 6)
+def test_sizes_and_kinds():
+    assert parse_sizes("1-3,7,12-12") == [1, 2, 3, 7, 12]
+    assert parse_kinds("solo,dense,solo") == ["solo", "dense"]
+    assert parse_kinds("all") == list(ALL_KINDS)
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--kind", "duo"], "unknown kind 'duo': use all, solo, "),
-        (["--ranks", "3,x"], "'x' is no number of ranks"),
-        (["--ranks", "0-4"], "'0-4' is no number of ranks"),
-        (["--ranks", "4-2"], "'4-2' is no number of ranks"),
-        (["--ranks", ""], "'' is no number of ranks"),
-        (["--seeds", "5"], "'5' are no seeds: use FROM:TO"),
+        (["--kind", "duo"], "--kind: unknown kind 'duo': use all, or some of solo, "),
+        (["--sizes", "3,x"], "'x' is no number of ranks"),
+        (["--sizes", "0-4"], "'0-4' is no number of ranks"),
+        (["--sizes", "4-2"], "'4-2' is no number of ranks"),
+        (["--sizes", ""], "'' is no number of ranks"),
         (["--seeds", "5:5"], "'5:5' are no seeds"),
         (["--seeds", "-1:5"], "'-1:5' are no seeds"),
         (["--seed", "1", "--seeds", "0:5"], "give --seed or --seeds, not both"),

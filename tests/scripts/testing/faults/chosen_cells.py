@@ -13,7 +13,7 @@ hosts = 1
 if names[0] == "--hosts":
     hosts = 2
     del names[0]
-cells = [select(name, 0, 1, 0, transport, int(size), hosts)[0] for name in names]
+cells = [select(name, None, range(1), transport, int(size), hosts)[0] for name in names]
 if any(cell.operation in STAGED for cell in cells):
     import torch as torch  # once, and not in each rank, which is forked
 try:

@@ -116,6 +116,7 @@ MAKERS = {
     hooks.dc_s3gd: lambda ddp, optimizer, **more: hooks.DCS3GDState(ddp, optimizer, **more),
 }
 names = iter(range(1000))
+made = []  # the states of a case, of which some have not ended
 
 
 def new(hook, module=None, options=(), make_optimizer=optimizer_of, **more):
@@ -124,6 +125,7 @@ def new(hook, module=None, options=(), make_optimizer=optimizer_of, **more):
     ddp, optimizer = wrap(module, **{"gradient_as_bucket_view": True} | more), make_optimizer(module)
     state = MAKERS[hook](ddp, optimizer, **dict(options))
     ddp.register_comm_hook(state, hook)
+    made.append(state)
     return state, ddp, optimizer
 
 
@@ -883,6 +885,8 @@ def refused_when_made():
     refused("outside of the model", eager_state, torch.optim.SGD(beside, lr=0.1), module)
     refused("history", eager_state, options={"history": 0})
     refused("partial is", eager_state, options={"partial": "group"})
+    refused('quorum=1 belongs to partial="quorum"', eager_state, options={"quorum": 1})
+    refused('candidates=2 belongs to partial="majority"', eager_state, options={"candidates": 2})
     for option in ({"partial": "quorum", "quorum": 99}, {"partial": "majority", "candidates": 0}, {"sync_every": -1}):
         refused([*option][-1], eager_state, options=option)
     for option in ({"algorithm": "none"}, {"thresholds_every": 0}, {"regions_every": 0}, {"feedback": 1}):
@@ -1037,6 +1041,7 @@ def refused_parameters():
     optimizer = optimizer_of(ddp)
     state = hooks.DCS3GDState(ddp, optimizer)
     ddp.register_comm_hook(state, hooks.dc_s3gd)
+    made.append(state)
     step(ddp, optimizer, batch)
     ddp.load_state_dict(ddp.state_dict())
     refused("changed parameters", state.finish)
@@ -1054,6 +1059,8 @@ if __name__ == "__main__":
     dist.init_process_group("asyncoll")
     for case in sys.argv[1:]:
         CASES[case]()
+        while made:
+            made.pop().discard()
     last = ended()
     dist.destroy_process_group()
     assert all(p.grad.isfinite().all() for p in last)

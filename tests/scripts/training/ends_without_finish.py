@@ -1,0 +1,92 @@
+"""A rank whose training ends in one way: `ends_without_finish.py FACADE END`.
+
+Facades are `run`, `connect`, `eager_sgd` and `dc_s3gd` (the hooks). Ends are `finish`, `discard`, `none`, `raise` (an
+exception of the program), `exit` (`sys.exit`), `stay` (the program never leaves its world) and `forked` (a child of the
+rank ends with the interpreter, and the rank by `finish`).
+"""
+
+import asyncio
+import os
+import sys
+
+import torch
+
+import asyncoll
+from asyncoll.training import EagerSGD
+
+FACADE, END = sys.argv[1:]
+STEPS = 6
+
+
+def end_otherwise():
+    if END == "raise":
+        raise ValueError("of the program")
+    if END == "exit":
+        sys.exit(0)
+
+
+async def main(comm):
+    model = torch.nn.Linear(3, 2)
+    sgd = EagerSGD(comm, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    await sgd.start()
+    for _ in range(STEPS):
+        model(torch.ones(4, 3)).square().mean().backward()
+        await sgd.step()
+    if END == "finish":
+        await sgd.finish()
+    if END == "discard":
+        sgd.discard()
+    end_otherwise()
+
+
+async def connected():
+    if END == "stay":
+        KEPT.append(asyncoll.connect())
+        await main(await KEPT[0].__aenter__())
+        return
+    async with asyncoll.connect() as comm:
+        await main(comm)
+
+
+def hooked():
+    import torch.distributed as dist
+
+    from asyncoll.torch import hooks
+
+    dist.init_process_group("asyncoll")
+    model = torch.nn.Linear(3, 2)
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    make = {"eager_sgd": hooks.EagerSGDState, "dc_s3gd": hooks.DCS3GDState}[FACADE]
+    state = make(ddp, optimizer)
+    ddp.register_comm_hook(state, getattr(hooks, FACADE))
+    for _ in range(STEPS):
+        ddp(torch.ones(4, 3)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if END == "forked":
+        if not os.fork():
+            sys.exit(0)
+        os.wait()
+    if END in ("finish", "forked"):
+        state.finish()
+    if END == "discard":
+        state.discard()
+    end_otherwise()
+    if END == "stay":
+        return
+    try:
+        dist.destroy_process_group()
+    except asyncoll.UsageError:
+        dist.destroy_process_group()  # the rank has left
+        raise
+
+
+KEPT = []
+if FACADE == "run":
+    asyncoll.run(main)
+elif FACADE == "connect":
+    asyncio.run(connected())
+else:
+    hooked()
+print("ended", flush=True)
