@@ -224,10 +224,11 @@ class MemoryBackend:
         member.at_end(lambda: endpoint.executions.described.pop(group.communicator, None))
 
     def short_calls(self, general: GeneralCalls) -> ShortCalls:
-        core, note = self.memory.native, self._recent.append
+        core, member, note = self.memory.native, self._member, self._recent.append
         if core is None:
             return NoShortCalls()
-        self._compiled = CompiledCalls(core, self._area, general, self._member, note, self.collectives_of)
+        closing, failures = member.endpoint, member.endpoint.failures
+        self._compiled = CompiledCalls(core, self._area, general, member, closing, failures, note, self.collectives_of)
         return self._compiled.calls
 
     def collectives(self, call: Call[Any]) -> MemoryCall:

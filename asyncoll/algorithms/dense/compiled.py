@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -51,6 +51,14 @@ def compiled_ways(sizes: Sizes, shape: Shape) -> int:
     return known
 
 
+class Closing(Protocol):
+    closed: bool
+
+
+class KnownFailures(Protocol):
+    any: bool
+
+
 def meetings_of(area: RendezvousArea, core: NativeCore) -> Meetings:
     """The rendezvous of whole calls at this rank: one for each call."""
     sizes, arena = area.sizes, area.arena
@@ -80,10 +88,15 @@ class CompiledCalls:
         area: RendezvousArea,
         general: GeneralCalls,
         member: Member,
+        closing: Closing,
+        failures: KnownFailures,
         note: Callable[[Entry], None],
         collectives: Callable[[Signature], BegunCall],
     ) -> None:
-        """`note` is told of each call, for reports of a mismatch. `collectives` makes those of a call."""
+        """`closing.closed` says whether this rank has left, and `failures.any` whether anything has failed.
+
+        `note` is told of each call, for reports of a mismatch. `collectives` makes those of a call.
+        """
         self._core = core
         self._area = area
         self._general = general
@@ -105,8 +118,8 @@ class CompiledCalls:
             runner=runner,
             home=runner.home if runner.held is None else None,
             held=runner.held,
-            endpoint=member.endpoint,
-            failures=member.endpoint.failures,
+            endpoint=closing,
+            failures=failures,
             unused=general.unused,
             own=OWN,
             blocks=area.blocks,
