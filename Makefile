@@ -25,7 +25,7 @@ SHARING := $(addprefix tests/,algorithms/test_shared_memory.py algorithms/rounds
 # The tests start hundreds of interpreters, and each compiles the package again where Python writes no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-python gpu-stand-in torch-tests screen-tests check sanitize core format style lint docs wheel benchmarks benchmarks-age clean
+.PHONY: demo test test-python gpu-stand-in torch-tests screen-tests check sanitize core format style lint docs wheel benchmarks benchmarks-age compatibility clean
 
 demo: core
 	$(BIN)/python -m trainers demo
@@ -99,6 +99,12 @@ benchmarks: $(VENV)/.extra-peers core
 # Lists the records that are older than the code that they measure, and fails if there are any: a part of a release.
 benchmarks-age: $(READY)
 	$(BIN)/python benchmarks/page.py age
+
+# Runs asyncoll in an environment for each row of docs/reference/compatibility.md, and writes the page: an hour, and two
+# gigabytes at a time. `make compatibility ROWS="1 5"` renews two rows.
+ROWS :=
+compatibility: $(VENV)/.extra-compatibility
+	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python compatibility/run.py renew $(ROWS)
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)

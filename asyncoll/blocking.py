@@ -285,7 +285,7 @@ class BlockingCommunicator(Communicator):
         that are not over then (rounds, `send`, `recv`) raise ClosedError in their handles.
 
         Raises:
-            UsageError: this is a callback of `Handle.when_done`.
+            UsageError: this is a callback of `Handle.when_done`; or a training has ended without `finish()`.
             AsyncollError: a collective that this rank has made has failed meanwhile.
             PeerLostError: a rank has died while this one waited for the others to leave.
 

@@ -12,7 +12,7 @@ import click
 
 from asyncoll import __version__
 from asyncoll.bench.commands import bench
-from asyncoll.cli_base import CommandGroup, Count, chosen_seeds, json_option, ranks_option, seeds_option
+from asyncoll.cli_base import Command, CommandGroup, Count, chosen_seeds, json_option, ranks_option, seeds_option
 from asyncoll.errors import UsageError
 
 _COUNT = Count(1, 1024)
@@ -35,6 +35,12 @@ _PLACE = re.compile("(-n|--ranks|--hosts)(=?[0-9].*|=.*)?")  # an option that sa
 
 class _Seconds(click.FloatRange):
     name = "number of seconds"
+
+
+class _Doctor(Command):
+    """What is wrong in the environment is among its findings."""
+
+    checks_environment = False
 
 
 class _FilePath(click.Path):
@@ -145,6 +151,10 @@ def launch(ranks: int | None, hosts: str | None, program: tuple[str, ...], **opt
         raise UsageError("give either -n RANKS, for this host, or --hosts HOST:RANKS,...")
     if options["environment"] and hosts is None:
         raise UsageError("--env goes with --hosts: ranks of this host have its environment")
+    if os.environ.get("ASYNCOLL_SIZES"):  # the rule for them imports numpy, which a launcher does without
+        from asyncoll.algorithms.choice import tables
+
+        tables(2, os.environ)
     sys.exit(run(places, program, **options))
 
 
@@ -165,7 +175,7 @@ def key(file: Path) -> None:
     write_key(file)
 
 
-@main.command()
+@main.command(cls=_Doctor)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--gpu", is_flag=True, help="Open the devices of CUDA, and show the routes of copies.")
 @click.option(
@@ -351,6 +361,3 @@ def faults(
 
 
 main.add_command(bench)
-
-if __name__ == "__main__":
-    main()

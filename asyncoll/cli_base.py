@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from asyncoll.errors import UsageError
-from asyncoll.transport import settings
 
 INTERRUPTED = 130  # by Ctrl-C
 RANKS_MAX = 1024
@@ -43,6 +42,7 @@ class Command(click.Command):
     """
 
     context_class = _Context
+    checks_environment = True
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -56,7 +56,10 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            settings.check(os.environ)
+            if self.checks_environment:
+                from asyncoll.transport import settings  # raises UsageError for a wrong ASYNCOLL_CORE
+
+                settings.check(os.environ)
             return super().invoke(ctx)
         except UsageError as error:
             raise click.UsageError(str(error), ctx) from error

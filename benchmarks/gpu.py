@@ -107,7 +107,7 @@ def run(each: Acceptance, size: int) -> tuple[Outcome, Any]:
 
 def started(each: Acceptance, size: int, folder: str) -> tuple[int, str]:
     """The exit status of the processes, and what they have printed to stderr."""
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", str(size), __file__, RANK, each.name, folder]
+    command = [sys.executable, "-m", "asyncoll", "launch", "-n", str(size), __file__, RANK, each.name, folder]
     try:
         ended = subprocess.run(
             command, env=os.environ | each.environment(), stderr=subprocess.PIPE, text=True, timeout=LIMIT_S

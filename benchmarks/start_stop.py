@@ -208,7 +208,7 @@ STARTS = dict(zip(ENGINES, [launch, hosts, torchrun, srun, cells, ray, ray_clust
 
 
 def asyncoll_command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "asyncoll.cli", *words]
+    return [sys.executable, "-m", "asyncoll", *words]
 
 
 def shown(folder: Path, command: list[str]) -> Log:

@@ -17,7 +17,7 @@ from pathlib import Path
 from common import Record, parser
 
 SCRIPT = "import os, torch\nprint('rank', os.environ['RANK'], torch.__version__, flush=True)\n"
-ASYNCOLL = [sys.executable, "-m", "asyncoll.cli", "launch", "-n"]
+ASYNCOLL = [sys.executable, "-m", "asyncoll", "launch", "-n"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
 

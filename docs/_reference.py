@@ -12,6 +12,4 @@ class Docstrings(griffe.Extension):
             complete = attrgetter(func.path.removeprefix(f"{func.module.path}."))(import_module(func.module.path))
             func.docstring.value = complete.__doc__
         if func.name == "__init__" and func.docstring and not func.docstring.value:
-            func.docstring = (
-                None  # a table of parameters by unpack_typeddict; the class has one, with their descriptions
-            )
+            func.docstring = None  # a second table of parameters, by unpack_typeddict, without their descriptions

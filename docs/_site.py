@@ -73,4 +73,6 @@ def _in_site(path: str) -> str:
 
 if __name__ == "__main__":
     assemble()
-    sys.exit(subprocess.run(["zensical", "build", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]).returncode)
+    # Without --clean pages come from a cache, which does not know that docstrings have changed.
+    command = ["zensical", "build", "--clean", "--strict", "--config-file", str(ROOT / "mkdocs.yml")]
+    sys.exit(subprocess.run(command).returncode)

@@ -132,6 +132,7 @@ VARIABLES = [
     ({"ASYNCOLL_ENCRYPT": "yes"}, "launch", "ASYNCOLL_ENCRYPT='yes' in the environment: use one of control, all"),
     ({"ASYNCOLL_PORTS": "7"}, "launch", "give the first and the last port, as in 30000-30015"),
     ({"ASYNCOLL_FREZE_S": "1"}, "launch", "did you mean ASYNCOLL_FREEZE_S?"),
+    ({"ASYNCOLL_SIZES": "a"}, "launch", "ASYNCOLL_SIZES: 'a' is not NAME=NUMBER; the names are"),
     ({"WORLD_SIZE": "abc"}, "doctor --ways", f"WORLD_SIZE='abc' {NO_SIZE}"),
     ({"WORLD_SIZE": "0"}, "doctor --ways", f"WORLD_SIZE='0' {NO_SIZE}"),
     ({"ASYNCOLL_SIZES": "a"}, "doctor --ways", "ASYNCOLL_SIZES: 'a' is not NAME=NUMBER; the names are"),

@@ -26,7 +26,7 @@ both = pytest.mark.parametrize("transport", ["shm", "zmq"])
 
 def launched(transport: str, *arguments: str, **settings: str) -> list[str]:
     """The sorted lines that three ranks print."""
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--transport", transport, SCRIPT, *arguments]
+    command = [sys.executable, "-m", "asyncoll", "launch", "-n", "3", "--transport", transport, SCRIPT, *arguments]
     environment = os.environ | ({} if "loader" in arguments else LIGHT) | settings
     done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, without_delays(done.stderr)) == (0, ""), done.stderr

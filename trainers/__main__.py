@@ -14,7 +14,7 @@ from rich.console import Console
 
 import asyncoll
 from trainers.algorithms import ALGORITHMS
-from trainers.compare import OF_ONE_RUN, TABLE_WIDTH, compare, parse_algorithms
+from trainers.compare import OF_ONE_RUN, TABLE_WIDTH, compare, parse_algorithms, parse_seeds
 from trainers.demo import demo
 from trainers.experiment import experiment
 from trainers.listing import listing
@@ -95,17 +95,17 @@ def _demo(ranks: int, seed: int, device: str, folder: Path) -> None:
     required=True,
     help="Names, separated by commas, each with its options: allreduce_sgd,eager_sgd:partial=majority:history=0",
 )
-@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each algorithm.")
+@click.option("--seeds", metavar="FROM:TO", default="0:3", show_default=True, help="FROM:TO, or a number of seeds.")
 @_RANKS
 @_folder("runs/compare")
 @click.option("--tensorboard", is_flag=True, help="Write event files for TensorBoard, too.")
-def _compare(algorithms: str, seeds: int, ranks: int, folder: Path, tensorboard: bool, **common: Any) -> None:
+def _compare(algorithms: str, seeds: str, ranks: int, folder: Path, tensorboard: bool, **common: Any) -> None:
     """Run algorithms one after the other, with several seeds, and print one table."""
-    chosen = parse_algorithms(algorithms)
+    chosen, of_seeds = parse_algorithms(algorithms), parse_seeds(seeds)
     _need_matplotlib()
     if tensorboard:
         _need("tensorboard", "--tensorboard", "tensorboard")
-    if not compare(chosen, ranks, seeds, _given(common), folder, tensorboard):
+    if not compare(chosen, ranks, of_seeds, _given(common), folder, tensorboard):
         sys.exit(1)
 
 

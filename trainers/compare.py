@@ -65,6 +65,15 @@ def parse_algorithms(text: str) -> list[Compared]:
     return found
 
 
+def parse_seeds(text: str) -> range:
+    """The seeds of "FROM:TO", or of a count N: "0:N". Raises UsageError."""
+    found = re.fullmatch("(?:([0-9]{1,9}):)?([0-9]{1,9})", text)
+    seeds = range(int(found[1] or 0), int(found[2])) if found else range(0)
+    if not seeds:
+        raise click.UsageError(f"--seeds: {text!r:.80} are no seeds: use FROM:TO, such as 0:3, or a count")
+    return seeds
+
+
 def _parse_algorithm(label: str) -> Compared:
     name, *options = label.split(":")
     if name not in ALGORITHMS:
@@ -86,7 +95,7 @@ def _arguments(option: str) -> list[str]:
 def compare(
     algorithms: Sequence[Compared],
     ranks: int,
-    seeds: int,
+    seeds: range,
     common: Sequence[str],
     folder: Path,
     tensorboard: bool,
@@ -97,7 +106,7 @@ def compare(
     algorithms.
     """
     console = Console()
-    planned = [(compared, seed) for seed in range(seeds) for compared in algorithms]
+    planned = [(compared, seed) for seed in seeds for compared in algorithms]
     with _progress(console) as progress:
         task = progress.add_task("", total=len(planned))
         for compared, seed in planned:
@@ -196,11 +205,11 @@ def _megabytes(value: float | None) -> str:
 # -- files ----------------------------------------------------------------------------------------
 
 
-def _write(algorithms: Sequence[Compared], seeds: int, folder: Path) -> None:
+def _write(algorithms: Sequence[Compared], seeds: range, folder: Path) -> None:
     document = {
         "command": shlex.join(["python", "-m", "trainers", *sys.argv[1:]]),
         "machine": machine(),
-        "seeds": list(range(seeds)),
+        "seeds": list(seeds),
         "algorithms": [
             {
                 "label": compared.label,

@@ -41,7 +41,7 @@ def launch(ranks: int, arguments: Sequence[str], path: Path) -> Run:
     Raises RunFailedError.
     """
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", str(ranks), "-m", "trainers"]
+    command = [sys.executable, "-m", "asyncoll", "launch", "-n", str(ranks), "-m", "trainers"]
     done = subprocess.run(
         [*command, *arguments, "--report", str(path)],
         env={"ASYNCOLL_PRELOAD": PRELOAD, **os.environ},

@@ -67,6 +67,8 @@ class Calls:
         self._member.check_caller()
         self.check_started()
         number, epoch = self.short.last + 1, self._member.group.epoch
+        if OWN:  # all ranks have the same
+            detail = ", ".join(filter(None, (detail, *(f"way {way.name!r}" for way in OWN))))
         self.unstarted = call = Signature(operation, number, dtype, count, detail, site, epoch)
         self.short.last = call.number  # after `unstarted`: no number is taken that it does not tell
         return call

@@ -53,6 +53,11 @@ def bench() -> None:
     """Measure on this host. Every result is checked: #wrong counts wrong elements over all ranks.
 
     Exits with 1 if an element is wrong. Ctrl-C ends all ranks, and prints what has been measured.
+
+    \b
+    Examples:
+      asyncoll bench allreduce -n 4 --sizes 4:64M
+      asyncoll bench suite --quick
     """
 
 

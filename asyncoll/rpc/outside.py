@@ -56,8 +56,8 @@ async def serve(
     `url` is one of:
 
     - `ipc://path`: a unix socket. Only processes of this user on this host can connect.
-    - `tcp://address:port`: an address of this host, as a number or a name. Port 0 means a free port; the yielded
-      address names it. Without a key only a loopback address is allowed, and every user of this host can call every
+    - `tcp://address:port`: an IP address of this host, or `localhost`. Port 0 means a free port; the yielded address
+      names it. Without a key only a loopback address is allowed, and every user of this host can call every
       method: prefer ipc.
 
     `key_file` is a file of mode 0600 with 32 random bytes (`asyncoll key FILE` makes one). With it, connections are

@@ -60,12 +60,10 @@ class Training:
 
         Parts of a model that are under way abort the communicator as the program drops its trainer, without an error.
         """
-        match failure := self._failure():
-            case Departed():
-                return failure.in_order
-            case Abort():
-                return self._is_aborted_here() or _WORDS in failure.reason  # another rank has found the same
-        return failure is None
+        failure = self._failure()
+        if isinstance(failure, Abort):
+            return self._is_aborted_here() or _WORDS in failure.reason  # another rank has found the same
+        return failure is None or isinstance(failure, Departed)
 
     def _is_aborted_here(self) -> bool:
         failure = self._failure()

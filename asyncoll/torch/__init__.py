@@ -27,6 +27,9 @@ def register() -> None:
         return
     try:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=DEVICES)
+        # From 2.15 on torch attaches a recorder to the groups of all other backends. Groups in Python cannot have it.
+        without: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        without.add(NAME)
     except Exception as error:
         refusal = f"torch has not taken the backend {NAME}, so that init_process_group will not know it: {error!r}"
 

@@ -18,6 +18,7 @@ from asyncoll.torch import entry
 from asyncoll.torch.arguments import check_timeout, integer
 from asyncoll.torch.call_hooks import PostHookArgs, PreHookArgs
 from asyncoll.torch.calling import message
+from asyncoll.torch.devices import own
 from asyncoll.torch.errors import of_torch
 from asyncoll.torch.group_collectives import GroupCollectives
 from asyncoll.torch.memory import copyable, writable
@@ -238,7 +239,8 @@ class ProcessGroup(Uncopied, Unsupported, GroupCollectives):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device(device) for device in (*self._own(), *self._other_devices)]
+        """None before torch knows them: only to a group with devices does it attach the recorder of other backends."""
+        return [torch.device(device) for device in (*(self._own_devices or own(self)), *self._other_devices)]
 
     def _get_backend(self, device: torch.device) -> Any:
         """What carries out calls with tensors of `device`: this group, unless another backend was named for it."""

@@ -31,7 +31,9 @@ def _missing(what: str, instead: str) -> Callable[..., NoReturn]:
 class Unsupported:
     """Answers of a process group to questions of torch."""
 
+    supports_abort_hooks = False
     supports_coalescing = False
+    supports_completion_hooks = False
     supports_reconfigure = False
     supports_shrinking = False
     supports_splitting = False

@@ -25,8 +25,8 @@ class ADPSGD(Trainer):
     an average, or several, older than the one it is added to.
 
     Ranks make steps at their own pace, and may end after different numbers of steps: `Trainer.round` is the number of
-    this rank's own steps. `finish()` gives all ranks the mean of all models. Buffers are each rank's own until then,
-    and so is the state of the optimizer. Clipping applies to the local gradient.
+    this rank's own steps. `finish()` gives all ranks the mean of all models. Buffers and the state of the optimizer are
+    each rank's own until then. Clipping applies to the local gradient.
 
     A step that is cancelled loses nothing: it has been counted in `round`, and its change of the model reaches the
     other ranks with the next step, or at the end. An average that a program leaves under way, because it drops the
@@ -34,7 +34,13 @@ class ADPSGD(Trainer):
 
     A checkpoint is each rank's own, of any of its rounds (`Checkpoints.newest(common=False)`). It is the model after
     that step of the rank. Averages that ranks had with it since are not in it: a resumed run differs from an unbroken
-    one. See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not gradients.
+    one.
+
+    Args:
+        graph: of the neighbours: "ring" or "exponential", as in `comm.gossip`; the same at every rank.
+        seed: draws the odd rank of each average; the same at every rank.
+
+    See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not gradients.
 
     Memory: the gradients, as one flat tensor, and four copies of the parameters.
     """

@@ -24,13 +24,20 @@ _EPSILON = 1e-7
 class DCASGD(ParameterServerSGD):
     """A parameter server that corrects each gradient for the updates that its model has missed.
 
-    `lambda0` is λ, by default 0.04 (DC-ASGD-c). If `adaptive`, λ is lambda0, by default 2, divided by the root of a
-    moving average of G∘G, element by element (DC-ASGD-a); `decay` is the share of that average that each update keeps.
-    `lambda0` = 0 leaves the gradients uncorrected. A gradient that has missed no update is not changed, so with P = 1
+    A gradient that has missed no update is not changed, so with P = 1
     this is plain training.
 
-    Clipping applies to the corrected gradient. See `ParameterServerSGD` for the rest. A checkpoint of rank 0 also has
-    the moving average.
+    Clipping applies to the corrected gradient. A checkpoint of rank 0 also has the moving average.
+
+    Args:
+        lambda0: λ, the weight of the correction: by default 0.04 (DC-ASGD-c), and 2 if `adaptive`. 0 leaves the
+            gradients uncorrected.
+        adaptive: λ is `lambda0` divided by the root of a moving average of G∘G, element by element (DC-ASGD-a).
+        decay: the share of the moving average that each update keeps.
+        staleness: see `ParameterServerSGD`.
+        name: see `ParameterServerSGD`.
+
+    See `ParameterServerSGD` for the rest.
 
     Memory: that of `ParameterServerSGD`, and at rank 0 one copy of the trainable parameters for each worker, one
     tensor of that size for the correction, and another for the moving average.

@@ -28,14 +28,18 @@ class DCS3GD(Trainer):
 
     `step()` takes the average that the step before has started, corrects the gradient, takes a local step from the
     average, and starts the next average. So between steps each rank has its own model, one step away from an average
-    that all ranks share, and an allreduce is under way. `lambda0` = 0 leaves the gradients uncorrected.
+    that all ranks share, and an allreduce is under way.
 
     All ranks make the same number of steps. `finish()` takes the last average: all ranks leave with one model. A
     program that ends without it leaves unequal models. Buffers are each rank's own until then, because sharing them
     would make every rank wait for rank 0 in each round. Clipping applies to the corrected local gradient.
 
-    A checkpoint is each rank's own, and all ranks load the same round. See `Trainer` for the other arguments; a
-    `weight` is refused, because models are averaged, and not gradients.
+    A checkpoint is each rank's own, and all ranks load the same round.
+
+    Args:
+        lambda0: the weight of the correction; 0 leaves the gradients uncorrected.
+
+    See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not gradients.
 
     The paper sums the steps, and each rank adds that sum to its own weights, so that rounding lets the ranks' averages
     drift apart. Here the weights are averaged: mean(w̄ + Δw_i) = w̄ + sum(Δw_i) / N (equation 8). Every rank takes w̄

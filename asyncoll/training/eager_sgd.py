@@ -31,23 +31,15 @@ UNEQUAL = f"{MODELS_DIFFER}, and late gradients are in no round"
 class EagerSGD(Trainer):
     """Average the gradients of the ranks that have arrived, and add late ones to a later round.
 
-    A round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with the
-    `quorum`-th rank ("quorum"; by default size // 2 + 1). Every `sync_every`-th round (0: none) waits for all ranks:
-    those whose `Trainer.round` is a multiple, also after a checkpoint. A late rank makes fewer steps than there are
-    rounds, so programs count `Trainer.round`, never their own steps.
+    A late rank makes fewer steps than there are rounds, so programs count `Trainer.round`, never their own steps.
 
-    Each rank keeps the results of `history` rounds (64; with `average_every` 0). A rank that is late by no more rounds
-    applies every result that it has missed. So all replicas that have applied the same round are equal to the bit. A
-    rank that is later takes the model, the optimizer and the round of another rank, to the bit, and buffers unless they
-    are "local" (`Step.recovered`): `history` bounds memory, and not lateness. That rank gives a copy of them in its
-    next step, or while it waits in one. Only the late rank waits for that. With `sync_every` a rank that is later loses
-    results instead, until the next synchronous round makes all replicas equal again, optimizer state included. (A
-    history of `sync_every` rounds is always enough.) Without history, as in the paper, models drift apart, and are
-    averaged every `average_every` rounds (0: only at the end).
-
-    `op` is AVG, as in the paper: the sum of the gradients of a round is divided by the number of all ranks, so a round
-    with few active ranks makes a short step. AVG_ACTIVE divides by the number of active ranks. With weights, the sum is
-    divided by the weights in the round.
+    A rank that is late by no more than `history` rounds applies every result that it has missed. So all replicas that
+    have applied the same round are equal to the bit. A rank that is later takes the model, the optimizer and the round
+    of another rank, to the bit, and buffers unless they are "local" (`Step.recovered`): `history` bounds memory, and
+    not lateness. That rank gives a copy of them in its next step, or while it waits in one. Only the late rank waits
+    for that. With `sync_every` a rank that is later loses results instead, until the next synchronous round makes all
+    replicas equal again, optimizer state included. (A history of `sync_every` rounds is always enough.) Without
+    history, as in the paper, models drift apart until they are averaged.
 
     Ranks may end at different rounds: `finish()` gives all of them the newest one. Each has made a step by then.
 
@@ -55,7 +47,22 @@ class EagerSGD(Trainer):
     is one of all. A checkpoint of another moment lacks the gradients that are staged and in no round yet. If the ranks
     have loaded different rounds, all go on from the newest.
 
-    A second training on one communicator needs another `name`. See `Trainer` for the other arguments.
+    Args:
+        partial: a round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with
+            the `quorum`-th rank ("quorum").
+        candidates: the number of ranks that are drawn for a round of "majority".
+        quorum: the number of ranks for which a round of "quorum" waits; by default size // 2 + 1.
+        history: the number of results that are kept for late ranks; by default 64, with `average_every` 0.
+        sync_every: every so many rounds, one waits for all ranks (0: none): the rounds whose `Trainer.round` is a
+            multiple, also after a checkpoint.
+        average_every: without history, models are averaged every so many rounds (0: only at the end).
+        op: AVG, as in the paper, divides the sum of the gradients of a round by the number of all ranks, so a round
+            with few active ranks makes a short step. AVG_ACTIVE divides by the number of active ranks. With weights,
+            the sum is divided by the weights in the round.
+        seed: of the ranks that are drawn; the same at every rank.
+        name: of the rounds: a second training on one communicator needs another one.
+
+    See `Trainer` for the other arguments.
 
     Memory: the gradients, as one flat tensor. The rounds hold about three more of that size by message (the staged
     contribution, the sum that is reduced, and the result), and one for each result of the history.

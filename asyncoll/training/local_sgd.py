@@ -30,8 +30,12 @@ class LocalSGD(Trainer):
     are each rank's own between two averages. Clipping applies to the local gradient.
 
     A checkpoint is each rank's own, and all ranks load the same round. It may be saved after any step, also between two
-    averages. See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not
-    gradients.
+    averages.
+
+    Args:
+        every: H: the number of steps between two averages.
+
+    See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not gradients.
 
     Memory: the gradients, as one flat tensor.
     """

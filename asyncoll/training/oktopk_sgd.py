@@ -39,18 +39,25 @@ class OkTopkSGD(Trainer):
     - "gradients", as in the authors' code: acc = ε + G, and any optimizer takes a step with the gradient u/P. Momentum,
       weight decay and Adam's moments act on all elements. Residuals get the learning rate of the round they enter.
 
-    `algorithm`, `density`, `thresholds_every` (τ'), `regions_every` (τ) and `feedback` go to
-    `comm.sparse_allreduce`. While ε fills up, for about 1 / density rounds, accumulators grow. A threshold that is
+    While ε fills up, for about 1 / density rounds, accumulators grow. A threshold that is
     reused, as in the paper (τ' = 32 or 128), then selects several times k. With "updates" a rising learning rate has
     the same effect.
 
-    The first `warm_up` rounds are "dense": they leave no residual, so ε is 0 when the sparse rounds begin, and
-    thresholds and regions are counted from there.
+    A checkpoint has ε, the thresholds and the regions: it is each rank's own, and all ranks load the same round.
 
-    `observe(round, total)` is called with the result of each sparse allreduce. A second training on one communicator
-    needs another `name`, because thresholds and regions belong to the name. A checkpoint has ε, the thresholds and the
-    regions: it is each rank's own, and all ranks load the same round. See `Trainer` for the other arguments; a `weight`
-    is refused.
+    Args:
+        algorithm: of `comm.sparse_allreduce`.
+        density: the share of the elements that are sent, above 0 and at most 1.
+        residual: what the residual holds, "updates" or "gradients".
+        thresholds_every: τ': thresholds are exact in every so many rounds, and reused in between.
+        regions_every: τ: the regions that ranks reduce are cut anew every so many rounds.
+        feedback: lets reused thresholds follow the number of elements that they select.
+        warm_up: the number of first rounds that are "dense": they leave no residual, so ε is 0 when the sparse rounds
+            begin, and thresholds and regions are counted from there.
+        observe: is called with the round and the result of each sparse allreduce.
+        name: of thresholds and regions: a second training on one communicator needs another one.
+
+    See `Trainer` for the other arguments; a `weight` is refused.
 
     A step raises NonFiniteError at every rank, with the parameters of the round before, if any rank's gradient holds
     NaN or infinity.

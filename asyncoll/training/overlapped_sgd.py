@@ -37,11 +37,10 @@ class OverlappedSGD(Trainer):
     The result equals `AllreduceSGD`'s, to the bit if a bucket is added up in the same order as the whole: always in
     shared memory; by message, if both have lengths for which the same algorithm is chosen (up to 32 KiB, for example).
 
-    A bucket is a slice of the flat gradients, of at least `bucket_bytes` (except the last to start) and of whole
-    parameters. Buckets start in the same order at all ranks, from the end of the model to its beginning, whatever the
-    order in which gradients arrive, because calls are numbered as they are made. So a complete bucket waits for those
-    before it. Buckets that lack a gradient when `step()` is called, because `backward()` did not use a parameter, start
-    then, with zeros for it.
+    A bucket is a slice of the flat gradients, of whole parameters. Buckets start in the same order at all ranks, from
+    the end of the model to its beginning, whatever the order in which gradients arrive, because calls are numbered as
+    they are made. So a complete bucket waits for those before it. Buckets that lack a gradient when `step()` is called,
+    because `backward()` did not use a parameter, start then, with zeros for it.
 
     `backward()` is called on the thread of the loop, once for each `step()`; UsageError otherwise. With `accumulate`,
     buckets start in the last `backward()`. Gradients are sent before `step()` is called: a `weight` is refused, NaN
@@ -54,6 +53,9 @@ class OverlappedSGD(Trainer):
     `start()` calls `torch.autograd.set_multithreading_enabled(False)` for the thread of the loop, which then computes
     them itself. `finish()` undoes that, or without it the end of the trainer. A bucket is copied as soon as the GPU has
     computed it, whatever else is queued.
+
+    Args:
+        bucket_bytes: the least size of a bucket, except of the last one to start.
 
     See `Trainer` for the other arguments. Memory: the gradients, as one flat tensor.
     """

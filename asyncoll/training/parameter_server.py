@@ -52,8 +52,11 @@ class ParameterServerSGD(Trainer):
     its gradient or not. The error of a server that cannot take a step is a RemoteError at the worker, and an
     AbortedError with its text at the others.
 
-    A second training on one communicator needs another `name`, an identifier. See `Trainer` for the other arguments; a
-    `weight` is refused.
+    Args:
+        staleness: s: the number of steps that a worker may be ahead of the slowest one; None: any.
+        name: of the functions of the server, an identifier: a second training on one communicator needs another one.
+
+    See `Trainer` for the other arguments; a `weight` is refused.
 
     Memory: the gradients, as one flat tensor. At rank 0 also the server's parameters and gradients, and a copy of the
     parameters for each answer under way.

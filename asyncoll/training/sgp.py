@@ -39,8 +39,13 @@ class SGP(Trainer):
     the trainer without `finish()` ends it, too, while parts are under way: with `overlap`, after every step.
 
     A checkpoint has the numerator and the weight, and with `overlap` those before the parts that are under way were
-    taken: it is each rank's own, and all ranks load the same round. See `Trainer` for the other arguments; a `weight`
-    is refused, because models are averaged, and not gradients.
+    taken: it is each rank's own, and all ranks load the same round.
+
+    Args:
+        peers: the number of ranks to which a step pushes.
+        overlap: a step adds the parts of the step before.
+
+    See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not gradients.
 
     Memory: the gradients, as one flat tensor, the numerator, and in an exchange one more for this rank and for each
     peer. With `overlap` one more.

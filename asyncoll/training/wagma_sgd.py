@@ -27,12 +27,9 @@ Order = Literal["step-then-average", "average-then-step"]
 class WagmaSGD(Trainer):
     """Take a local step, and average the model with those of this round's group, without waiting for late ranks.
 
-    Groups have `group_size` ranks, by default the square root of the number of all, rounded up; `fixed` ones never
-    change (the paper's ablation). Every `sync_every`-th round (τ; 0: none) averages over all ranks and waits for them.
     A late rank makes fewer steps than there are rounds, so programs count `Trainer.round`.
 
-    `order` is the paper's, or that of the authors' code, which averages the models of the last step and then applies
-    the gradient to the average, as D-PSGD does. The state of the optimizer is each rank's own. The model is each rank's
+    The state of the optimizer is each rank's own. The model is each rank's
     own, except after a round that is `synchronous`, with "step-then-average". `finish()` gives all ranks an average of
     all models. Ranks may end at different rounds: their last models then stay in the rounds of the others.
 
@@ -40,12 +37,19 @@ class WagmaSGD(Trainer):
     "average-then-step" from this rank's own model. The next step reports the rounds since. A cancellation while buffers
     are shared, after a `synchronous` round, ends the communicator.
 
-    `observe(round, own, mean)` is called at each average over all ranks, before the mean replaces this rank's model
-    (both flat). Their distance is this rank's part of the consensus distance.
+    A checkpoint is each rank's own, and all ranks load the same round: save it after a `synchronous` round.
 
-    A checkpoint is each rank's own, and all ranks load the same round: save it after a `synchronous` round. A second
-    training on one communicator needs another `name`. See `Trainer` for the other arguments; a `weight` is refused,
-    because models are averaged, and not gradients.
+    Args:
+        group_size: the number of ranks of a group; by default the square root of the number of all, rounded up.
+        sync_every: τ: every so many rounds, one averages over all ranks and waits for them (0: none).
+        order: "step-then-average" is the order of the paper. "average-then-step" is the order of the authors' code: it
+            averages the models of the last step and then applies the gradient to the average, as D-PSGD does.
+        fixed: groups never change (the ablation of the paper).
+        observe: is called with the round, this rank's model and the mean (both flat) at each average over all ranks,
+            before the mean replaces the model. Their distance is this rank's part of the consensus distance.
+        name: of the rounds: a second training on one communicator needs another one.
+
+    See `Trainer` for the other arguments; a `weight` is refused, because models are averaged, and not gradients.
 
     Memory: the gradients, as one flat tensor, and one copy of the parameters; a second copy during the step. The rounds
     hold about three more of that size by message: the staged model, the sum that is reduced, and the result.

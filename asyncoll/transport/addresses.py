@@ -243,7 +243,7 @@ def _check_host(url: str, host: str, *, has_key: bool) -> None:
     try:
         address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
     except ValueError:
-        raise UsageError(f"{url}: give the host as an IP address, of one of its interfaces") from None
+        raise UsageError(f"{url}: give the host as localhost, or as the IP address of one of its interfaces") from None
     if address.is_unspecified:
         raise UsageError(f"{url} means every interface of this host: name the address of the one to use")
     if not address.is_loopback and not has_key:

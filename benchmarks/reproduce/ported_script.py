@@ -61,7 +61,7 @@ def main() -> None:
 
 def run(program: str, flags: list[str]) -> list[Point]:
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", str(RANKS)]
+        command = [sys.executable, "-m", "asyncoll", "launch", "-n", str(RANKS)]
         command += [str(EXAMPLES / f"{program}.py"), "--folder", folder, *flags]
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

@@ -102,7 +102,7 @@ def test_a_rank_that_is_forked_may_do_without_the_core_of_its_parent(monkeypatch
 @pytest.mark.parametrize("command", [["doctor"], ["launch", "-n", "2", "no_such_program.py"], ["laws", "--seed", "1"]])
 def test_commands_report_a_wrong_core_without_a_traceback(command):
     done = subprocess.run(
-        [sys.executable, "-m", "asyncoll.cli", *command],
+        [sys.executable, "-m", "asyncoll", *command],
         env={**os.environ, "ASYNCOLL_CORE": "rust"},
         capture_output=True,
         text=True,

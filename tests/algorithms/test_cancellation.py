@@ -194,7 +194,7 @@ def test_the_same_on_real_loops(transport, new_loop, monkeypatch):
 def test_collectives_are_cancelled_across_threads_and_processes(transport, loop, tmp_path):
     """In a world of processes the runtime has a loop and a thread of its own."""
     program = [str(SCRIPTS / "algorithms/cancelled_collectives.py"), loop, "200"]
-    launch = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--transport", transport, "--timeout"]
+    launch = [sys.executable, "-m", "asyncoll", "launch", "-n", "3", "--transport", transport, "--timeout"]
     launch.append(str(PATIENCE_S))
     environment = os.environ | LIGHT | {"TMPDIR": str(tmp_path)}
     done = subprocess.run([*launch, *program], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 
 from asyncoll.algorithms.dense import by_size as algorithms
 from asyncoll.algorithms.dense.tuning import TABLE, VARIABLE, choose
+from asyncoll.bench import tune
 from asyncoll.bench.dense_calls import bus_bandwidth
 from asyncoll.bench.plan import MODES, BenchPlan, parse_duration, parse_sizes
 from asyncoll.bench.runs import measure
@@ -180,7 +181,7 @@ def test_a_wrong_result_is_counted(monkeypatch: pytest.MonkeyPatch, capfd: pytes
 @pytest.mark.slow
 @pytest.mark.parametrize(("benchmark", "transport"), [("allreduce", "tcp"), ("solo", "zmq")])
 def test_real_processes(benchmark: str, transport: str) -> None:
-    command = [sys.executable, "-X", "dev", "-W", "error", "-m", "asyncoll.cli", "bench", benchmark]
+    command = [sys.executable, "-X", "dev", "-W", "error", "-m", "asyncoll", "bench", benchmark]
     more = ["--skew", "100us", "--iterations", "5"] if benchmark == "solo" else []
     finished = subprocess.run(
         [*command, "-n", "2", "--sizes", "64", "--transport", transport, "--json", *more],
@@ -197,6 +198,28 @@ def test_real_processes(benchmark: str, transport: str) -> None:
     found = [json.loads(line) for line in finished.stdout.splitlines()]
     assert [row["wrong"] for row in found] == [0] * len(found)
     assert {row["transport"] for row in found} == {transport}
+
+
+def test_tuning_shows_all_times_and_what_it_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timed(plan: BenchPlan) -> list[dict]:
+        sizes = choose(plan.ranks, os.environ)
+        penalty = abs(sizes.chunk - 65536) + abs(sizes.piece - 1048576) + 64 * (sizes.short == 64)
+        return [{"time_us": float(size + penalty)} for size in plan.sizes]
+
+    monkeypatch.setattr(tune, "rows_of", timed)
+    code, output = invoke("tune", "-n", "2", "--json")
+    *timings, setting_ = map(json.loads, output.splitlines())
+    assert code == 0
+    assert {each["what"]: each["bytes"] for each in timings if each["chosen"]} == {
+        "chunk": 65536,
+        "piece": 1048576,
+        "short": 1048576,
+    }
+    assert "chunk=65536" in setting_["here"]
+    code, output = invoke("tune", "-n", "2")
+    assert code == 0
+    assert output.splitlines()[0].split() == ["what", "bytes", "time", "(us)", "of", "time", "(us)", "of", "chosen"]
+    assert output.splitlines()[-1] == f"here:     {VARIABLE}={setting_['here']}"
 
 
 @pytest.mark.parametrize("ranks", [*TABLE, 17])

@@ -96,6 +96,9 @@ def test_two_results_are_compared(tmp_path: Path) -> None:
     code, output = invoke("compare", str(here), str(there))
     assert code == 0
     assert output.splitlines()[1].split() == ["waiting", "solo", "times", "less", "200", "100", "0.50"]
+    code, output = invoke("compare", str(here), str(there), "--json")
+    cell = {"claim": "waiting", "row": "solo", "column": "times less", "unit": "times", "first": 200.0, "second": 100.0}
+    assert (code, json.loads(output)) == (0, cell)
     code, output = invoke("compare", str(here), str(other))
     assert code == 2
     assert "other.json is no result of `asyncoll bench suite --json`" in output

@@ -39,7 +39,7 @@ from tests.support.processes import PATIENCE_S, children, without_delays
 
 pytestmark = pytest.mark.slow
 
-COMMAND = [sys.executable, "-X", "dev", "-W", "error", "-m", "asyncoll.cli", "launch"]
+COMMAND = [sys.executable, "-X", "dev", "-W", "error", "-m", "asyncoll", "launch"]
 KEPT = ("ASYNCOLL_FREEZE_S",)
 LIGHT = {"ASYNCOLL_PRELOAD": "", "PYTHONDEVMODE": "1", "PYTHONWARNINGS": "error"}
 

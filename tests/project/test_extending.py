@@ -89,7 +89,7 @@ def run(package: Path, *arguments: str, core: str = "c") -> str:
     """What the command `asyncoll` of the copy prints."""
     environment = os.environ | {"PYTHONPATH": str(package), "ASYNCOLL_CORE": core}
     done = subprocess.run(
-        [sys.executable, "-m", "asyncoll.cli", *arguments],
+        [sys.executable, "-m", "asyncoll", *arguments],
         cwd=package,  # the first place where `-m` looks
         env=environment,
         stdout=subprocess.PIPE,

@@ -944,7 +944,7 @@ def test_a_rank_that_died_with_the_lock_of_an_inbox():
 def test_real_processes(tmp_path, size):
     temporary = tmp_path / "t"
     temporary.mkdir()
-    command = [sys.executable, "-W", "error", "-m", "asyncoll.cli", "launch", "-n", str(size), str(SCRIPT)]
+    command = [sys.executable, "-W", "error", "-m", "asyncoll", "launch", "-n", str(size), str(SCRIPT)]
     env = os.environ | LIGHT | {"TMPDIR": str(temporary)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr

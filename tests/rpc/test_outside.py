@@ -811,8 +811,8 @@ BAD_ADDRESSES = {
     "tcp://[2001:db8::1]:5": "can be reached from other hosts",
     "tcp://0.0.0.0" + ":5": "means every interface",
     "tcp://[::]:5": "means every interface",
-    "tcp://*" + ":5": "give the host as an IP address",
-    "tcp://example.org:5": "give the host as an IP address",
+    "tcp://*" + ":5": "give the host as localhost, or as the IP address",
+    "tcp://example.org:5": "give the host as localhost, or as the IP address",
     "tcp://127.0.0.1": "is no address of a service",
     "ipc://@abstract": "is no address of a service",
     "ipc://": "is no address of a service",
@@ -831,6 +831,18 @@ def test_addresses_that_are_refused(url, message):
         with pytest.raises(UsageError, match=message):
             async with connect(url):
                 raise AssertionError
+
+    run(main())
+
+
+def test_localhost_is_an_address():
+    async def main():
+        async with (
+            serve(Service(), "tcp://localhost:0") as url,
+            connect(url.replace("127.0.0.1", "localhost")) as client,
+        ):
+            assert url.startswith("tcp://127.0.0.1:")
+            assert await client.methods()
 
     run(main())
 

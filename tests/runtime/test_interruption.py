@@ -43,7 +43,7 @@ def handler() -> Iterator[None]:
 
 
 def launched(transport: str, script: str, *arguments: object) -> list[str]:
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", 3, "--transport", transport, SCRIPTS / script]
+    command = [sys.executable, "-m", "asyncoll", "launch", "-n", 3, "--transport", transport, SCRIPTS / script]
     done = subprocess.run(
         [*map(str, command), *map(str, arguments)],
         env=os.environ | LIGHT,

@@ -361,7 +361,7 @@ def test_limits_in_the_environment():
 
 def told(transport: str, *arguments: object, **settings: str) -> dict[str, str]:
     """The last line that each of four ranks of a launched job prints, by rank."""
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "4", "--transport", transport, SCRIPT, *arguments]
+    command = [sys.executable, "-m", "asyncoll", "launch", "-n", "4", "--transport", transport, SCRIPT, *arguments]
     environment = os.environ | LIGHT | settings
     done = subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert "stopped" in arguments or "Traceback" not in done.stderr, done.stderr

@@ -1,4 +1,4 @@
-"""Ctrl-C in commands that take long: exit code 130, what is done so far, and nothing that is left behind."""
+"""Processes that check; Ctrl-C in commands that take long: exit code 130, what is done, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from asyncoll import UsageError
+from asyncoll.testing.checking import answers
 from tests.support.processes import LIGHT, PATIENCE_S
 
 A_STEP_IS_DONE = re.compile(rb"[1-9]\d*/\d+")  # in a bar
@@ -106,3 +108,33 @@ def test_a_command_that_is_killed_leaves_no_process() -> None:
                 select.select([end], [], [], PATIENCE_S)
                 os.close(end)
         assert (os.listdir(folder), processes_with(folder)) == ([], [])
+
+
+WORKER = """
+import os
+from asyncoll import UsageError
+from asyncoll.testing.checking import serve
+
+def work(question):
+    print("seen on stderr")
+    if question == "end":
+        os._exit(3)
+    if question == "refuse":
+        raise UsageError("not this one")
+    return [question]
+
+serve(work)
+"""
+
+
+def test_questions_are_answered_refused_or_left_by_a_process_that_ends(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "worker_of_a_test.py").write_text(WORKER)
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    assert sorted(answers("worker_of_a_test", range(5), 2, environ)) == [[each] for each in range(5)]
+    assert capfd.readouterr().err.count("seen on stderr") == 5
+    with pytest.raises(UsageError, match="not this one"):
+        list(answers("worker_of_a_test", ["refuse"], 1, environ))
+    with pytest.raises(SystemExit, match="Error: a process that checks has ended with exit code 3"):
+        list(answers("worker_of_a_test", ["end"], 1, environ))

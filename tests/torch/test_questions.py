@@ -108,6 +108,8 @@ ATTRIBUTES = {
     "bound_device_id",
     "group_desc",
     "group_name",
+    "supports_abort_hooks",
+    "supports_completion_hooks",
     "supports_reconfigure",
     "supports_window",
     "use_pg_for_symm_mem_rendezvous",

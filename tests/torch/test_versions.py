@@ -9,6 +9,7 @@ import tomllib
 import warnings
 
 import pytest
+import torch
 import torch.distributed as dist
 from click.testing import CliRunner
 
@@ -96,6 +97,29 @@ def test_a_torch_that_takes_no_backend_can_still_be_imported(monkeypatch):
     asyncoll._check.cache_clear()
     with pytest.warns(RuntimeWarning, match="torch has not taken the backend asyncoll.*another signature"):
         asyncoll.run  # noqa: B018
+
+
+def test_torch_attaches_no_recorder_to_a_group(monkeypatch):
+    """From 2.15 on it does to each group with devices whose backend it does not know, and fails if it is in Python."""
+    known = set()
+    monkeypatch.setattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", known, raising=False)
+    monkeypatch.delattr(dist.Backend, "ASYNCOLL")
+    asyncoll.torch.register()
+    assert known == {"asyncoll"}
+    devices, make = [], dist.Backend._plugins["ASYNCOLL"].creator_fn
+
+    def create(*options):
+        group = make(*options)
+        devices.append(group._device_types)
+        return group
+
+    monkeypatch.setitem(dist.Backend._plugins, "ASYNCOLL", dist.Backend._BackendPlugin(create, True))
+    dist.init_process_group("asyncoll", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        devices.append(dist.group.WORLD._device_types)
+    finally:
+        dist.destroy_process_group()
+    assert devices == [[], [torch.device("cpu"), torch.device("cuda")]]
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from rich.console import Console
 from tests.support.cases import looped
 from tests.support.processes import TRAINING
 from trainers.__main__ import main as cli
-from trainers.compare import Compared, comparison, parse_algorithms
+from trainers.compare import Compared, comparison, parse_algorithms, parse_seeds
 from trainers.plots import aligned
 from trainers.report import Point, Report
 from trainers.runs import Run
@@ -106,6 +106,13 @@ def test_missing_tensorboard_is_a_usage_error(monkeypatch: pytest.MonkeyPatch) -
 
 
 # -- the table -----------------------------------------------------------------------------------
+
+
+def test_seeds_are_a_range_or_a_count() -> None:
+    assert (parse_seeds("2:5"), parse_seeds("3")) == (range(2, 5), range(3))
+    for text in ("", "5:5", "-1:2", "a", "1:2:3"):
+        with pytest.raises(click.UsageError, match="are no seeds: use FROM:TO, such as 0:3, or a count"):
+            parse_seeds(text)
 
 
 def test_a_row_has_means_over_seeds_and_their_range() -> None:

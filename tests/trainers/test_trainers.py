@@ -391,7 +391,7 @@ def test_settings_follow_what_is_given_then_the_workload_then_the_algorithm() ->
         (["compare", "--algorithms", "eager_sgd,eager_sgd"], "eager_sgd more than once"),
         (["compare", "--algorithms", "eager_sgd:partial=some"], "'some' is not one of"),
         (["compare", "--algorithms", "allreduce_sgd:partial=solo"], "allreduce_sgd:partial=solo: No such option"),
-        (["compare", "--algorithms", "eager_sgd", "--seeds", "0"], "0 is not in the range"),
+        (["compare", "--algorithms", "eager_sgd", "--seeds", "0"], "--seeds: '0' are no seeds: use FROM:TO"),
         (["compare", "--algorithms", "eager_sgd", "--imbalance", "some"], "'some' is none of"),
         (["compare", "--algorithms", "eager_sgd", "-n", "1"], "1 is not in the range"),
     ],

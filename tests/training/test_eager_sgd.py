@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import re
 import runpy
@@ -18,8 +19,9 @@ from torch import nn
 
 import asyncoll
 from asyncoll.testing import Network, run_ranks, simulate
+from asyncoll.torch.hooks import EagerSGDState
 from asyncoll.training import EagerSGD, WagmaSGD
-from asyncoll.training.eager_sgd import Partial
+from asyncoll.training.eager_sgd import HISTORY, Partial
 from asyncoll.training.step import Step
 from tests.support.cases import looped
 from tests.support.places import SCRIPTS
@@ -162,7 +164,8 @@ def test_with_history_replicas_are_equal_to_the_bit_in_every_round(
 ) -> None:
     missed = 0
     for seed in range(8):
-        traces = eager_traces(2 + seed % 4, seed, optimizing, history=30, **rules)
+        kept = {} if seed % 2 else {"history": 30}  # by default more
+        traces = eager_traces(2 + seed % 4, seed, optimizing, **kept, **rules)
         assert_equal_at(traces, range(31))
         assert not any(trace.skipped for trace in traces)
         missed += sum(trace.missed for trace in traces)
@@ -190,6 +193,38 @@ def test_a_history_as_long_as_a_period_is_never_overrun(seed: int) -> None:
     traces = eager_traces(4, seed, momentum, history=6, sync_every=8)  # rounds 1 to 6 before 7; 8 waits
     assert not any(trace.skipped for trace in traces)
     assert_equal_at(traces, range(31))
+
+
+@looped(
+    ("rules", "rounds", "recovers", "skipped"),
+    [
+        ({}, 65, False, 0),
+        ({}, 66, True, 1),
+        ({"history": 3}, 5, True, 1),
+        ({"average_every": 100}, 5, False, 4),
+        ({"history": 0}, 5, False, 4),
+    ],
+)
+def test_a_trainer_keeps_64_results_unless_it_averages_models(
+    rules: dict[str, int], rounds: int, recovers: bool, skipped: int
+) -> None:
+    """A late rank gets the newest result, and those that were kept."""
+
+    async def main(comm: asyncoll.Communicator) -> Step | None:
+        model = network()
+        sgd, late = EagerSGD(comm, model, momentum(model), **rules), None  # type: ignore[arg-type]
+        await sgd.start()
+        await comm.barrier()
+        await asyncio.sleep(rounds * comm.rank)
+        while sgd.round < rounds:
+            loss(model, comm.rank, sgd.round).backward()
+            late = await sgd.step()
+        await sgd.finish()
+        return late
+
+    late = simulate(2, main).results[1]
+    assert (late.recovered, late.skipped) == (recovers, skipped)
+    assert inspect.signature(EagerSGDState).parameters["history"].default == HISTORY == 64
 
 
 # -- recovery ------------------------------------------------------------------------------------

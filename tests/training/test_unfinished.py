@@ -23,7 +23,13 @@ SCRIPT = SCRIPTS / "training/ends_without_finish.py"
 EVERY = ALGORITHMS | AT_OWN_PACE
 EQUAL = ("synchronous", "overlapped", "sparse")  # models are, after each step
 SIZES = [1, 2, 3]
-FACADES = {"run": "EagerSGD", "connect": "EagerSGD", "eager_sgd": "EagerSGDState", "dc_s3gd": "DCS3GDState"}
+FACADES = {
+    "run": "EagerSGD",
+    "connect": "EagerSGD",
+    "init": "DPSGD",
+    "eager_sgd": "EagerSGDState",
+    "dc_s3gd": "DCS3GDState",
+}
 ERROR = "ends without finish() of "
 
 
@@ -274,7 +280,7 @@ def ended(
 @pytest.mark.parametrize("facade", FACADES)
 @pytest.mark.parametrize("size", SIZES)
 def test_leaving_without_it_is_an_error(forked_world: Callable[..., list[ForkedRank]], size: int, facade: str) -> None:
-    """`asyncoll.run`, `asyncoll.connect` and `destroy_process_group`."""
+    """`asyncoll.run`, `connect`, `init` and `destroy_process_group`."""
     for code, out, err in ended(forked_world, size, facade, "none"):
         if size == 1:
             assert (code, out, err) == (0, "ended\n", "")
@@ -303,15 +309,22 @@ def test_the_error_of_a_program_is_all_that_it_prints(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("facade", "end"), [("connect", "stay"), ("eager_sgd", "stay"), ("dc_s3gd", "exit")])
+@pytest.mark.parametrize(
+    ("facade", "end"), [("connect", "stay"), ("init", "stay"), ("eager_sgd", "stay"), ("dc_s3gd", "exit")]
+)
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_program_that_never_leaves_is_warned(
     forked_world: Callable[..., list[ForkedRank]], size: int, facade: str, end: str
 ) -> None:
+    """Without a process group the end of the first rank is a loss for the others, which are not warned then."""
+    warned = 0
     for rank, (code, _, err) in enumerate(ended(forked_world, size, facade, end)):
         warning = f"asyncoll: warning: rank {rank} {ERROR}{FACADES[facade]}, made at ends_without_finish.py:"
         assert code == 0, err
-        assert err.count(warning) == err.count("warning") == (size > 1), err
+        assert err.count(warning) == err.count("warning") <= 1, err
+        warned += warning in err
+    least = 1 if facade in ("connect", "init") else size
+    assert warned in (range(least, size + 1) if size > 1 else [0])
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 from tests.support.places import SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S
 
-LAUNCH = (sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2")
+LAUNCH = (sys.executable, "-m", "asyncoll", "launch", "-n", "2")
 REPLACED = (
     "pidfd_open",
     "pidfd_send_signal",

@@ -254,7 +254,7 @@ def test_a_process_may_join_one_world_after_another(play):
 def test_launched_ranks_may_join_one_world_after_another(how):
     """Also from one program after another, as entries of a world stay in the store of torchrun's agent."""
     command = {
-        "launch": [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2"],
+        "launch": [sys.executable, "-m", "asyncoll", "launch", "-n", "2"],
         "torchrun": [Path(sys.executable).with_name("torchrun"), "--standalone", "--nproc-per-node", "2"],
     }[how]
     done = subprocess.run(
@@ -392,7 +392,7 @@ def test_a_folder_for_temporary_files_may_have_any_name(play, tmp_path):
     folder = os.fsencode(tmp_path) + b"/\xff"
     os.mkdir(folder)
     env = environment(XDG_RUNTIME_DIR="", ASYNCOLL_PRELOAD="numpy") | {"TMPDIR": os.fsdecode(folder)}
-    launched = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", SCRIPTS / "world/joins_three_worlds.py"]
+    launched = [sys.executable, "-m", "asyncoll", "launch", "-n", "2", SCRIPTS / "world/joins_three_worlds.py"]
     served = [sys.executable, SCRIPTS / "world/serves_in_temporary_folder.py"]
     for command, said in ((launched, "three worlds\n"), (served, "answered\n")):
         done = subprocess.run(

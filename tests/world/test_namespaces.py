@@ -114,7 +114,7 @@ def test_ranks_that_see_the_processes_of_their_own_user_alone_share_memory(check
     ("program", "printed"),
     [
         (
-            ["-m", "asyncoll.cli", "launch", "-n", "2", SCRIPTS / "world/joins_three_worlds.py"],
+            ["-m", "asyncoll", "launch", "-n", "2", SCRIPTS / "world/joins_three_worlds.py"],
             {"0: three worlds", "1: three worlds"},
         ),
         (["-c", NOTEBOOK], {"['::1', '::1']"}),

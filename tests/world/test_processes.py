@@ -46,7 +46,7 @@ def run(env: dict[str, str], *command: object) -> str:
 
 
 def launch(env: dict[str, str], size: int, script: str, *arguments: object) -> str:
-    command = [sys.executable, "-W", "error", "-m", "asyncoll.cli", "launch", "-n", size, SCRIPTS / script]
+    command = [sys.executable, "-W", "error", "-m", "asyncoll", "launch", "-n", size, SCRIPTS / script]
     return run(env, *command, *arguments)
 
 
@@ -254,7 +254,7 @@ def test_a_killed_launcher_takes_ranks_that_share_memory_with_it(env):
     command = [
         sys.executable,
         "-m",
-        "asyncoll.cli",
+        "asyncoll",
         "launch",
         "-n",
         "3",

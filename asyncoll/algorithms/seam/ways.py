@@ -70,10 +70,11 @@ _OF_AN_ARRAY = (*_REDUCTIONS, "broadcast")
 def added(way: Way[Any]) -> Iterator[None]:
     """Calls that begin meanwhile try `way` before those of the package, also if they are awaited later.
 
-    All ranks add the same ways, in the same order, around the same calls. `way.call` is "allreduce", "reduce" or
-    "broadcast"; other calls may consist of these. `way.begin` gets the `Collectives` of the call and the arguments of
-    that method. It declines at all ranks or at none. Otherwise it returns a coroutine that awaits methods of these
-    `Collectives` only. Tensors of devices have arrived, and are copied back afterwards.
+    All ranks add the same ways, in the same order, around the same calls: otherwise these fail with MismatchError,
+    which compares the names. `way.call` is "allreduce", "reduce" or "broadcast"; other calls may consist of these.
+    `way.begin` gets the `Collectives` of the call and the arguments of that method. It declines at all ranks or at
+    none. Otherwise it returns a coroutine that awaits methods of these `Collectives` only. Tensors of devices have
+    arrived, and are copied back afterwards.
 
     Raises UsageError for a way that cannot be tried.
     """

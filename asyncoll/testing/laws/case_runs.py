@@ -171,7 +171,7 @@ def _launch(case: Case, transport: str) -> list[Any]:
 def _run_job(arguments: list[str]) -> None:
     """Run `asyncoll launch` as a process: `launch()` needs the main thread, and its output cannot be captured."""
     done = subprocess.run(
-        [sys.executable, "-m", "asyncoll.cli", "launch", *arguments],
+        [sys.executable, "-m", "asyncoll", "launch", *arguments],
         env=os.environ | {"ASYNCOLL_PRELOAD": "asyncoll.testing.laws"},  # not torch: its import takes a second
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -142,6 +142,7 @@ class HookState(ABC):
         another one at each rank. Rounds of the others may wait for this rank, so every rank calls it, after the same
         step. Afterwards `finish()` has no effect, and `backward()` and `state_dict()` are a UsageError.
         """
+        self._check_original()
         if not self._has_ended:
             self._release()
             self._fail()

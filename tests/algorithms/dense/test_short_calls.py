@@ -308,7 +308,7 @@ def test_calls_beside_a_signal_handler_end_and_leave_no_reference_to_their_array
     command = [
         sys.executable,
         "-m",
-        "asyncoll.cli",
+        "asyncoll",
         "launch",
         "-n",
         "2",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from asyncoll import MAX, SUM, UsageError, _core
+from asyncoll import MAX, SUM, MismatchError, UsageError, _core
 from asyncoll.algorithms.choice import tables
 from asyncoll.algorithms.dense import compiled, shared_call
 from asyncoll.algorithms.seam import ways
@@ -188,6 +189,18 @@ def test_a_way_is_chosen_by_what_the_bits_mean(dtype, is_taken):
     with ways.added(way):
         simulate(2, main, Network())
     assert begun == [dtype] * 2 * is_taken
+
+
+@looped("world", [*CARRIERS, "simulated"])
+def test_ranks_of_other_ways_fail_instead_of_reducing_what_is_there(world):
+    async def main(comm):
+        assert (await comm.allreduce(np.ones(300, np.int8)) == comm.size).all()
+        with ways.added(TOY) if comm.rank == 1 else contextlib.nullcontext():
+            call = comm.allreduce(np.ones(300, np.int8))
+        with pytest.raises(MismatchError, match="int8, gathered"):
+            await call
+
+    run(world, 3, main)
 
 
 @looped("ranks", [1, 4])

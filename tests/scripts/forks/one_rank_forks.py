@@ -117,7 +117,7 @@ async def starts_a_program(comm: asyncoll.Communicator) -> None:
     if comm.rank == 1:
         again = await run([sys.executable, __file__, "sums"])
         print("refused" if "RANK=1 of this world is process" in again.stderr else again.stderr, flush=True)
-        job = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "2", __file__, "sums"]
+        job = [sys.executable, "-m", "asyncoll", "launch", "-n", "2", __file__, "sums"]
         print(*sorted((await run(job)).stdout.splitlines()), flush=True)
     await comm.barrier()
     print(f"rank {comm.rank} left", flush=True)

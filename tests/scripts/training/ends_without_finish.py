@@ -1,8 +1,8 @@
 """A rank whose training ends in one way: `ends_without_finish.py FACADE END`.
 
-Facades are `run`, `connect`, `eager_sgd` and `dc_s3gd` (the hooks). Ends are `finish`, `discard`, `none`, `raise` (an
-exception of the program), `exit` (`sys.exit`), `stay` (the program never leaves its world) and `forked` (a child of the
-rank ends with the interpreter, and the rank by `finish`).
+Facades are `run`, `connect`, `init`, and the hooks `eager_sgd` and `dc_s3gd`. Ends are `finish`, `discard`, `none`,
+`raise` (an exception of the program), `exit` (`sys.exit`), `stay` (the program never leaves its world) and `forked` (a
+child of the rank ends with the interpreter, and the rank by `finish`).
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import sys
 import torch
 
 import asyncoll
-from asyncoll.training import EagerSGD
+from asyncoll.training import DPSGD, EagerSGD
 
 FACADE, END = sys.argv[1:]
 STEPS = 6
@@ -27,11 +27,13 @@ def end_otherwise():
 
 async def main(comm):
     model = torch.nn.Linear(3, 2)
-    sgd = EagerSGD(comm, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    kind = DPSGD if FACADE == "init" else EagerSGD  # which calls functions of other ranks
+    sgd = kind(comm, model, torch.optim.SGD(model.parameters(), lr=0.1))
     await sgd.start()
     for _ in range(STEPS):
         model(torch.ones(4, 3)).square().mean().backward()
         await sgd.step()
+    await comm.barrier()  # no rank is gone as long as another one makes steps
     if END == "finish":
         await sgd.finish()
     if END == "discard":
@@ -46,6 +48,13 @@ async def connected():
         return
     async with asyncoll.connect() as comm:
         await main(comm)
+
+
+def initialized():
+    KEPT.append(asyncoll.init())
+    asyncio.run(main(KEPT[0]))
+    if END != "stay":
+        KEPT[0].close()
 
 
 def hooked():
@@ -64,6 +73,7 @@ def hooked():
         ddp(torch.ones(4, 3)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+    dist.barrier()
     if END == "forked":
         if not os.fork():
             sys.exit(0)
@@ -87,6 +97,8 @@ if FACADE == "run":
     asyncoll.run(main)
 elif FACADE == "connect":
     asyncio.run(connected())
+elif FACADE == "init":
+    initialized()
 else:
     hooked()
 print("ended", flush=True)

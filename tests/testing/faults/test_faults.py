@@ -334,7 +334,7 @@ def test_operations_pass_their_points_of_the_compiled_core():
     """The job runs into its timeout if an operation never passes one of them."""
     operations = {operation for operation, _ in PASSED} - WAIT_AVOIDING
     program = [SCRIPTS / "testing/faults/passes_all_points.py", *operations]
-    command = [sys.executable, "-m", "asyncoll.cli", "launch", "-n", "3", "--timeout", str(PATIENCE_S), *program]
+    command = [sys.executable, "-m", "asyncoll", "launch", "-n", "3", "--timeout", str(PATIENCE_S), *program]
     done = subprocess.run(command, env=os.environ | LIGHT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -532,7 +532,7 @@ def test_a_few_cells_among_processes(transport, cells, forked, tmp_path):
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
-    command = [sys.executable, "-m", "asyncoll.cli", "faults", "--cells", "raise/barrier/after", "-n", "2"]
+    command = [sys.executable, "-m", "asyncoll", "faults", "--cells", "raise/barrier/after", "-n", "2"]
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert "1 cells, 0 broken" in done.stdout

@@ -80,7 +80,7 @@ def test_worlds_are_checked_in_several_processes():
     seeds = 40
     command = ["laws", "--kind", "solo", "--sizes", "2", "--seeds", f"0:{seeds}", "--jobs", "2"]
     done = subprocess.run(
-        [sys.executable, "-m", "asyncoll.cli", *command],
+        [sys.executable, "-m", "asyncoll", *command],
         capture_output=True,
         text=True,
         check=False,

@@ -430,7 +430,7 @@ def test_messages_that_wait_for_their_receives_arrive_intact():
 def test_real_processes(tmp_path):
     temporary = tmp_path / "t"
     temporary.mkdir()
-    command = [sys.executable, "-W", "error", "-m", "asyncoll.cli", "launch", "-n", "3", str(SCRIPT)]
+    command = [sys.executable, "-W", "error", "-m", "asyncoll", "launch", "-n", "3", str(SCRIPT)]
     env = os.environ | LIGHT | {"TMPDIR": str(temporary)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr

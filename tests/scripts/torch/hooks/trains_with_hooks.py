@@ -660,7 +660,13 @@ def copies():
         assert torch.equal(bits(copied), bits(ddp)), hook
         torch.save(ddp, io.BytesIO())
         ((_, other),) = copied._comm_hooks
-        for act in (other.state_dict, other.finish, other.log, lambda other=other: other.load_state_dict({})):
+        for act in (
+            other.state_dict,
+            other.finish,
+            other.discard,
+            other.log,
+            lambda other=other: other.load_state_dict({}),
+        ):
             refused("make a state for the copy", act)
         assert other.metrics == state.metrics == {"loss": 2.0}, hook
         if hook is hooks.eager_sgd:
