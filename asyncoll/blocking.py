@@ -333,6 +333,7 @@ class BlockingCommunicator(Communicator):
     recv = _with_handle(Communicator.recv)
     solo_allreduce = _with_handle(Communicator.solo_allreduce)
     majority_allreduce = _with_handle(Communicator.majority_allreduce)
+    policy_allreduce = _with_handle(Communicator.policy_allreduce)
     quorum_allreduce = _with_handle(Communicator.quorum_allreduce)
     group_allreduce = _with_handle(Communicator.group_allreduce)
     join = _with_handle(Communicator.join)

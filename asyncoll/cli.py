@@ -224,7 +224,8 @@ def _ranks_of_world() -> int:
     metavar="KIND,...",
     default="all",
     show_default=True,
-    help="Some of solo, majority, quorum, full, candidates, group, gossip, dense, sparse, training, ending; or all.",
+    help="Some of solo, majority, quorum, full, candidates, group, policy, gossip, dense, sparse, training, ending; or "
+    "all. Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of a Python file that registers NAME.",
 )
 @click.option(
     "--sizes",

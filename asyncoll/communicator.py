@@ -30,6 +30,7 @@ from asyncoll.algorithms.guarantees import (
     round_guarantees,
 )
 from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
+from asyncoll.algorithms.rounds.policies import policy_of
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
@@ -791,6 +792,44 @@ class Communicator(Uncopied):
         arguments = (op, Opening.QUORUM, False, sync_every, sync_offset, history, needed, seed)
         return self._wait_avoiding(x, name, weight, arguments, (*_SOLO_RULES, "quorum", "seed"))
 
+    @round_guarantees(*ROUNDS)
+    def policy_allreduce(
+        self,
+        x: object,
+        *,
+        policy: str,
+        candidates: int = 1,
+        name: str = "policy",
+        op: ReduceOp = ReduceOp.SUM,
+        seed: int = 0,
+        sync_every: int = 0,
+        sync_offset: int = 0,
+        history: int = 0,
+        weight: float | None = None,
+    ) -> Coroutine[Any, Any, Reduction]:
+        """Wait-avoiding allreduce in rounds: a round starts when a function of the program says so.
+
+        `asyncoll.extending.register_policy` gives that function a name, at every rank. A round starts in any case when
+        all ranks have arrived, or have left their program. Rounds of policies are carried out in Python.
+
+        Args:
+            policy: the name of the function.
+            candidates: number of ranks drawn for each round, from `seed`, which the function sees; from 1 to `size`.
+
+        Returns:
+            A `Reduction`: which round `x` holds, and whether this contribution is in it.
+
+        Example:
+
+            from asyncoll.extending import register_policy
+
+            register_policy("half", lambda round: 2 * round.count() >= round.size)  # the same at every rank
+            reduction = await comm.policy_allreduce(np.ones(3), policy="half")
+            assert 2 * reduction.active >= comm.size
+        """
+        arguments = (op, text(policy, "policy"), False, sync_every, sync_offset, history, candidates, seed)
+        return self._wait_avoiding(x, name, weight, arguments, (*_SOLO_RULES, "candidates", "seed"))
+
     @round_guarantees()
     def group_allreduce(
         self,
@@ -948,7 +987,7 @@ class Communicator(Uncopied):
                 and shape are the same at every rank and in every call of the name.
             density: k / n, above 0 and at most 1.
             algorithm: "oktopk"; or "topka", "topkdsa", "gtopk", "gaussiank" or "dense", which the paper compares it
-                with.
+                with; or one of the program's own (`asyncoll.extending.register_sparse_algorithm`).
             name: tells operations apart. Algorithm, density, options, dtype and shape are fixed by its first call.
             thresholds_every: of "oktopk": the thresholds are exact in every so many rounds, and reused in between,
                 where more or fewer than k elements may be selected. The paper has 32 or 128.
@@ -1419,7 +1458,7 @@ class Communicator(Uncopied):
     def _wait_avoiding(
         self, x: object, name: str, weight: float | None, arguments: tuple[Any, ...], rules: tuple[str, ...]
     ) -> Coroutine[Any, Any, Reduction]:
-        """`arguments` are the reduction, the `Opening`, whether groups are fixed, and the values of `rules`."""
+        """`arguments`: the reduction, the `Opening` or a policy, whether groups are fixed, the values of `rules`."""
         core, weighted = self._core, weight is not None
         if core.memory.unused:
             core.memory.give_back()
@@ -1458,6 +1497,9 @@ class Communicator(Uncopied):
         exact = {rule: whole(value, rule) for rule, value in zip(rules, values, strict=True)}
         layout, buckets = contribution.layout, contribution.boundaries
         options: dict[str, Any] = {**exact, "fixed": fixed, "weighted": weighted, "buckets": buckets}
+        if not isinstance(opening, Opening):
+            opening, options["policy"] = Opening.POLICY, opening
+            policy_of(options["policy"])
         operation = Operation(text(name, "name"), layout, op, opening, epoch=self._epoch, **options)
         check_operation(operation, self.size)
         if {*map(type, values)} <= {int} and type(name) is str:

@@ -556,7 +556,11 @@ class Executions:
 
     def last_call(self, source: int) -> str:
         """The description of the execution of the last message of `source`; empty if there is none."""
-        identity = self._identity(self._last_heard.get(source, (0, 0)))
+        return self.described_call(*self._last_heard.get(source, (0, 0)))
+
+    def described_call(self, context: int, number: int) -> str:
+        """The description of an open or recently finished execution; empty if there is none."""
+        identity = self._identity((context, number))
         return identity.describe() if identity else ""
 
     def _identity(self, key: tuple[int, int]) -> Identity | None:

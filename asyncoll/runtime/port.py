@@ -18,6 +18,11 @@ from asyncoll.transport.wire import Buffer
 Heard = Callable[[int, int, int, Buffer], None]  # source (a rank of the group), number, step, payload
 
 
+def context_of(communicator: int, name: str, kind: str = "persistent") -> int:
+    """The context of the messages of the operation called `name`. Wait-avoiding ones are persistent."""
+    return digest(communicator, kind, name)
+
+
 class Port:
     """The access of one operation at one rank to the runtime.
 
@@ -38,7 +43,7 @@ class Port:
         self.spawn = partial(member.endpoint.spawn, communicator=member.communicator)  # a background task
         self.check, self.watch = member.check, member.watch  # for failures of the communicator
         self.trace = member.trace
-        self._context = digest(member.communicator, kind, name)
+        self._context = context_of(member.communicator, name, kind)
         self._fingerprint = fingerprint
         self._group_ranks = {rank: group_rank for group_rank, rank in enumerate(member.group.ranks)}
 

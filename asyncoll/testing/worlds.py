@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +27,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.progress import SharedLoop
+from asyncoll.testing.records import Record
 from asyncoll.transport import Arena, Transport, settings
 from asyncoll.transport.memory import arena
 from asyncoll.transport.memory import inproc as inproc_memory
@@ -119,6 +121,7 @@ def simulate(
     shared_memory: bool | Container[object] = False,
     hosts: Sequence[object] | None = None,
     departs: bool = False,
+    record: str | os.PathLike[str] | None = None,
 ) -> SimReport:
     """Run `main(comm)` at `size` ranks on a simulated network, in virtual time. The same seed gives the same trace.
 
@@ -131,8 +134,16 @@ def simulate(
     Virtual time advances only when all ranks wait. A rank that never waits (a root that only broadcasts) stops the
     clock. `main` must not use real time or real I/O; a rank computes by `asyncio.sleep`.
 
+    `record` is a file to write, of JSON lines. The first line has `ranks`, `seed` and `format`, which is 1. Each other
+    line is a message, in the order of departure: `kind` ("data" of a tensor, "signal" of a round, "announce" of an
+    operation, ...), `call` (its text, with the line of the program; of a round: its kind and the name of the operation;
+    empty if it is of none), `round` (0 if it is of none), the ranks `from` and `to`, `bytes` of payload, and the
+    virtual seconds `departs_s` and `arrives_s`, which is null if the message never arrives. Each is written as it
+    departs, so the record of a world that fails ends there. Messages in shared memory are none. The player on the page
+    Simulation of the documentation replays the file.
+
     Raises the first error of a rank, as `run_ranks`. Raises DeadlockError, with a list of the pending calls, when all
-    ranks wait and no timer is set.
+    ranks wait and no timer is set. Raises UsageError before the run if `record` cannot be written.
     """
     hosts = _check(size, main, hosts)
     world = SimulatedWorld(size, network or Network(), seed)
@@ -146,8 +157,10 @@ def simulate(
         arenas = _by_rank(hosts, lambda ranks: inproc_memory.arenas(len(ranks), pause_s, ranks))
         if not isinstance(shared_memory, bool):
             arenas = [each if host in shared_memory else None for each, host in zip(arenas, hosts, strict=True)]
-    loop = VirtualTimeLoop()
     endpoints: dict[int, Endpoint] = {}
+    written = None if record is None else Record(Path(record), size, seed, endpoints)
+    world.on_departure = None if written is None else written.departs
+    loop = VirtualTimeLoop()
     loop.set_deadlock_reporter(lambda: _deadlock(endpoints))
 
     async def everything() -> list[Any]:
@@ -161,6 +174,8 @@ def simulate(
         results = _outside_of_any_loop(lambda: _run(loop, everything()))
     finally:
         gc.set_threshold(*thresholds)
+        if written is not None:
+            written.close()
     return SimReport(results, loop.time(), len(world.trace), world.words, world.trace)
 
 

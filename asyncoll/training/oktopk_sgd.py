@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import asyncoll
+from asyncoll.extending import sparse_algorithms
 from asyncoll.training import saved
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import Options, Trainer
@@ -73,7 +74,7 @@ class OkTopkSGD(Trainer):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        algorithm: Algorithm = "oktopk",
+        algorithm: Algorithm | str = "oktopk",
         density: float = 0.01,
         residual: Residual | None = None,
         thresholds_every: int = 1,
@@ -193,7 +194,7 @@ def _check(
     options: Options,
 ) -> None:
     for what, value, choices in (
-        ("algorithm", algorithm, get_args(Algorithm)),
+        ("algorithm", algorithm, sparse_algorithms()),
         ("residual", residual, get_args(Residual)),
     ):
         if value not in choices:

@@ -107,6 +107,7 @@ class Announce(NamedTuple):
     quorum: int
     candidates: int
     seed: int
+    policy: str
     sync_every: int
     sync_offset: int
     history: int

@@ -2,6 +2,8 @@
  *
  * `playRounds` is the twin of asyncoll/algorithms/rounds/{rules,engine}.py for ranks whose communication is free:
  * screen_tests/test_player.py compares its calls with those of `asyncoll.testing.simulate`. Nothing here uses a network.
+ *
+ * It also replays a record: the file that `simulate(..., record=file)` writes.
  */
 "use strict";
 
@@ -97,6 +99,41 @@ function drawnRanks(size, seed) {
   return (number) => [Math.floor(randomNumbers(seed * 65537 + number)() * size)];
 }
 
+// -- records -------------------------------------------------------------------------------------------------------
+
+/** The record in `text`: the number of ranks, the messages by departure, and the virtual seconds until the last arrival. */
+function parseRecord(text) {
+  const lines = text.split("\n").filter((line) => line);
+  const parsed = lines.map((line, index) => {
+    try {
+      return JSON.parse(line);
+    } catch (error) {
+      throw new Error(`line ${index + 1}: ${error.message}`);
+    }
+  });
+  const [head, ...messages] = parsed;
+  if (head?.asyncoll !== "simulate") throw new Error("its first line is not one of asyncoll.testing.simulate");
+  if (head.format !== 1) throw new Error(`it has format ${head.format}, and this page reads format 1`);
+  const end = messages.reduce((last, { departs_s, arrives_s }) => Math.max(last, arrives_s ?? departs_s), 0);
+  return { ranks: head.ranks, messages, end };
+}
+
+/** What has happened until `time`: messages by kind, calls and rounds that have sent any. */
+function countRecord({ messages }, time) {
+  const departed = messages.filter(({ departs_s }) => departs_s <= time);
+  const kinds = {};
+  for (const { kind } of departed) kinds[kind] = (kinds[kind] ?? 0) + 1;
+  const ofRounds = departed.filter(({ round }) => round > 0);
+  return {
+    departed: departed.length,
+    arrived: departed.filter(({ arrives_s }) => arrives_s !== null && arrives_s <= time).length,
+    bytes: departed.reduce((sum, { bytes }) => sum + bytes, 0),
+    kinds,
+    calls: new Set(departed.filter(({ call, round }) => call && !round).map(({ call }) => call)).size,
+    rounds: new Set(ofRounds.map(({ call, round }) => `${round} ${call}`)).size,
+  };
+}
+
 // -- the drawing ---------------------------------------------------------------------------------------------------
 
 function element(name, attributes = {}, ...children) {
@@ -110,16 +147,23 @@ function element(name, attributes = {}, ...children) {
 const ROW = 34;
 const LEFT = 52;
 const TOP = 18;
+const DRAWN_MAX = 4000; // messages; the counts are of all
 
 class Player {
   constructor(place) {
     this.place = place;
     this.time = 0;
     this.isPlaying = false;
+    this.record = null;
     this.chart = element("div", { class: "player-chart" });
     this.facts = element("p", { class: "player-facts", "aria-live": "off" });
     this.place.replaceChildren(this.makeControls(), this.chart, this.facts);
     this.restart();
+    this.place.addEventListener("dragover", (event) => event.preventDefault());
+    this.place.addEventListener("drop", (event) => {
+      event.preventDefault();
+      this.open(event.dataTransfer.files[0]);
+    });
     new ResizeObserver(() => this.draw()).observe(this.chart);
   }
 
@@ -144,13 +188,19 @@ class Player {
     [this.ranks, labels.ranks] = number("Ranks", 4, 2, 12);
     [this.delay, labels.delay] = choice("Slow", Object.keys(delays));
     [this.seed, labels.seed] = number("Seed", 0, 0, 99999);
-    this.slider = element("input", { type: "range", min: 0, max: SECONDS, step: 0.01, value: 0, "aria-label": "Time" });
+    this.slider = element("input", { type: "range", min: 0, max: 1, step: "any", value: 0, "aria-label": "Time" });
     this.playButton = button("▶", "Play or pause", () => this.toggle());
+    this.file = element("input", { type: "file", accept: ".jsonl" });
+    this.file.addEventListener("change", () => {
+      this.open(this.file.files[0]);
+      this.file.value = ""; // so that the next record of the same name is read, too
+    });
+    labels.file = element("label", {}, "Record", this.file);
     const nextButton = button("next round", "To the next round", () => this.toNextRound());
     for (const input of [this.rule, this.quorum, this.ranks, this.delay, this.seed]) {
       input.addEventListener("change", () => this.restart());
     }
-    this.slider.addEventListener("input", () => this.seek(Number(this.slider.value)));
+    this.slider.addEventListener("input", () => this.seek(this.slider.value * this.end));
     const buttons = element("span", { class: "player-buttons" }, this.playButton, nextButton, this.slider);
     this.quorumLabel = labels.quorum;
     return element("form", { class: "player-controls" }, ...Object.values(labels), buttons);
@@ -161,44 +211,77 @@ class Player {
     const size = within(this.ranks);
     const quorum = Math.min(within(this.quorum), size);
     const seed = within(this.seed);
+    this.record = null;
     this.quorumLabel.hidden = this.rule.value !== "quorum";
     const steps = drawSteps(this.delay.value, size, seed);
     const drawn = drawnRanks(size, seed);
     this.size = size;
     this.story = playRounds({ rule: this.rule.value, quorum, steps, drawn });
     this.together = playRounds({ rule: "all", quorum, steps, drawn });
+    this.setEnd(SECONDS);
     this.draw();
+  }
+
+  /** Replay `file`, which never leaves this page. */
+  async open(file) {
+    if (!file) return;
+    try {
+      this.record = { name: file.name, ...parseRecord(await file.text()) };
+    } catch (error) {
+      this.facts.textContent = `${file.name} is no record: ${error.message}.`;
+      return;
+    }
+    this.size = this.record.ranks;
+    this.time = 0;
+    this.setEnd(this.record.end);
+    this.draw();
+  }
+
+  setEnd(end) {
+    this.end = end;
+    this.seek(this.time);
   }
 
   toggle() {
     this.isPlaying = !this.isPlaying;
     this.playButton.textContent = this.isPlaying ? "❚❚" : "▶";
     if (!this.isPlaying) return;
-    if (this.time >= SECONDS) this.time = 0;
+    if (this.time >= this.end) this.time = 0;
     let before = performance.now();
     const frame = (now) => {
       if (!this.isPlaying) return;
-      this.seek(this.time + (now - before) / 1000);
+      this.seek(this.time + ((now - before) / 1000) * (this.end / SECONDS));
       before = now;
-      if (this.time >= SECONDS) this.toggle();
+      if (this.time >= this.end) this.toggle();
       else requestAnimationFrame(frame);
     };
     requestAnimationFrame(frame);
   }
 
   toNextRound() {
-    const round = this.story.rounds.find(({ at }) => at > this.time + 1e-9);
-    this.seek(round ? round.at : SECONDS);
+    const isNew = (time) => time > this.time + 1e-9;
+    const times = this.record ? this.beginnings() : this.story.rounds.map(({ at }) => at);
+    this.seek(times.find(isNew) ?? this.end);
+  }
+
+  /** When the first message of each round of the record departs. */
+  beginnings() {
+    const first = new Map();
+    for (const { call, round, departs_s } of this.record.messages) {
+      const key = `${round} ${call}`;
+      if (round && !first.has(key)) first.set(key, departs_s);
+    }
+    return [...first.values()];
   }
 
   seek(time) {
-    this.time = Math.min(time, SECONDS);
-    this.slider.value = this.time;
+    this.time = Math.min(time, this.end);
+    this.slider.value = this.time / (this.end || 1);
     this.show();
   }
 
   x(time) {
-    return LEFT + (time / SECONDS) * (this.width - LEFT - 8);
+    return LEFT + (time / (this.end || 1)) * (this.width - LEFT - 8);
   }
 
   y(rank) {
@@ -208,14 +291,19 @@ class Player {
   draw() {
     this.width = Math.max(this.chart.clientWidth, 240);
     const height = TOP + this.size * ROW + 6;
-    const title = "Ranks over time: steps of computation, waits, and rounds";
+    const what = this.record ? "messages" : "steps of computation, waits, and rounds";
+    const title = `Ranks over time: ${what}`;
     const svg = element("svg", { viewBox: `0 0 ${this.width} ${height}`, role: "img", "aria-label": title });
     for (let rank = 0; rank < this.size; rank++) {
       svg.append(element("text", { x: 0, y: this.y(rank) + 20 }, `rank ${rank}`));
     }
     this.shapes = [];
-    for (const call of this.story.calls) this.drawCall(svg, call);
-    for (const round of this.story.rounds) this.drawRound(svg, round, height);
+    if (this.record) {
+      for (const message of this.record.messages.slice(0, DRAWN_MAX)) this.drawMessage(svg, message);
+    } else {
+      for (const call of this.story.calls) this.drawCall(svg, call);
+      for (const round of this.story.rounds) this.drawRound(svg, round, height);
+    }
     this.chart.replaceChildren(svg);
     this.svg = svg;
     this.show();
@@ -245,6 +333,21 @@ class Player {
     this.add(svg, wait, call.arrive);
   }
 
+  drawMessage(svg, message) {
+    const { kind, call, round, from, to, bytes, departs_s, arrives_s } = message;
+    const hue = round ? "of-round" : call ? "of-call" : "of-none";
+    const [begin, end] = [this.x(departs_s), this.x(arrives_s ?? this.end)];
+    const fate = arrives_s === null ? "never arrives" : `arrives at ${arrives_s.toPrecision(6)} s`;
+    const of = [call, round ? `round ${round}` : ""].filter((part) => part).join(", ");
+    const text = `${kind}, rank ${from} to ${to}, ${bytes} bytes, at ${departs_s.toPrecision(6)} s, ${fate}. ${of}`;
+    const [y, below] = [this.y(from) + 16, this.y(to) + 16];
+    const shape = { class: `message ${hue}`, x1: begin, x2: end, y1: y, y2: below };
+    const line = element("line", shape, element("title", {}, text));
+    line.addEventListener("pointerenter", () => (this.facts.textContent = text));
+    line.addEventListener("pointerleave", () => (this.facts.textContent = this.summary()));
+    this.add(svg, line, departs_s);
+  }
+
   drawRound(svg, round, height) {
     const x = this.x(round.at);
     const line = element("line", { class: "round", x1: x, x2: x, y1: TOP - 4, y2: height, "data-round": round.number });
@@ -267,11 +370,13 @@ class Player {
   }
 
   show() {
+    if (!this.shapes) return;
     for (const [shape, from] of this.shapes) shape.classList.toggle("future", from > this.time);
     this.facts.textContent = this.summary();
   }
 
   summary() {
+    if (this.record) return this.recordSummary();
     const over = (story) => story.rounds.filter(({ at }) => at <= this.time);
     const rounds = over(this.story);
     const calls = this.story.calls.filter(({ end }) => end <= this.time);
@@ -286,6 +391,20 @@ class Player {
       `with ${active.toFixed(1)} of ${this.size} ranks in the mean. ${Math.round(100 * late)} % of the calls came late. ` +
       `${given} gradients: ${taken.length} in ${isExact ? "exactly one round each" : "two rounds: a defect"}, ` +
       `${Math.max(given - taken.length, 0)} staged for the next.`
+    );
+  }
+
+  recordSummary() {
+    const { departed, arrived, bytes, kinds, calls, rounds } = countRecord(this.record, this.time);
+    const all = this.record.messages.length;
+    const byKind = Object.keys(kinds)
+      .sort()
+      .map((kind) => `${kinds[kind]} ${kind}`)
+      .join(", ");
+    const cut = all > DRAWN_MAX ? ` The first ${DRAWN_MAX} are drawn.` : "";
+    return (
+      `${this.record.name}, ${this.time.toPrecision(4)} s of ${this.end.toPrecision(4)} s: ${departed} of ${all} messages have departed` +
+      `${byKind && ` (${byKind})`}, ${arrived} have arrived; ${bytes} bytes, ${calls} calls, ${rounds} rounds.${cut}`
     );
   }
 }

@@ -40,7 +40,7 @@ from sybil.parsers.markdown.lexers import RawFencedCodeBlockLexer
 
 import asyncoll
 import trainers.runs
-from asyncoll import notebook, rpc, testing, training
+from asyncoll import extending, notebook, rpc, testing, training
 from asyncoll.launch.rank_environment import reserve_port
 from tests.support.places import ROOT
 from tests.support.processes import LIGHT, PATIENCE_S, TRAINING
@@ -216,7 +216,9 @@ def test_shell_blocks_run(page, folder, monkeypatch):
             printed += _run_world(source, int(launch["ranks"]), [launch["file"], *words], setting, monkeypatch)
 
 
-@pytest.mark.parametrize("module", [asyncoll, notebook, rpc, testing, training], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [asyncoll, extending, notebook, rpc, testing, training], ids=lambda module: module.__name__
+)
 def test_the_reference_has_every_public_name(module):
     reference = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     constants = {"__version__", *(op.name for op in asyncoll.ReduceOp)}  # these are shown at ReduceOp

@@ -62,7 +62,7 @@ CHANGES = {
     "testing/laws/story.py": [
         (")  # of rounds", ', "led"'),
         ('"full": self.size}', '"led": self.size // 2 + 1, '),
-        ('self.kind == "candidates"', '=self.kind in ("candidates", "led")'),
+        ('self.kind in ("candidates", "policy")', '=self.kind in ("candidates", "policy", "led")'),
         ('\n    if case.kind == "solo":', CALL_IN_A_STORY),
     ],
     "testing/laws/rounds.py": [(")  # kinds", ', "led"')],

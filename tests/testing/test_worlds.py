@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from asyncoll import MIN, Communicator, DeadlockError, UsageError, connect, offload
-from asyncoll.testing import Network, Pause, run_ranks, simulate
+from asyncoll.testing import Cut, Network, Pause, run_ranks, simulate
 from tests.support.cases import SIZES
 from tests.support.processes import PATIENCE_S
 
@@ -250,3 +252,57 @@ def test_virtual_time_goes_on_to_a_timer_at_once_however_late_it_is(wait, second
         return asyncio.get_running_loop().time()
 
     assert simulate(2, main).results == [pytest.approx(seconds)] * 2
+
+
+# -- records -------------------------------------------------------------------------------------
+
+
+def recorded(file):
+    head, *messages = map(json.loads, file.read_text().splitlines())
+    return head, messages
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_record_has_every_message_of_a_world(size, tmp_path):
+    async def main(comm):
+        await comm.allreduce(np.ones(3))
+        await asyncio.sleep(comm.rank / 1000)
+        await comm.solo_allreduce(np.ones(2), name="x")
+        await comm.barrier()
+
+    network = Network(latency_s=1e-4, jitter_s=1e-3)
+    files = [tmp_path / "one.jsonl", str(tmp_path / "two.jsonl")]
+    report, again = [simulate(size, main, network, seed=3, record=file) for file in files]
+    assert files[0].read_bytes() == Path(files[1]).read_bytes()
+    assert report.trace == again.trace
+    head, messages = recorded(files[0])
+    assert head == {"asyncoll": "simulate", "format": 1, "ranks": size, "seed": 3}
+    arrivals = [(each["arrives_s"], each["from"], each["to"], each["bytes"]) for each in messages]
+    assert set(report.trace) <= set(arrivals)
+    assert all(each["arrives_s"] > each["departs_s"] for each in messages)
+    assert [each["departs_s"] for each in messages] == sorted(each["departs_s"] for each in messages)
+    if size > 1:
+        calls = {(each["call"].partition(" at ")[0], each["round"]) for each in messages}
+        assert {("allreduce #1 of 3 float64, SUM", 0), ("solo allreduce 'x'", 1), ("barrier #2", 0)} <= calls
+        assert {"data", "announce", "signal"} <= {each["kind"] for each in messages}
+
+
+def test_the_record_of_a_world_that_fails_ends_there(tmp_path):
+    async def main(comm):
+        await comm.barrier()
+
+    file = tmp_path / "world.jsonl"
+    with pytest.raises(DeadlockError):
+        simulate(2, main, Network(faults=[Cut(0, 1, at_s=0.0)]), record=file)
+    _, messages = recorded(file)
+    assert messages
+    assert {each["arrives_s"] for each in messages} == {None}
+
+
+def test_a_record_that_cannot_be_written_is_an_error_before_the_run(tmp_path):
+    async def main(comm):
+        raise AssertionError("the world runs")
+
+    for file in (tmp_path, tmp_path / "missing" / "world.jsonl"):
+        with pytest.raises(UsageError, match="record: cannot write"):
+            simulate(2, main, record=file)

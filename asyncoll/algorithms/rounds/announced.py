@@ -18,6 +18,7 @@ from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES, Coo
 from asyncoll.algorithms.rounds.by_tree import ActivatedRounds
 from asyncoll.algorithms.rounds.directory import Directory, Rounds
 from asyncoll.algorithms.rounds.operation import Layout, Opening, Operation, check_operation
+from asyncoll.algorithms.rounds.policies import policy_of
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.errors import MismatchError, ProtocolError, UsageError
 from asyncoll.runtime.member import Member
@@ -45,8 +46,11 @@ class AnnouncedOperations:
     def open(self, operation: Operation, caller: int, site: str) -> Rounds:
         """Make `operation`, first called by rank `caller` at `site`, and announce it.
 
-        Raises UsageError if this rank's host has no room for it. Then no rank is told of it.
+        Raises UsageError if this rank's host has no room for it, or this rank has no such policy. Then no rank is told
+        of it.
         """
+        if operation.policy:
+            policy_of(operation.policy)
         text = f"{operation} (first called by rank {caller} at {site})"
         port = Port(self._member, operation.name, operation.fingerprint())
         rounds = self._make(port, operation, text.__str__)
@@ -73,7 +77,7 @@ class AnnouncedOperations:
     def _announced(self, source: int, message: Announce) -> None:
         """An announcement of world rank `source` arrives. Its fields are untrusted; raises ProtocolError."""
         try:
-            operation = _announced_operation(message)
+            operation = announced_operation(message)
             check_operation(operation, self._member.group.size)
             caller = self._member.group.ranks.index(source)
         except (KeyError, TypeError, ValueError, UsageError) as error:
@@ -84,12 +88,14 @@ class AnnouncedOperations:
                 self._take_over(operation, caller, message.site)
 
     def _take_over(self, operation: Operation, caller: int, site: str) -> None:
-        """Make the operation of another rank. If there is no room for it here, no rank can go on with it."""
+        """Make the operation of another rank. If this one cannot, no rank can go on with it."""
         try:
             self.open(operation, caller, site)
         except UsageError as error:
             host = self._member.host
-            self._member.abort(f"host {host} has no room for {operation}, called by rank {caller} at {site}: {error}")
+            self._member.abort(
+                f"host {host} cannot take part in {operation}, called by rank {caller} at {site}: {error}"
+            )
 
 
 @cache
@@ -114,7 +120,7 @@ def _announcement(communicator: int, operation: Operation, site: str) -> Announc
     return Announce(**values, communicator=communicator, site=site)
 
 
-def _announced_operation(message: Announce) -> Operation:
+def announced_operation(message: Announce) -> Operation:
     """The inverse of `_announcement`. Raises KeyError, TypeError or ValueError if it describes no operation."""
     values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Operation)}
     values |= {"op": ReduceOp[message.op], "opening": Opening[message.opening], "layout": _layout(message.layout)}

@@ -33,6 +33,7 @@ class Opening(enum.Enum):
     SOLO = "solo"  # the first rank that arrives
     MAJORITY = "majority"  # any of the ranks that the shared seed draws for the round
     QUORUM = "quorum"  # the Q-th rank that arrives, as counted by the drawn rank
+    POLICY = "policy"  # any of which a function of the program says so
 
 
 class Rule(NamedTuple):
@@ -53,6 +54,7 @@ class Operation:
     quorum: int = 1
     candidates: int = 1  # ranks drawn for each round
     seed: int = 0
+    policy: str = ""  # the name of that function
     sync_every: int = 0  # every so many rounds wait for all ranks; 0: none does
     sync_offset: int = 0  # rounds that a program counts before the first one
     history: int = 0  # results kept for ranks that are late
@@ -70,7 +72,7 @@ class Operation:
     @cached_property
     def rule(self) -> Rule:
         match self.opening:
-            case Opening.SOLO:
+            case Opening.SOLO | Opening.POLICY:
                 return Rule()
             case Opening.MAJORITY:
                 return Rule(drawn=True)
@@ -80,7 +82,7 @@ class Operation:
     @cached_property
     def first_caller_opens(self) -> bool:
         """Whether each round may begin as soon as one caller waits for it."""
-        return self.rule == Rule() and not self.sync_every
+        return self.rule == Rule() and not self.sync_every and not self.policy
 
     @cached_property
     def nbytes(self) -> int:
@@ -188,6 +190,10 @@ def check_operation(spec: Operation, size: int) -> None:
         raise UsageError(f"{spec} is of {spec.nbytes} bytes, and this host has {HOST_BYTES}")
     if not all(0 <= rounds < _ROUNDS_MAX for rounds in (spec.sync_every, spec.sync_offset, spec.history)):
         raise UsageError(f"sync_every, sync_offset and history are numbers of rounds, or 0 for none: {spec}")
+    if (spec.opening is Opening.POLICY) != bool(spec.policy) or len(spec.policy) > _MAX_NAME:
+        raise UsageError(
+            f"the name of a policy must be a string of 1 to {_MAX_NAME} characters, got {spec.policy!r:.50}"
+        )
     _check_ranks("quorum", spec.quorum, size)
     _check_ranks("candidates", spec.candidates, size)
     if spec.group_size:

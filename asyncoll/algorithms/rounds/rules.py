@@ -6,36 +6,9 @@ workloads in deep learning with partial collective operations", PPoPP 2020, sect
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.policies import RoundView, policy_of
 from asyncoll.algorithms.rounds.round_cells import are_enough, needs_drawn, ranks_needed
-
-
-class RoundView(Protocol):
-    """The next round of an operation, as one rank knows it. A rank that has ended its program is gone, not late."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def drawn(self) -> Sequence[int]:
-        """The ranks that are drawn for this round."""
-
-    @property
-    def arrived(self) -> int:
-        """How many ranks have arrived: a caller has come to wait for this round, even if it was cancelled since."""
-
-    def count(self) -> int:
-        """How many ranks have arrived, or are gone."""
-
-    def has(self, rank: int) -> bool:
-        """Whether `rank` has arrived, or is gone."""
 
 
 def may_open(operation: Operation, round: RoundView) -> bool:  # noqa: A002 (the papers' word)
@@ -43,6 +16,8 @@ def may_open(operation: Operation, round: RoundView) -> bool:  # noqa: A002 (the
     if operation.first_caller_opens:
         return True
     (ranks, drawn), synchronous = operation.rule, operation.is_synchronous(round.number)
+    if operation.policy and not synchronous:
+        return round.count() == round.size or bool(policy_of(operation.policy)(round))
     needed = ranks_needed(ranks, round.size, synchronous)
     if needed > 1 and round.count() < needed:
         return False

@@ -82,6 +82,13 @@ class Gaussiank(Stateless):
         return await _gather_and_add(collectives, chosen, self._count)
 
 
+async def gathered_sum(collectives: Collectives, given: Part, count: int) -> Part:
+    """The sum over all ranks of `given`, of vectors of `count` elements: every rank gathers all parts."""
+    mine = await sum_on_host(collectives, given, count)
+    sizes = await tell_sizes(collectives, mine.size)
+    return sum_parts(await gather_parts(collectives, mine, sizes), 0, count)
+
+
 async def _gather_and_add(collectives: Collectives, chosen: Chosen, count: int) -> SparseOutcome:
     mine = await sum_on_host(collectives, chosen.finite, count)
     sizes = await tell_sizes(collectives, mine.size if chosen.is_finite else refusal(collectives.rank))

@@ -13,6 +13,7 @@ from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.algorithms.sparse.accumulators import Accumulator, accumulator
 from asyncoll.algorithms.sparse.baselines import Dense, Gaussiank, GTopk, TopkA, TopkDSA
 from asyncoll.algorithms.sparse.oktopk import OkTopk, Rules, is_count, is_state
+from asyncoll.algorithms.sparse.own import SparseAlgorithm
 from asyncoll.algorithms.sparse.parts import SparseMethod
 from asyncoll.algorithms.sparse.selection import Feedback, index_dtype
 from asyncoll.errors import UsageError
@@ -24,6 +25,30 @@ _FLOATS = ("float64", "float32", "float16", reductions.BFLOAT16)
 _GLOBAL_THRESHOLDS = ("auto", "histogram", "allgather")
 _KEPT_TIMES = 8  # the elements that a rank gives: about what a round takes
 _KEPT_MAX_BYTES = 30 << 20  # glibc learns from blocks below 32 MiB only
+
+
+_own: dict[str, Callable[[int, int], SparseAlgorithm]] = {}
+
+
+def register_sparse_algorithm(name: str, make: Callable[[int, int], SparseAlgorithm]) -> None:
+    """Let `sparse_allreduce(x, algorithm=name)`, `OkTopkSGD` and the hook use a sparse allreduce of the program's own.
+
+    Every rank registers the same one under the name: as a module is imported. `make(count, k)` is a subclass of
+    `SparseAlgorithm`, or a function that returns an instance. Another one under the same name replaces it for
+    operations that have had no call yet.
+
+    Raises UsageError if `name` is empty, no str or that of an algorithm of the library, or `make` is not callable.
+    """
+    if not isinstance(name, str) or not name or not callable(make):
+        raise UsageError(f"register_sparse_algorithm takes a name and a class, got {name!r:.50} and {make!r:.50}")
+    if name in ALGORITHMS:
+        raise UsageError(f"{name!r} is a sparse algorithm of the library: use another name")
+    _own[str(name)] = make
+
+
+def sparse_algorithms() -> tuple[str, ...]:
+    """The names of all sparse algorithms."""
+    return (*ALGORITHMS, *_own)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +125,8 @@ class Specification(NamedTuple):
 
     def check(self) -> None:
         """Raise UsageError unless the options are possible."""
-        if self.algorithm not in ALGORITHMS:
-            raise UsageError(f"unknown algorithm {self.algorithm!r:.50}: use one of {', '.join(ALGORITHMS)}")
+        if self.algorithm not in sparse_algorithms():
+            raise UsageError(f"unknown algorithm {self.algorithm!r:.50}: use one of {', '.join(sparse_algorithms())}")
         if not 0 < self.density <= 1:
             raise UsageError(f"density {self.density} is not above 0 and at most 1: it is the share that is sent")
         if self.dtype not in _FLOATS:
@@ -128,6 +153,8 @@ class Specification(NamedTuple):
     def method(self) -> SparseMethod:
         """A new method for these options, at its first round."""
         k = self.wanted
+        if self.algorithm in _own:
+            return _own[self.algorithm](self.elements, k)
         if self.algorithm == "oktopk":
             return OkTopk(self.elements, k, self.rules)
         if self.algorithm == "gaussiank":
@@ -261,5 +288,5 @@ def _is_state(state: object) -> bool:
     """Whether `state` has the form of what `SparseOperation.state` returns."""
     match state:
         case {"specification": str(), "round": round_, "method": dict(method)}:
-            return is_count(round_) and (not method or is_state(method))
+            return is_count(round_) and (not method or is_state(method) or method == {"round": round_})
     return False

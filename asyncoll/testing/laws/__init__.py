@@ -43,11 +43,17 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     "shm-mixed-processes" run them as processes of `asyncoll launch`. With "mixed", every second rank does without the
     compiled core. In real time there is neither a drawn network nor a pause of a trainer.
 
+    A kind may name the algorithm of all its sparse calls, or its policy: "sparse:topka", "policy:NAME". Otherwise these
+    are drawn. With the Python file that registers it (`asyncoll.extending`) it is "sparse:FILE:NAME" or
+    "policy:FILE:NAME"; the file is run once in each process. Of a sparse algorithm of the program's own the laws
+    `refusal`, `agreement`, `residual` and `conservation` are checked; of a policy those of all rounds, and
+    `permission`: no round begins unless the policy lets it.
+
     With `devices` some ranks have most of their tensors on devices without hardware (`fake_device`), and the law
     `completion` says also that no copy was at the wrong time. Worlds of dense and sparse calls, and of
     trainings, have no devices.
 
-    Raises UsageError for an unknown kind or transport, a size below 1 or a negative seed.
+    Raises UsageError for an unknown kind, file, name or transport, a size below 1 or a negative seed.
     """
     settings.check(os.environ)
     if transport not in TRANSPORTS:
@@ -63,7 +69,7 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
         raise LawBroken("completion", "Every world runs to its end.", what, replay) from error
-    for law in WORLD_KINDS[kind].laws:
+    for law in WORLD_KINDS[case.kind].laws:
         for breach in law(story):
             statement = (law.__doc__ or "").partition("\n")[0]
             raise LawBroken(law.__name__, statement, breach.what, replay, breach)

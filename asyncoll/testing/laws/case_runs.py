@@ -25,6 +25,7 @@ from asyncoll.testing.devices.of_rank import device_of
 from asyncoll.testing.laws import dense, ending, gossip, rounds, sparse, training
 from asyncoll.testing.laws.dense_program import DenseProgram
 from asyncoll.testing.laws.ending import EndingProgram, ProgramError
+from asyncoll.testing.laws.methods import split
 from asyncoll.testing.laws.story import (
     DENSE,
     ENDING,
@@ -161,7 +162,8 @@ def _launch(case: Case, transport: str) -> list[Any]:
     """
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
         cores, devices = "mixed" if transport == MIXED else "same", "devices" if case.on_devices else "none"
-        program = ["-m", "asyncoll.testing.laws", case.kind, str(case.seed), folder, cores, devices]
+        kind = f"{case.kind}:{case.method}" if case.method else case.kind
+        program = ["-m", "asyncoll.testing.laws", kind, str(case.seed), folder, cores, devices]
         _run_job(["-n", str(case.size), "--transport", PROCESSES[transport], "--timeout", str(_TIMEOUT_S), *program])
         return [read_record(_record(folder, rank), case.kind) for rank in range(case.size)]
 
@@ -186,6 +188,7 @@ def _run_job(arguments: list[str]) -> None:
 def rank_main() -> None:
     """The program of a rank."""
     kind, seed, folder, cores, devices = sys.argv[1:]
+    split(kind)  # before the world begins: others may announce its policy at once
     if cores == "mixed" and int(os.environ["RANK"]) % 2:
         os.environ[_core.VARIABLE] = "python"
     # The exception of the signal handler may come between the creation of a coroutine and its await.

@@ -15,6 +15,7 @@ import numpy as np
 
 from asyncoll.algorithms.rounds.grouping import partition
 from asyncoll.algorithms.rounds.operation import Opening, Operation
+from asyncoll.algorithms.rounds.policies import policy_of
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.testing.laws.story import NAP_S, Cancelled, Case, MadeCall, Story
 
@@ -164,6 +165,18 @@ def drawn_ranks(story: Story) -> Iterator[Breach]:
             yield Breach(call.round, call.rank, f"none of the drawn ranks {drawn} contributed")
 
 
+def permission(story: Story) -> Iterator[Breach]:
+    """A round of a policy begins with contributions of ranks of which the policy says that it may, or of all.
+
+    Ranks that have ended count as arrived.
+    """
+    case = story.case
+    for call in _calls(story) if case.kind == "policy" else ():
+        ended = {rank for rank in range(case.size) if story.ended(rank, call.round)}
+        if not (case.is_synchronous(call.round) or _may_begin(case, call.round, {*call.reduction.ranks, *ended})):
+            yield Breach(call.round, call.rank, f"{case.policy!r} does not let it begin with {call.reduction.ranks}")
+
+
 def synchrony(story: Story) -> Iterator[Breach]:
     """Every `sync_every`-th round, and no other, waits for all: each running rank contributes, and gets its result.
 
@@ -292,7 +305,7 @@ def liveness(story: Story) -> Iterator[Breach]:
 
 
 _ALWAYS: tuple[Law, ...] = (inclusion, contributors, synchrony, history, farewell, lag, liveness)
-_CONSUMED: tuple[Law, ...] = (exactly_once, conservation, staleness, quorum, drawn_ranks)
+_CONSUMED: tuple[Law, ...] = (exactly_once, conservation, staleness, quorum, drawn_ranks, permission)
 _DRAWN = ("majority", "candidates")  # kinds
 _STAYING: tuple[Law, ...] = (one_each, never_back, newest, staleness)
 
@@ -354,11 +367,40 @@ def _staged(calls: list[MadeCall], number: int) -> tuple[int, int]:
 
 def _drawn(case: Case, number: int) -> tuple[int, ...]:
     """The ranks of which a round waits for one; none if it waits for any ranks."""
-    if case.kind not in _DRAWN:
-        return ()
-    drawing = Operation(case.kind, (), ReduceOp.SUM, Opening.MAJORITY, candidates=case.candidates, seed=case.seed)
-    return drawing.drawn(number, case.size)
+    return _drawing(case).drawn(number, case.size) if case.kind in _DRAWN else ()
+
+
+def _drawing(case: Case) -> Operation:
+    return Operation(case.kind, (), ReduceOp.SUM, Opening.MAJORITY, candidates=case.candidates, seed=case.seed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A `RoundView`: these ranks have arrived."""
+
+    number: int
+    size: int
+    drawn: tuple[int, ...]
+    ranks: frozenset[int]
+
+    @property
+    def arrived(self) -> int:
+        return len(self.ranks)
+
+    def count(self) -> int:
+        return len(self.ranks)
+
+    def has(self, rank: int) -> bool:
+        return rank in self.ranks
+
+
+def _may_begin(case: Case, number: int, ranks: Iterable[int]) -> bool:
+    """Whether the policy lets a round begin when these ranks have arrived."""
+    view = _Arrived(number, case.size, _drawing(case).drawn(number, case.size), frozenset(ranks))
+    return view.count() == case.size or policy_of(case.policy)(view)
 
 
 def _waits_for_the_sleeper(case: Case, number: int) -> bool:
+    if case.kind == "policy" and not _may_begin(case, number, {*range(case.size)} - {case.sleeper}):
+        return True
     return _drawn(case, number) == (case.sleeper,) or case.is_synchronous(number) or case.quorum == case.size

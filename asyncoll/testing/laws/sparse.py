@@ -29,7 +29,7 @@ _DTYPES = ("float32", "float32", "float64", "float16", BFLOAT16)
 _COUNTS = (0, 1, 2, 7, 40, 333, 3000, 70_000)
 _DENSITIES = (1.0, 0.3, 0.02, 0.001)
 _LOSING = "gtopk"  # drops partial sums, and reports them
-_NO_CHOICE = ("dense", "gaussiank")  # do not select the k largest
+_CHOOSING = [name for name in ALGORITHMS if name != "dense"]  # which gives all elements
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +69,10 @@ class SparseProgram:
 
         count = one_of(*_COUNTS)
         shape = one_of((count,), (count // 3, 3))
+        drawn = one_of("oktopk", *ALGORITHMS)
         options = {
             "name": f"operation {index}",
-            "algorithm": one_of("oktopk", *ALGORITHMS),
+            "algorithm": self._case.method_name or drawn,
             "density": one_of(*_DENSITIES),
             "thresholds_every": one_of(1, 1, 3, 32),
             "regions_every": one_of(1, 2, 64),
@@ -242,14 +243,17 @@ def residual(story: SparseStory) -> Iterator[Breach]:
 
 
 def choice(story: SparseStory) -> Iterator[Breach]:
-    """A rank gives its k largest elements, or those that reach a threshold, and the sums reach the global threshold."""
+    """A rank gives its k largest elements, or those that reach a threshold, and the sums reach the global threshold.
+
+    Algorithms of the program's own give what they like.
+    """
     for operation, gots in _rounds(story):
         for rank, got in enumerate(gots):
-            if (total := got.sum) is None or operation.algorithm == "dense":
+            if (total := got.sum) is None or operation.algorithm not in _CHOOSING:
                 continue
             reached = select(_wide(got.before, operation).reshape(-1), total.thresholds[0])
             k = max(1, round(operation.options["density"] * operation.count))
-            most = reached.size if operation.algorithm in (*_NO_CHOICE, "oktopk") else min(reached.size, k)
+            most = reached.size if operation.algorithm in ("gaussiank", "oktopk") else min(reached.size, k)
             is_reused = operation.algorithm == "oktopk" and operation.options["thresholds_every"] > 1
             if total.selected > most or (not is_reused and total.selected < min(most, k) and most):
                 what = f"{operation} selected {total.selected} elements, of {reached.size}, k {k}"

@@ -20,22 +20,24 @@ import numpy as np
 
 from asyncoll.algorithms.dense.by_size import DOUBLING_MAX_BYTES
 from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES
+from asyncoll.algorithms.rounds.policies import register_policy
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices import FakeDevice
+from asyncoll.testing.laws import methods
 from asyncoll.testing.laws.tensors import ContributionLayout, Tensors
 from asyncoll.transport.messages.simulated import Network, Pause
 
-KINDS = ("solo", "majority", "quorum", "full", "candidates", "group")  # of rounds
+KINDS = ("solo", "majority", "quorum", "full", "candidates", "group", "policy")  # of rounds
 GOSSIP = "gossip"
 DENSE = "dense"
 SPARSE = "sparse"
 TRAINING = "training"
 ENDING = "ending"
 ALL_KINDS = (*KINDS, GOSSIP, DENSE, SPARSE, TRAINING, ENDING)
-_WITH_HISTORY = ("solo", "majority", "quorum")
+_WITH_HISTORY = ("solo", "majority", "quorum", "policy")
 _ROUNDS = 12
 _ITEM_BYTES = 8
 _CANCELS = 4  # the most calls that the impatient or the careless rank of a world gives up
@@ -46,6 +48,8 @@ Played = TypeVar("Played")
 STEP_S = 0.01  # mean computation of a trainer between two calls; the slow rank of a world takes five times as long
 _FORK_AT = (1, 3, 5)  # odd calls: their contributions are in registered memory
 _SLOW_BYTES_PER_S = 1e7  # a long message takes as long as some steps
+_HALF = "half"  # the policy of worlds that are given none
+register_policy(_HALF, lambda view: 2 * view.count() >= view.size and any(map(view.has, view.drawn)))
 NAP_S = 1000.0  # the sleep of a trainer, longer than all the rest of a world
 
 
@@ -79,6 +83,7 @@ class Case:
     on_devices: tuple[int, ...]  # the ranks that have devices; only where that is asked for
     hosts: tuple[int, ...]  # the host of each rank; only where ranks are on several
     bare: int | None  # the host whose ranks share no memory; only there
+    method: str = ""  # perhaps a file, a colon, and the name of a policy or a sparse algorithm; empty: as drawn
     rounds: int = _ROUNDS
 
     @property
@@ -88,7 +93,15 @@ class Case:
 
     @property
     def candidates(self) -> int:
-        return max(1, round(self.size / 3)) if self.kind == "candidates" else 1
+        return max(1, round(self.size / 3)) if self.kind in ("candidates", "policy") else 1
+
+    @property
+    def method_name(self) -> str:
+        return self.method.rpartition(":")[2]
+
+    @property
+    def policy(self) -> str:
+        return self.method_name or _HALF
 
     @property
     def calls(self) -> int:
@@ -129,7 +142,11 @@ _STRINGS: tuple[Callable[[str], str], ...] = (str, np.str_, _String, _Name)
 
 
 def draw(kind: str, size: int, seed: int) -> Case:
-    """The case of `kind`, `size` and `seed`. Raises UsageError for an unknown kind, no ranks or a negative seed."""
+    """The case of `kind`, `size` and `seed`. Raises UsageError for an unknown kind, no ranks or a negative seed.
+
+    The kind may name a method (`methods.split`).
+    """
+    kind, method = methods.split(kind)
     if kind not in ALL_KINDS:
         raise UsageError(f"unknown kind {kind!r}: use one of {', '.join(ALL_KINDS)}")
     if size < 1 or seed < 0:
@@ -148,6 +165,7 @@ def draw(kind: str, size: int, seed: int) -> Case:
     ]
     return Case(
         kind=kind,
+        method=method,
         size=size,
         seed=seed,
         sync_every=one_of(3, 4, 5, 6, 7, _ROUNDS),
@@ -527,6 +545,8 @@ def _reduced(case: Case, comm: Communicator, x: Any) -> Coroutine[Any, Any, Redu
     if case.kind == "group":
         return comm.group_allreduce(x, group_size=case.group_size, fixed=case.fixed, **options)
     options["history"] = case.history
+    if case.kind == "policy":
+        return comm.policy_allreduce(x, policy=case.policy, candidates=case.candidates, seed=case.seed, **options)
     if case.kind == "solo":
         return comm.solo_allreduce(x, **options)
     if case.kind in ("quorum", "full"):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from asyncoll.errors import UsageError
 from asyncoll.testing.checking import answers, serve
 from asyncoll.testing.laws import LawBroken, check_laws
+from asyncoll.testing.laws.methods import split
 from asyncoll.testing.laws.story import ALL_KINDS
 from asyncoll.testing.progress_bar import progress
 
@@ -28,7 +29,7 @@ def parse_kinds(text: str) -> list[str]:
     """The kinds that `text` names: a list such as `solo,dense`, or `all`."""
     kinds = list(ALL_KINDS) if text == "all" else text.split(",")
     for kind in kinds:
-        if kind not in ALL_KINDS:
+        if split(kind)[0] not in ALL_KINDS:
             raise UsageError(f"--kind: unknown kind {kind!r:.80}: use all, or some of {', '.join(ALL_KINDS)}")
     return list(dict.fromkeys(kinds))
 

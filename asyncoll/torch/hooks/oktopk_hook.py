@@ -56,7 +56,7 @@ class OkTopkState(HookState):
         self,
         ddp: DistributedDataParallel,
         *,
-        algorithm: Algorithm = "oktopk",
+        algorithm: Algorithm | str = "oktopk",
         density: float = 0.01,
         thresholds_every: int = 1,
         regions_every: int = 64,

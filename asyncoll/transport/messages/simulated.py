@@ -100,6 +100,8 @@ class SimulatedWorld:
         self.size = size
         self.network = network
         self.trace: list[tuple[float, int, int, int]] = []  # (virtual seconds of arrival, source, dest, payload bytes)
+        # Called with source, dest, frames, payload bytes, and the virtual seconds of departure and arrival.
+        self.on_departure: Callable[[int, int, list[bytes], int, float, float], None] | None = None
         self.transports = [SimulatedTransport(rank, self) for rank in range(size)]
         self._jitter = _uniform(seed)
         names = list(range(size) if network.hosts is None else network.hosts)
@@ -201,6 +203,8 @@ class SimulatedTransport:
         payload = len(copies[1]) if len(copies) > 1 else 0
         length = sum(map(len, copies)) + payload * (self._world.network.payload_scale - 1)
         arrives = self._world.arrival_s(self.rank, dest, length, loop.time())
+        if self._world.on_departure is not None:
+            self._world.on_departure(self.rank, dest, copies, payload, loop.time(), arrives)
         if arrives < math.inf:
             loop.happen_at(arrives, self._world.transports[dest]._arrive, arrives, self.rank, copies, payload)
 

@@ -19,6 +19,7 @@ from asyncoll import Communicator, Metrics, NonFiniteError, Reduction, UsageErro
 from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
 from asyncoll.cli import main
+from asyncoll.extending import register_policy
 from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.failures import Failures
 from asyncoll.tensors.reductions import DTYPES
@@ -138,7 +139,7 @@ def test_the_drawn_worlds_contain_late_cancelled_and_overlapping_calls(kind, tra
     cases = [draw(kind, 5, seed) for seed in range(20)]
     expected = {"that waits long", "beside another"}
     expected |= {"not included", "later than its aim"} if kind != "full" else set()
-    sometimes = {"that missed a round": kind in ("solo", "majority", "quorum"), "cancelled": kind != "group"}
+    sometimes = {"that missed a round": kind in ("solo", "majority", "quorum", "policy"), "cancelled": kind != "group"}
     expected |= {what for what, is_of_kind in sometimes.items() if is_of_kind}
     found = set()
     for number, case in enumerate(cases, 1):
@@ -272,6 +273,11 @@ async def opens_for_the_first(call, comm, x):
     return await comm.solo_allreduce(x, **{key: call.keywords[key] for key in ("sync_every", "sync_offset", "history")})
 
 
+async def begins_at_once(call, comm, x):
+    register_policy("at once", lambda view: True)
+    return await call(x, policy="at once")
+
+
 async def waits_for_all(call, comm, x):
     return await comm.quorum_allreduce(x, quorum=comm.size, **call.keywords)
 
@@ -315,6 +321,7 @@ LIES = [
     ("quorum", "quorum", opens_for_the_first),
     ("drawn_ranks", "majority", opens_for_the_first),
     ("drawn_ranks", "candidates", opens_for_the_first),
+    ("permission", "policy", begins_at_once),
     ("synchrony", "full", says_nothing_of_synchrony),
     ("history", "solo", reverses_history),
     ("history", "group", forgets_what_it_skipped),
