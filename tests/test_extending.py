@@ -167,7 +167,7 @@ asyncoll.run(main)
 @pytest.mark.slow
 def test_a_rank_without_the_policy_of_an_announced_operation_ends_the_job_and_names_it(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
-    launch = ["-m", "asyncoll.cli", "launch", "-n", "3", "--transport", "zmq", "program.py"]
+    launch = ["-m", "asyncoll", "launch", "-n", "3", "--transport", "zmq", "program.py"]
     done = subprocess.run(
         [sys.executable, *launch], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
