@@ -99,7 +99,8 @@ def renew(environments: Sequence[Environment]) -> None:
     with tempfile.TemporaryDirectory(prefix="asyncoll-") as scratch:
         folder = Path(scratch)
         commit = run(["git", "-C", ROOT, "rev-parse", "--short=10", "HEAD"]).strip()
-        run(["uv", "build", "--quiet", "--out-dir", folder / "dist", ROOT], ASYNCOLL_BUILD_CORE="1")
+        build = ["uv", "build", "--quiet", "--python", sys.executable, "--out-dir", folder / "dist", ROOT]
+        run(build, ASYNCOLL_BUILD_CORE="1")
         for environment in environments:
             print(f"# {environment.name}", flush=True)
             place = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit}
@@ -122,7 +123,7 @@ def outcome(environment: Environment, folder: Path) -> Record:
     programs = source(folder)
     return {
         "empty CUDA libraries": replaced,
-        "versions": json.loads(run([python, "-c", VERSIONS])),
+        "versions": json.loads(run([python, "-P", "-c", VERSIONS])),
         "checks": {check.name: result(check, python.parent, programs) for check in CHECKS},
     }
 
@@ -156,7 +157,8 @@ def install(environment: Environment, python: Path, dist: Path) -> bool:
     pip(*freedom(environment.packages), *(name for name in PROJECT["dependencies"] if name != needs_torch))
     (packages,) = python.parent.parent.glob("lib/python*/site-packages")
     kept = "pinned" if environment.packages == "lowest" else environment.packages
-    pip(*freedom(kept), *without_cuda(packages), *TOOLS)
+    pip(*without_cuda(packages))
+    pip(*freedom(kept), *TOOLS)
     has_lock = not environment.python.endswith("t")  # the wheel has the core, which needs it
     (distribution,) = dist.glob("*.whl" if has_lock else "*.tar.gz")
     pip("--no-deps", distribution)
