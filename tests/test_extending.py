@@ -240,7 +240,7 @@ def test_its_round_is_in_the_state_of_the_operation():
     assert simulate(2, goes_on).results == [(2, [1, 3])] * 2
 
 
-@pytest.mark.parametrize("indices", [np.array([1.5]), np.array([-1]), np.array([4])])
+@pytest.mark.parametrize("indices", [np.array([1.5]), np.array([-1]), np.array([4]), [1, 1], None])
 def test_indices_that_are_none_are_an_error_that_names_the_class(indices):
     class Wrong(SparseAlgorithm):
         def select(self, x):
@@ -252,6 +252,56 @@ def test_indices_that_are_none_are_an_error_that_names_the_class(indices):
         await comm.sparse_allreduce(np.ones(4), algorithm="wrong", density=0.5)
 
     with pytest.raises(UsageError, match=r"Wrong\.select has to return indices below 4"):
+        simulate(2, main)
+
+
+ONE = np.ones(1, np.float32)
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize(
+    ("total", "told"),
+    [
+        (Part(np.int32([1, 1]), np.ones(2, np.float32)), r"2 of int32 .*array\(\[1, 1\]"),
+        (Part(np.int32([2, 1]), np.ones(2, np.float32)), r"array\(\[2, 1\]"),
+        (Part(np.int32([-1]), ONE), r"array\(\[-1\]"),
+        (Part(np.int32([4]), ONE), r"array\(\[4\]"),
+        (Part(np.int32([1, 2]), ONE), "2 of int32 and 1 of float32"),
+        (Part(np.int64([1]), ONE), "1 of int64 and 1 of float32"),
+        (Part(np.int32([1]), np.ones(1)), "1 of int32 and 1 of float64"),
+        (Part(np.int32([[1]]), ONE), "Part"),
+        (Part([1], [1.0]), "Part"),
+        ((np.int32([1]), ONE), r"\(array"),
+        ([np.int32([1]), ONE], r"\[array"),
+        (None, "None"),
+    ],
+)
+def test_an_exchange_that_returns_no_sum_is_an_error_that_names_it(total, told, shared_memory):
+    class Wrong(SparseAlgorithm):
+        def select(self, x):
+            return [1]
+
+        async def exchange(self, collectives, given):
+            await collectives.barrier()
+            return total
+
+    register_sparse_algorithm("wrong", Wrong)
+
+    async def main(comm):
+        await comm.sparse_allreduce(np.ones(4, np.float32), algorithm="wrong", density=0.5)
+
+    needed = r"Wrong\.exchange has to return a Part of ascending int32 indices below 4, .* values of float32, got .*"
+    with pytest.raises(UsageError, match=needed + told):
+        simulate(2, main, shared_memory=shared_memory)
+
+
+def test_a_maker_that_makes_no_algorithm_is_an_error_that_names_it():
+    register_sparse_algorithm("nothing", lambda count, k: None)
+
+    async def main(comm):
+        await comm.sparse_allreduce(np.ones(4), algorithm="nothing", density=0.5)
+
+    with pytest.raises(UsageError, match=r"registered as 'nothing' has to return an instance of SparseAl.* None"):
         simulate(2, main)
 
 

@@ -46,6 +46,16 @@ def register_sparse_algorithm(name: str, make: Callable[[int, int], SparseAlgori
     _own[str(name)] = make
 
 
+def _made(name: str, count: int, k: int) -> SparseAlgorithm:
+    made = _own[name](count, k)
+    if not isinstance(made, SparseAlgorithm):
+        raise UsageError(
+            f"what is registered as {name!r:.50} has to return an instance of SparseAlgorithm when it is called with "
+            f"count and k, got {made!r:.80}"
+        )
+    return made
+
+
 def sparse_algorithms() -> tuple[str, ...]:
     """The names of all sparse algorithms."""
     return (*ALGORITHMS, *_own)
@@ -154,7 +164,7 @@ class Specification(NamedTuple):
         """A new method for these options, at its first round."""
         k = self.wanted
         if self.algorithm in _own:
-            return _own[self.algorithm](self.elements, k)
+            return _made(self.algorithm, self.elements, k)
         if self.algorithm == "oktopk":
             return OkTopk(self.elements, k, self.rules)
         if self.algorithm == "gaussiank":

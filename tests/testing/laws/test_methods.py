@@ -30,7 +30,12 @@ class Losing(Own):
         total = await super().exchange(collectives, given)
         return Part(total.indices, total.values / 2)
 
-for name, algorithm in {"own": Own, "unequal": Unequal, "losing": Losing}.items():
+class Repeating(Own):
+    async def exchange(self, collectives, given):
+        total = await super().exchange(collectives, given)
+        return Part(np.repeat(total.indices, 2), np.repeat(total.values / 2, 2))
+
+for name, algorithm in {"own": Own, "unequal": Unequal, "losing": Losing, "repeating": Repeating}.items():
     register_sparse_algorithm(name, algorithm)
 """
 
@@ -66,6 +71,13 @@ def test_a_wrong_algorithm_breaks_its_law_and_the_replay_names_it(name, law, fil
         check_all()
     assert broken.value.law == law
     assert f"--kind sparse:own.py:{name} " in broken.value.replay
+
+
+@pytest.mark.parametrize("transport", ["simulated", "hosts", "zmq", "shm"])
+def test_indices_that_repeat_are_an_error_with_a_replay(transport, file):
+    with pytest.raises(LawBroken, match=r"Repeating\.exchange has to return a Part") as broken:
+        check_laws(f"sparse:{file}:repeating", 3, 0, transport=transport)
+    assert "--kind sparse:own.py:repeating " in broken.value.replay
 
 
 @pytest.mark.parametrize(
