@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import re
 import subprocess
 import sys
 
@@ -131,18 +133,61 @@ def test_an_unknown_policy_is_an_error_before_anything_is_sent():
     assert simulate(3, main).results == [3] * 3
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
-def test_the_error_of_a_policy_ends_the_world_and_is_named(shared_memory):
-    def fails(view):
-        raise ZeroDivisionError("in a policy")
+def missing(view):
+    raise KeyError("missing")
 
-    register_policy("fails", fails)
+
+async def waits(view):
+    return True
+
+
+register_policy("missing key", missing)
+register_policy("a coroutine", lambda view: waits(view))
+register_policy("rank beyond", lambda view: view.has(view.size))
+register_policy("rank below", lambda view: view.has(-1))
+
+
+@pytest.mark.parametrize("transport", ["simulated", "memory", "hosts", *TRANSPORTS])
+@pytest.mark.parametrize(
+    ("policy", "told"),
+    [
+        ("missing key", r"the policy 'missing key' raised KeyError: 'missing' at test_extending\.py:\d+"),
+        ("a coroutine", "the policy 'a coroutine' returned an awaitable, <coroutine .*: it has to return a bool"),
+        ("rank beyond", "the policy 'rank beyond' raised UsageError: there is no rank 3 in a round of 3 ranks"),
+        ("rank below", "the policy 'rank below' raised UsageError: there is no rank -1 in a round of 3 ranks"),
+    ],
+)
+def test_the_error_of_a_policy_ends_the_communicator_and_names_both(policy, told, transport):
+    errors = {}
 
     async def main(comm):
-        await comm.policy_allreduce(np.ones(1), policy="fails")
+        await asyncio.sleep(0.01 * comm.rank)
+        try:
+            await comm.policy_allreduce(np.ones(1), policy=policy)
+        except AbortedError as error:
+            errors[comm.rank] = error
+            raise
 
-    with pytest.raises((ZeroDivisionError, AbortedError), match="in a policy"):
-        simulate(3, main, shared_memory=shared_memory)
+    hosts = [0, 0, transport == "hosts"]
+    world = functools.partial(simulate, 3, main, shared_memory=transport != "simulated", hosts=hosts)
+    if transport in TRANSPORTS:
+        world = functools.partial(run_ranks, 3, main, transport)
+    with pytest.raises(AbortedError, match=told):
+        world()
+    assert len(errors) == 3
+    for error in errors.values():
+        assert re.match(rf"rank {error.rank} aborted: {told}", str(error))
+
+
+class Waiting:
+    async def __call__(self, view):
+        return True
+
+
+@pytest.mark.parametrize("policy", [waits, Waiting(), functools.partial(waits)])
+def test_a_policy_is_no_coroutine_function(policy):
+    with pytest.raises(UsageError, match="the policy 'waits' is a coroutine function: register a plain one"):
+        register_policy("waits", policy)
 
 
 @pytest.mark.parametrize(("name", "policy"), [("", all_but_one), (3, all_but_one), ("x", None)])

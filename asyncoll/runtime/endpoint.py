@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from asyncoll import forks
-from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, Reason, describe
+from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, Reason, describe, text_of
 from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.executions import Executions
 from asyncoll.runtime.failures import WORLD, Closed, Failures, error_of, ranks_in
@@ -242,6 +242,8 @@ class Endpoint:
                 self._control(source, wire.decode_control(frames[1]))
         except ProtocolError as error:
             self.failures.broken(source, error)
+        except AsyncollError as error:
+            self._unhandled(text_of(error), error)  # of a function of the program, such as the policy of a round
         except Exception as error:
             self._unhandled(f"it could not handle a message of rank {source}: {describe(error)}", error)
 

@@ -28,6 +28,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, ActivationStep, activation, edges, heard, synchronous
 from asyncoll.algorithms.rounds.operation import Operation
+from asyncoll.algorithms.rounds.policies import check_rank
 from asyncoll.algorithms.rounds.round_cells import AIM, ENGINE_CELLS, LAGS, STALE, first_missed
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 
@@ -231,6 +232,7 @@ class NextRound(ABC):
         return len(self.arrived_ranks | self.gone_ranks)
 
     def has(self, rank: int) -> bool:
+        check_rank(rank, self.size)
         return rank in self.arrived_ranks or rank in self.gone_ranks
 
     def late_call_opens(self) -> bool:

@@ -19,12 +19,13 @@ import numpy as np
 
 from asyncoll.algorithms.rounds.directory import Rounds, RoundsBackend
 from asyncoll.algorithms.rounds.operation import Operation, RoundCall
+from asyncoll.algorithms.rounds.policies import PolicyError
 from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
 from asyncoll.algorithms.rounds.repeats import Repeat
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
 from asyncoll.algorithms.seam.arrival import Arrival, to_its_end
-from asyncoll.errors import UsageError
+from asyncoll.errors import UsageError, text_of
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.member import Member
@@ -242,8 +243,15 @@ class Operations:
 
     def failed(self, call: RoundCall, error: BaseException) -> None:
         """Abort the communicator, unless this host has no room for the contribution: the others' rounds can go on."""
+        self._end_without_answer(error)
         if not isinstance(error, UsageError):
             self.member.failed(call, error)
+
+    def _end_without_answer(self, error: BaseException) -> None:
+        """Abort the communicator, and raise its error, if `error` is that of a policy: all ranks raise the same."""
+        if isinstance(error, PolicyError):
+            self.member.abort(text_of(error))
+            self.member.check()
 
     async def _find_or_open(self, call: RoundCall) -> Rounds:
         spec, site, operations = call.operation, call.site, self._backend.operations
@@ -281,6 +289,7 @@ class Operations:
             finally:
                 rounds.release(delivery)
         except (Exception, asyncio.CancelledError) as error:
+            self._end_without_answer(error)
             self.member.failed(call, error)
             raise
         finally:

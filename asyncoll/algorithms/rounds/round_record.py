@@ -16,6 +16,7 @@ from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.block_table import BlockTable
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.algorithms.rounds.policies import check_rank
 from asyncoll.algorithms.rounds.round_cells import (
     BEGINNINGS,
     CHUNK_BYTES,
@@ -252,6 +253,7 @@ class RoundRecord:
         return int(np.count_nonzero((self._table[:, COLUMN.here] == self.latest + 1) | (self._gone > 0)))
 
     def has(self, rank: int) -> bool:
+        check_rank(rank, self.size)
         return self.cells[self._row[rank].here] == self.latest + 1 or self.cells[rank] > 0
 
     def _open(self, now_ns: int) -> int:

@@ -7,7 +7,7 @@ workloads in deep learning with partial collective operations", PPoPP 2020, sect
 from __future__ import annotations
 
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.policies import RoundView, policy_of
+from asyncoll.algorithms.rounds.policies import RoundView, allows
 from asyncoll.algorithms.rounds.round_cells import are_enough, needs_drawn, ranks_needed
 
 
@@ -17,7 +17,7 @@ def may_open(operation: Operation, round: RoundView) -> bool:  # noqa: A002 (the
         return True
     (ranks, drawn), synchronous = operation.rule, operation.is_synchronous(round.number)
     if operation.policy and not synchronous:
-        return round.count() == round.size or bool(policy_of(operation.policy)(round))
+        return round.count() == round.size or allows(operation.policy, round)
     needed = ranks_needed(ranks, round.size, synchronous)
     if needed > 1 and round.count() < needed:
         return False

@@ -15,7 +15,7 @@ import numpy as np
 
 from asyncoll.algorithms.rounds.grouping import partition
 from asyncoll.algorithms.rounds.operation import Opening, Operation
-from asyncoll.algorithms.rounds.policies import policy_of
+from asyncoll.algorithms.rounds.policies import allows, check_rank
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.testing.laws.story import NAP_S, Cancelled, Case, MadeCall, Story
 
@@ -391,13 +391,14 @@ class _Arrived:
         return len(self.ranks)
 
     def has(self, rank: int) -> bool:
+        check_rank(rank, self.size)
         return rank in self.ranks
 
 
 def _may_begin(case: Case, number: int, ranks: Iterable[int]) -> bool:
     """Whether the policy lets a round begin when these ranks have arrived."""
     view = _Arrived(number, case.size, _drawing(case).drawn(number, case.size), frozenset(ranks))
-    return view.count() == case.size or policy_of(case.policy)(view)
+    return view.count() == case.size or allows(case.policy, view)
 
 
 def _waits_for_the_sleeper(case: Case, number: int) -> bool:

@@ -328,9 +328,10 @@ class CaseRank:
     async def _finish(calls: Sequence[asyncio.Task[None]]) -> None:
         """Wait for all calls. Raises the error of one that was not cancelled."""
         await asyncio.wait(calls)
-        for call in calls:
-            if not call.cancelled():  # a task that was cancelled before its first step has made no call
-                call.result()
+        # A task that was cancelled before its first step has made no call. Errors that nobody takes are printed.
+        for error in [call.exception() for call in calls if not call.cancelled()]:
+            if error is not None:
+                raise error
 
 
 class StoryTrainer(CaseRank):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from click.testing import CliRunner
 
 from asyncoll import UsageError
 from asyncoll.cli import main
 from asyncoll.testing import LawBroken, check_laws
+from tests.support.processes import PATIENCE_S
 
 OWN = """
 import numpy as np
@@ -15,6 +19,7 @@ import asyncoll
 from asyncoll.extending import Part, SparseAlgorithm, register_policy, register_sparse_algorithm
 
 register_policy("own", lambda view: view.count() > view.number % view.size)
+register_policy("failing", lambda view: {}["key"])
 
 class Own(SparseAlgorithm):
     def select(self, x):
@@ -78,6 +83,18 @@ def test_indices_that_repeat_are_an_error_with_a_replay(transport, file):
     with pytest.raises(LawBroken, match=r"Repeating\.exchange has to return a Part") as broken:
         check_laws(f"sparse:{file}:repeating", 3, 0, transport=transport)
     assert "--kind sparse:own.py:repeating " in broken.value.replay
+
+
+@pytest.mark.parametrize("transport", ["simulated", "hosts", "zmq", "shm"])
+def test_a_policy_that_raises_is_a_short_verdict(transport, file):
+    laws = ["laws", "--kind", "policy:own.py:failing", "--seeds", "0:3", "--sizes", "3", "--transport", transport]
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncoll", *laws], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == 1
+    assert done.stdout.count("the policy 'failing' raised KeyError: 'key' at own.py:7") == 3
+    assert done.stdout.count("\n") == 10
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize(
