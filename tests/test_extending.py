@@ -340,6 +340,28 @@ def test_an_exchange_that_returns_no_sum_is_an_error_that_names_it(total, told, 
         simulate(2, main, shared_memory=shared_memory)
 
 
+@pytest.mark.parametrize("transport", ["shm", "shm-mixed"])
+@pytest.mark.parametrize("delay_s", [0, 0.01])
+def test_an_exchange_in_memory_that_awaits_something_else_is_an_error(delay_s, transport):
+    class Sleeping(SparseAlgorithm):
+        def select(self, x):
+            return [1]
+
+        async def exchange(self, collectives, given):
+            await collectives.barrier()
+            for _ in range(2):
+                await asyncio.sleep(delay_s)
+            return given
+
+    register_sparse_algorithm("sleeping", Sleeping)
+
+    async def main(comm):
+        await comm.sparse_allreduce(np.ones(4), algorithm="sleeping", density=0.5)
+
+    with pytest.raises((UsageError, AbortedError), match="may await only methods of its collectives"):
+        run_ranks(3, main, transport)
+
+
 def test_a_maker_that_makes_no_algorithm_is_an_error_that_names_it():
     register_sparse_algorithm("nothing", lambda count, k: None)
 

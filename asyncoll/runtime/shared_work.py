@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from inspect import CORO_CLOSED, getcoroutinestate
 from typing import Any, Generic, Protocol, TypeVar
 
+from asyncoll.errors import UsageError
 from asyncoll.transport import Arena, Turn, Wait
 
 T = TypeVar("T")
@@ -78,7 +79,7 @@ class SharedWork(Generic[T]):
         Returns whether it could.
         """
         wait = self._wait
-        if wait is None or isinstance(wait, Turn) or not self._arena.look(wait.ready, wait.patience):
+        if not isinstance(wait, Wait) or not self._arena.look(wait.ready, wait.patience):
             return False
         # As in `Arena.wait`, what was read without the lock is a hint.
         with wait.control_block:
@@ -95,12 +96,17 @@ class SharedWork(Generic[T]):
         """
         if self._wait is None and not self.is_over:
             self.begin()
-        while self._wait is not None:
+        while not self.is_over:
             try:
-                if isinstance(self._wait, Turn):
-                    await self._arena.wait_for_turn(self._wait, self._check, self._what)
-                else:
+                if isinstance(self._wait, Wait):
                     await self._arena.wait(self._wait, self._check, self._what)
+                elif isinstance(self._wait, Turn):
+                    await self._arena.wait_for_turn(self._wait, self._check, self._what)
+                else:  # of a function of the program
+                    raise UsageError(
+                        f"{self._what()} awaits {self._wait!r:.60}: the exchange of a sparse algorithm may await only "
+                        "methods of its collectives"
+                    )
             except BaseException as error:
                 self._check = _nothing  # `body` has its exception; it must be able to wait while it cleans up
                 self._step(self._body.throw, error)
