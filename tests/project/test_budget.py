@@ -32,7 +32,7 @@ LINES = {
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
     "rpc": 3_070,
-    "runtime": 3_700,  # trainings that have not ended, which a rank reports as it leaves
+    "runtime": 3_710,  # trainings that have not ended, which a rank reports as it leaves, and foreign awaits
     "tensors": 1_270,
     "testing": 5_310,  # processes that check and their progress, records of messages, laws of one policy or algorithm
     "torch": 2_850,  # `discard` of the states of hooks
