@@ -107,7 +107,7 @@ class SimReport:
 
     results: list[Any]  # by rank; None for a rank that crashed
     virtual_s: float
-    messages: int
+    messages: int  # those that have arrived; a record has those under way at the end, too
     words: int
     trace: list[tuple[float, int, int, int]]  # (arrival, source, dest, payload bytes) of every message, in order
 
@@ -139,7 +139,8 @@ def simulate(
     operation, ...), `call` (its text, with the line of the program; of a round: its kind and the name of the operation;
     empty if it is of none), `round` (0 if it is of none), the ranks `from` and `to`, `bytes` of payload, and the
     virtual seconds `departs_s` and `arrives_s`, which is null if the message never arrives. Each is written as it
-    departs, so the record of a world that fails ends there. Messages in shared memory are none. The player on the page
+    departs, so the record of a world that fails ends there. Unlike `SimReport.messages`, it
+    has messages that had not arrived at the end. Messages in shared memory are none. The player on the page
     Simulation of the documentation replays the file.
 
     Raises the first error of a rank, as `run_ranks`. Raises DeadlockError, with a list of the pending calls, when all

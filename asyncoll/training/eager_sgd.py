@@ -229,4 +229,6 @@ def partial_allreduce(
             return functools.partial(comm.majority_allreduce, candidates=candidates, seed=seed)
         case "quorum":
             return functools.partial(comm.quorum_allreduce, quorum=quorum, seed=seed)
-    raise asyncoll.UsageError(f"partial is solo, majority or quorum, not {partial!r}")
+    raise asyncoll.UsageError(
+        f"partial is solo, majority or quorum, not {partial!r}: an own policy is for comm.policy_allreduce"
+    )

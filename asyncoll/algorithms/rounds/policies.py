@@ -46,7 +46,7 @@ _policies: dict[str, Policy] = {}
 
 
 def register_policy(name: str, policy: Policy) -> None:
-    """Let `comm.policy_allreduce(x, policy=name)` begin its rounds by `policy`.
+    """Let `comm.policy_allreduce(x, policy=name)` begin its rounds by `policy`. Trainers take no policy.
 
     Every rank registers the same policy under the name before any rank makes a call with it: as a module is imported.
     `policy(round)` gets a `RoundView`, and returns whether the round may begin. It is asked as ranks arrive or end, at

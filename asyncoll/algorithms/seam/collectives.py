@@ -30,10 +30,12 @@ class Collectives(Protocol):
     ) -> None: ...
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This rank, in the communicator."""
 
     @property
-    def size(self) -> int: ...
+    def size(self) -> int:
+        """The number of ranks."""
 
     overlaps: bool  # whether they use a tensor of a device while it arrives, and wait for what they use
 

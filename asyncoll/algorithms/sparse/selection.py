@@ -65,10 +65,15 @@ def _absolute(magnitude: int, dtype: np.dtype[np.floating]) -> float:
 
 
 class Part(NamedTuple):
-    """Some elements of a vector."""
+    """Some elements of a vector.
 
-    indices: Array  # ascending, each once; int32 where that holds them
-    values: Array  # float32 or float64
+    Attributes:
+        indices: int32, or int64 in a vector of more than 2**31 elements; ascending, each at most once.
+        values: as many; float64 if `x` of the call is, otherwise float32.
+    """
+
+    indices: Array
+    values: Array
 
     @property
     def size(self) -> int:

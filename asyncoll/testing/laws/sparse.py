@@ -28,6 +28,10 @@ _OPERATIONS = 2
 _DTYPES = ("float32", "float32", "float64", "float16", BFLOAT16)
 _COUNTS = (0, 1, 2, 7, 40, 333, 3000, 70_000)
 _DENSITIES = (1.0, 0.3, 0.02, 0.001)
+_USED = {  # options, beside those of all
+    "oktopk": ("thresholds_every", "regions_every", "feedback", "global_threshold"),
+    "gaussiank": ("feedback",),
+}
 _LOSING = "gtopk"  # drops partial sums, and reports them
 _CHOOSING = [name for name in ALGORITHMS if name != "dense"]  # which gives all elements
 
@@ -52,7 +56,9 @@ class Drawn:
         return str(self.options["algorithm"])
 
     def __str__(self) -> str:
-        return f"operation {self.index}, {self.options} of {self.dtype}{list(self.shape)}"
+        names = ("algorithm", "density", *_USED.get(self.algorithm, ()))
+        options = {name: self.options[name] for name in names}
+        return f"operation {self.index}, {options} of {self.dtype}{list(self.shape)}"
 
 
 class SparseProgram:
@@ -270,7 +276,10 @@ def _wide(x: Array, operation: Drawn) -> Array:
 
 
 def conservation(story: SparseStory) -> Iterator[Breach]:
-    """At every element the accumulators before add up to the result, those after, and what gTopk reports as lost."""
+    """At every element the accumulators before add up to the result and those after.
+
+    And to the lost parts that gTopk reports.
+    """
     for operation, gots in _rounds(story):
         sums = [got.sum for got in gots if got.sum is not None]
         if not sums:

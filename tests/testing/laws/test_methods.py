@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -75,6 +76,7 @@ def test_a_wrong_algorithm_breaks_its_law_and_the_replay_names_it(name, law, fil
     with pytest.raises(LawBroken) as broken:
         check_all()
     assert broken.value.law == law
+    assert not re.search("gTopk|_every|feedback|global_threshold", str(broken.value))  # of other algorithms
     assert f"--kind sparse:own.py:{name} " in broken.value.replay
 
 
