@@ -405,10 +405,7 @@ def test_a_recovery_that_is_cancelled_is_made_by_the_next_step_and_loses_no_grad
     ("rules", "words"),
     [
         ({"history": 3, "average_every": 2}, "average_every is for training with history=0"),
-        (
-            {"partial": "some"},
-            "not 'some': an own policy is for comm.policy_allreduce",
-        ),
+        ({"partial": "some"}, "not 'some': an own policy is for comm.policy_allreduce"),
         ({"quorum": 2}, "quorum=2 belongs to partial=\"quorum\", and partial is 'solo'"),
         ({"partial": "majority", "quorum": 2}, "quorum=2 belongs to partial=\"quorum\", and partial is 'majority'"),
         ({"candidates": 2}, "candidates=2 belongs to partial=\"majority\", and partial is 'solo'"),
