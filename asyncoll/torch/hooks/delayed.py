@@ -22,7 +22,7 @@ from asyncoll.torch.hooks.changes import ParameterChanges
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training.dc_s3gd import compensate
-from asyncoll.training.trainer import MODELS_DIFFER
+from asyncoll.training.trainer import MODELS_MAY_DIFFER
 
 
 class DCS3GDState(HookState):
@@ -66,7 +66,7 @@ class DCS3GDState(HookState):
         self._averaged: Handle[Tensor] | None = None
         self._changes = ParameterChanges(self._layout.parameters)
         self._is_resumed = False
-        self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
+        self._steps = OptimizerSteps(dc_s3gd.__name__, optimizer, self._before_step, self._after_step)
 
     def _leave(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         refusals.check_join(self._model())
@@ -101,7 +101,7 @@ class DCS3GDState(HookState):
         self._changes.note()
         # The model is free for the next gradient.
         self._start_average()
-        self._training.note(self.round, MODELS_DIFFER)
+        self._training.note(self.round, MODELS_MAY_DIFFER)
 
     def _take_average(self) -> bool:
         """Wait for the average that is under way, and go to it: w_i + D_i of equation 12. False: there is none."""

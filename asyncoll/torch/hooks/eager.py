@@ -24,7 +24,7 @@ from asyncoll.torch.hooks.changes import ParameterChanges, check_gradients
 from asyncoll.torch.hooks.completion import complete, complete_on
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.option_schedule import OptionSchedule
-from asyncoll.torch.hooks.state import HookState, checked
+from asyncoll.torch.hooks.state import HookState, Logged, checked
 from asyncoll.training import replicas, saved
 from asyncoll.training.due import Due
 from asyncoll.training.eager_sgd import HISTORY, UNEQUAL, Partial, partial_allreduce
@@ -116,7 +116,7 @@ class EagerSGDState(HookState):
         self._due = Due()
         self._claim(name)
         self._recovery = Recovery(self._comm, name, self._copy, history=history, sync_every=sync_every)
-        self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
+        self._steps = OptimizerSteps(eager_sgd.__name__, optimizer, self._before_step, self._after_step)
 
     def _check_operation(self) -> None:
         layout = ((dtype_name(self._buckets.layout.dtype), self._buckets.layout.count),)
@@ -166,7 +166,7 @@ class EagerSGDState(HookState):
         with self._recovery.opened(self.round):
             call: Handle[Reduction] = self._allreduce(beside(self._buckets.flat, metrics), **self._rules)
             reduction = without(call.wait(), metrics)
-        self.metrics = means(metrics)
+        self.metrics = Logged(means(metrics))
         return step_of(reduction, round=self._base + reduction.round, metrics=self.metrics)
 
     def _begin(self, bucket: GradBucket) -> None:
