@@ -30,6 +30,7 @@ TEXTS = {
     "NonFiniteError": (1, ""),
 }
 GROUPED_FROM = 50  # texts of a class
+LETTERS = 10  # a text with fewer says nothing without its values
 ROOMS = {  # by folder
     "": "Communicator, command line, notebooks",
     "_core": "The compiled core",
@@ -82,7 +83,9 @@ def texts_raised() -> dict[str, dict[str, set[str]]]:
                 position, before = TEXTS.get(name, (0, ""))
                 if name in ERRORS and len(call.args) > position:
                     texts = _texts(call.args[position], {**constants, **_local(scope)})
-                    found[name]["".join(folders[:1])] |= {before + text for text in texts if text.strip(f"{VALUE} :;,")}
+                    found[name]["".join(folders[:1])] |= {
+                        before + text for text in texts if sum(map(str.isalpha, text)) >= LETTERS
+                    }
     return found
 
 

@@ -37,7 +37,17 @@ def test_the_search_works_from_a_folder(browser, site):
     browser.find_element(By.TAG_NAME, "body").send_keys(Keys.CONTROL, "k")
     wait = WebDriverWait(browser, 20)
     wait.until(lambda _: browser.switch_to.active_element.tag_name != "body")
-    pages = {"streaming rpc": "howto/rpc.html", "majority_allreduce": "reference/communicator.html"}
+    pages = {
+        "streaming rpc": "howto/rpc.html",
+        "majority_allreduce": "reference/communicator.html",
+        "EagerSGDState": "reference/hooks.html",
+        "ASYNCOLL_DEADLINE_S": "reference/variables.html",
+        "huggingface": "howto/switch-from-gloo.html",
+        "Hugging Face": "howto/switch-from-gloo.html",
+        "MismatchError: rank 1 called barrier": "howto/troubleshooting.html",
+        "two hosts": "howto/hosts.html",
+        "multi node": "howto/hosts.html",
+    }
     pages |= dict.fromkeys(ERRORS, "howto/troubleshooting.html")
     for words, page in pages.items():
         browser.switch_to.active_element.send_keys(Keys.CONTROL, "a")
