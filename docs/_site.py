@@ -25,7 +25,7 @@ LINK = re.compile(r"\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 UNSEARCHED = re.compile(r"(design|repository)/(?!SECURITY)")  # how it works inside, and what was
 # What pip installs: the folder of a checkout. With an index it is "asyncoll", and the page Install says so first.
 PACKAGE = "."
-INSTALLS = re.compile(r"(?<=pip install )(?P<quote>'?)\.(?=[\[\s])")
+INSTALLS = re.compile(r"(?<=pip install )(?P<quote>'?)\.(?=[\[\s`])")
 DRAWING = re.compile(r"^!\[(?P<caption>[^\]]*)\]\((?P<path>[^)]*\.svg)\)$", re.MULTILINE)
 
 
