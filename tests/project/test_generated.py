@@ -155,8 +155,6 @@ def test_what_pip_installs_is_one_variable_of_the_site(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "docs"))
     site = importlib.import_module("_site")
     monkeypatch.setattr(site, "PACKAGE", "asyncoll")
-    named = (
-        "`pip install asyncoll`, `pip install 'asyncoll[ray]'`, `pip install --editable '.[dev]'`"
-    )
+    named = "`pip install asyncoll`, `pip install 'asyncoll[ray]'`, `pip install --editable '.[dev]'`"
     written = named.replace("asyncoll[", ".[").replace("asyncoll`", ".`")
     assert site.adapted(written, "howto/install.md") == named
