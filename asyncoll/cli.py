@@ -199,13 +199,11 @@ def doctor(as_json: bool, gpu: bool, key_file: str | None, ways: bool, ranks: in
       asyncoll doctor --ways -n 8
     """
     from asyncoll import doctor
-    from asyncoll.transport.keys import KEY_FILE
 
     if not ways:
         if ranks is not None:
             raise UsageError("-n goes with --ways: without it, nothing depends on the number of ranks")
-        environ = {**os.environ, **({} if key_file is None else {KEY_FILE: key_file})}
-        sys.exit(doctor.print_findings(as_json, environ=environ, with_gpu=gpu))
+        sys.exit(doctor.print_findings(as_json, key_file=key_file, with_gpu=gpu))
     if gpu or key_file is not None:
         raise UsageError("--ways shows the ways of calls alone: leave out --gpu and --key-file")
     click.echo(doctor.ways(_ranks_of_world() if ranks is None else ranks, as_json))

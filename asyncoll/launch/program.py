@@ -25,6 +25,8 @@ class Program(NamedTuple):
     def check(self) -> None:
         """Raise UsageError if it cannot start. Imports nothing and runs nothing."""
         name = self.argv[0]
+        if not name:
+            raise UsageError("the name of the program is empty: give a script, or -m and a module")
         if self.module:
             if name.endswith(".py") or not _MODULE.fullmatch(name):
                 raise UsageError(f"{name!r} is not the name of a module: give one, or leave out -m to run a script")

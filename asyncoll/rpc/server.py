@@ -467,8 +467,8 @@ class Server:
                 call.placing = function.place.placing(call.landed)
             args, kwargs = _arguments(codec.decode(message.body, call.arrays, function.types, call.placing))
             if function.streams != (message.kind == STREAM):
-                advice = "use `stream`" if function.streams else "use `call`"
-                raise UsageError(f"{function.name} {'streams' if function.streams else 'does not stream'}: {advice}")
+                does = "streams: use `stream`" if function.streams else "does not stream: use `call`"
+                raise UsageError(f"{function.name} {does}")
             function.check(args, kwargs)
             if call.placing is not None:
                 call.placing.join()

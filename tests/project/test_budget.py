@@ -31,7 +31,7 @@ LINES = {
     "bench": 970,  # rows that are shown as they come, and JSON of all tables
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
-    "rpc": 3_070,
+    "rpc": 3_080,  # how a stub declares a stream
     "runtime": 3_700,  # trainings that have not ended, which a rank reports as it leaves
     "tensors": 1_270,
     "testing": 5_310,  # processes that check and their progress, records of messages, laws of one policy or algorithm

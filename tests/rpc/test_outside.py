@@ -17,9 +17,9 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -200,6 +200,44 @@ def test_proxies(ipc):
             assert [int(item[0]) async for item in proxy.count(3)] == [0, 1, 2]
             with pytest.raises(MismatchError, match="the stub WrongService says"):
                 await client.proxy(WrongService).plain("x")
+
+    run(main())
+
+
+class AwaitedStream(Protocol):
+    async def count(self, n: int) -> AsyncIterator[np.ndarray]: ...
+
+
+class NoStream(Protocol):
+    async def count(self, n: int) -> np.ndarray: ...
+
+
+class DeclaredStream(Protocol):
+    def count(self, n: int) -> AsyncGenerator[np.ndarray, None]: ...
+
+
+def test_a_protocol_declares_a_stream_without_async(ipc):
+    declared = r"declare it `def count\(...\) -> AsyncIterator\[ndarray\]`, without `async`"
+
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with pytest.raises(UsageError, match=declared):
+                client.proxy(AwaitedStream)
+            with pytest.raises(MismatchError, match=declared):
+                await client.proxy(NoStream).count(3)
+            async with contextlib.aclosing(client.proxy(DeclaredStream).count(1000)) as items:
+                assert [item[0] async for item in items][:3] == [0, 1, 2]
+
+    run(main())
+
+
+def test_a_call_of_the_other_kind_says_what_to_use(ipc):
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with pytest.raises(UsageError, match="count streams: use `stream`"):
+                await client.call("count", 3)
+            with pytest.raises(UsageError, match="plain does not stream: use `call`"):
+                await anext(client.stream("plain", 3))
 
     run(main())
 
