@@ -340,8 +340,10 @@ def faults(
 
     With --hosts, ranks are on hosts that are network namespaces of this machine, which needs root.
 
-    Exits with 1 if a cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs
-    leaves a processor for each process. Ctrl-C ends all processes, and prints the table of the cells so far.
+    Exits with 1 if a cell fails, and prints the command that repeats it. A cell is broken by a wrong or missing error,
+    and late if the right error comes after its time; both have failed. Times are reliable only if --jobs leaves a
+    processor for each process: repeat late cells on an idle machine. Ctrl-C ends all processes, and prints the table of
+    the cells so far.
 
     \b
     Examples:

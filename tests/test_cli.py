@@ -209,7 +209,7 @@ def test_the_help_of_laws_names_all_kinds():
         (["faults", "--hosts", "99999999999"], "4 ranks are on 1 to 4 hosts, not 99999999999"),
         (["launch", "-n", "9" * 23, "x.py"], "ranks need"),
         (["launch", "-n", "2", str(SCRIPTS)], "not a script"),
-        (["launch", "-n", "2", ""], "no such script"),
+        (["launch", "-n", "2", ""], "the name of the program is empty"),
         (["launch", "-n", "2", "--timeout", "nan", __file__], "the timeout must be positive, not nan"),
         (["launch", "-n", "2", "--log-dir", "", __file__], "'--log-dir': an empty path"),
         (["launch", "-n", "2", "--log-dir", __file__, __file__], "cannot write logs"),

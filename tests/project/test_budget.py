@@ -34,7 +34,7 @@ LINES = {
     "rpc": 3_080,  # how a stub declares a stream
     "runtime": 3_700,  # trainings that have not ended, which a rank reports as it leaves
     "tensors": 1_270,
-    "testing": 5_310,  # processes that check and their progress, records of messages, laws of one policy or algorithm
+    "testing": 5_330,  # processes that check, records of messages, laws of one policy, which part of a cell is wrong
     "torch": 2_850,  # `discard` of the states of hooks
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_195,  # the names of all environment variables, and of transports
