@@ -412,7 +412,7 @@ def test_a_rank_that_is_blamed_and_does_not_fail_is_the_root_cause() -> None:
         "rank 1 failed (exit code 1) after 1.0 s:",
         "Traceback",
         f"rank 0 failed too: {lost}",
-        "ranks 2, 3 were stopped in the end",
+        "processes that had not ended yet were stopped: ranks 2, 3",
     ]
 
 

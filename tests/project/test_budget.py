@@ -35,7 +35,7 @@ LINES = {
     "runtime": 3_700,  # trainings that have not ended, which a rank reports as it leaves
     "tensors": 1_270,
     "testing": 5_330,  # processes that check, records of messages, laws of one policy, which part of a cell is wrong
-    "torch": 2_850,  # `discard` of the states of hooks
+    "torch": 2_860,  # `discard` of the states of hooks, and errors that name a hook or a metric that was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_195,  # the names of all environment variables, and of transports
     "world": 1_660,

@@ -154,3 +154,12 @@ def test_each_example_is_in_the_gallery_with_a_command():
 def test_every_mark_of_a_page_is_filled():
     for page in (ROOT / "docs").rglob("*.md"):
         assert "<!-- generated" not in generated.filled(page.read_text()), page
+
+
+def test_what_pip_installs_is_one_variable_of_the_site(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    site = importlib.import_module("_site")
+    monkeypatch.setattr(site, "PACKAGE", "asyncoll")
+    named = "`pip install asyncoll`, `pip install 'asyncoll[ray]'`, `pip install --editable '.[dev]'`"
+    written = named.replace("asyncoll[", ".[").replace("asyncoll`", ".`")
+    assert site.adapted(written, "howto/install.md") == named

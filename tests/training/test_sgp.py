@@ -133,7 +133,9 @@ def test_all_ranks_leave_with_one_model_and_nothing_is_left(overlap: bool, steps
 
 
 def test_a_program_that_drops_parts_under_way_ends_the_communicator_without_a_warning() -> None:
-    async def main(comm: asyncoll.Communicator) -> str:
+    reasons: list[str] = []
+
+    async def main(comm: asyncoll.Communicator) -> None:
         model = network()
         sgd = SGP(comm, model, plain(model), overlap=True)
         await sgd.start()
@@ -145,9 +147,12 @@ def test_a_program_that_drops_parts_under_way_ends_the_communicator_without_a_wa
             while True:
                 await comm.barrier()
         except asyncoll.AbortedError as error:
-            return str(error)
+            reasons.append(str(error))
 
-    for reason in run_ranks(2, main):
+    with pytest.raises(asyncoll.UsageError, match=r"ends without finish\(\) of SGP"):
+        run_ranks(2, main)
+    assert len(reasons) == 2
+    for reason in reasons:
         assert "never awaited: the mass that it received is lost" in reason
 
 

@@ -206,11 +206,12 @@ class Disconnect(OfProcess):
         transport: Any = place.comm._core.member.endpoint.transport
         peers = getattr(transport, "_inner", transport).peers  # a SlottedTransport wraps the one with peers
         addresses = set(map(forks.canonical, peers))
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            ends = list(forks.ends_of(descriptor))
-            if len(ends) == 2 and addresses.intersection(ends):  # a socket that listens has one end
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)  # fails if it is shut already
+        # All are found before the first is shut: this rank may not take a peer for lost, and tell the others meanwhile.
+        ends = {descriptor: list(forks.ends_of(descriptor)) for descriptor in map(int, os.listdir("/proc/self/fd"))}
+        # A socket that listens has one end.
+        for descriptor in [each for each in ends if len(ends[each]) == 2 and addresses.intersection(ends[each])]:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+                connection.shutdown(socket.SHUT_RDWR)  # fails if it is shut already
 
 
 @contextlib.contextmanager
