@@ -25,8 +25,6 @@ class Program(NamedTuple):
     def check(self) -> None:
         """Raise UsageError if it cannot start. Imports nothing and runs nothing."""
         name = self.argv[0]
-        if not name:
-            raise UsageError("the name of the program is empty: give a script, or -m and a module")
         if self.module:
             if name.endswith(".py") or not _MODULE.fullmatch(name):
                 raise UsageError(f"{name!r} is not the name of a module: give one, or leave out -m to run a script")
@@ -36,6 +34,8 @@ class Program(NamedTuple):
                     _locate(f"{name}.__main__", f"{name} is a package without __main__")
             finally:
                 del sys.path[0]
+        elif not name:
+            raise UsageError("the name of the script is empty: give one")
         elif not os.path.exists(name):
             if _MODULE.fullmatch(name) and not name.endswith(".py"):
                 raise UsageError(f"no such script: {name}; to run a module of this name, put -m before it")

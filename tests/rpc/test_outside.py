@@ -242,6 +242,37 @@ def test_a_call_of_the_other_kind_says_what_to_use(ipc):
     run(main())
 
 
+class Told:
+    """Tells where its streams end."""
+
+    def __init__(self) -> None:
+        self.ends: asyncio.Queue[str] = asyncio.Queue()
+
+    async def count(self, pause_s: float) -> AsyncGenerator[int, None]:
+        try:
+            for number in range(1000):
+                yield number
+                await asyncio.sleep(pause_s if number else 0)
+        except BaseException as error:
+            self.ends.put_nowait(type(error).__name__)
+            raise
+
+
+@pytest.mark.parametrize(("pause_s", "end"), [(0.0, "GeneratorExit"), (1000.0, "CancelledError")])
+def test_a_stream_that_is_closed_ends_where_it_waits(pause_s, end, ipc):
+    async def main():
+        service = Told()
+        async with asyncoll.rpc.serve(service, ipc), asyncoll.rpc.connect(ipc) as client:
+            async with contextlib.aclosing(client.proxy(Told).count(pause_s)) as numbers:
+                async for number in numbers:
+                    if number == 1:
+                        await asyncio.sleep(0.05)  # the generator has come as far as it may
+                        break
+            assert await asyncio.wait_for(service.ends.get(), PATIENCE_S) == end
+
+    run(main())
+
+
 def test_a_function_is_a_service_too(ipc):
     async def double(x: int) -> int:
         return 2 * x
