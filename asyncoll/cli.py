@@ -12,7 +12,17 @@ import click
 
 from asyncoll import __version__
 from asyncoll.bench.commands import bench
-from asyncoll.cli_base import Command, CommandGroup, Count, chosen_seeds, json_option, ranks_option, seeds_option
+from asyncoll.cli_base import (
+    Command,
+    CommandGroup,
+    Count,
+    Kinds,
+    RankCounts,
+    chosen_seeds,
+    json_option,
+    ranks_option,
+    seeds_option,
+)
 from asyncoll.errors import UsageError
 
 _COUNT = Count(1, 1024)
@@ -199,13 +209,11 @@ def doctor(as_json: bool, gpu: bool, key_file: str | None, ways: bool, ranks: in
       asyncoll doctor --ways -n 8
     """
     from asyncoll import doctor
-    from asyncoll.transport.keys import KEY_FILE
 
     if not ways:
         if ranks is not None:
             raise UsageError("-n goes with --ways: without it, nothing depends on the number of ranks")
-        environ = {**os.environ, **({} if key_file is None else {KEY_FILE: key_file})}
-        sys.exit(doctor.print_findings(as_json, environ=environ, with_gpu=gpu))
+        sys.exit(doctor.print_findings(as_json, key_file=key_file, with_gpu=gpu))
     if gpu or key_file is not None:
         raise UsageError("--ways shows the ways of calls alone: leave out --gpu and --key-file")
     click.echo(doctor.ways(_ranks_of_world() if ranks is None else ranks, as_json))
@@ -221,15 +229,16 @@ def _ranks_of_world() -> int:
 @main.command()
 @click.option(
     "--kind",
-    metavar="KIND,...",
+    "kinds",
+    type=Kinds(),
     default="all",
     show_default=True,
-    help="Some of solo, majority, quorum, full, candidates, group, policy, gossip, dense, sparse, training, ending; or "
-    "all. Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of a Python file that registers NAME.",
+    help=f"Some of {', '.join(Kinds.ALL)}; or all. Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of "
+    "a Python file that registers NAME.",
 )
 @click.option(
     "--sizes",
-    metavar="RANKS,...",
+    type=RankCounts(),
     default="1-9,12,13,16,17",
     show_default=True,
     help="Numbers of ranks of the worlds, used by the seeds in turn.",
@@ -257,7 +266,9 @@ def _ranks_of_world() -> int:
 )
 @click.option("--devices", is_flag=True, help="Some ranks have tensors on devices, which have no hardware.")
 @json_option("Print a JSON object for each kind, with all laws that it breaks.")
-def laws(kind: str, sizes: str, seed: int | None, seeds: range, jobs: int, transport: str, **options: bool) -> None:
+def laws(
+    kinds: list[str], sizes: list[int], seed: int | None, seeds: range, jobs: int, transport: str, **options: bool
+) -> None:
     """Check the laws of collectives, of gossip, of training and of ends of programs in many worlds, drawn from seeds.
 
     Exits with 1 if a law is broken. Then it prints the law, the world, and the command that replays this world. Ctrl-C
@@ -270,11 +281,10 @@ def laws(kind: str, sizes: str, seed: int | None, seeds: range, jobs: int, trans
       asyncoll laws --seeds 20 --json
     """
     from asyncoll.launch import check_current_folder
-    from asyncoll.testing.laws import sweep
+    from asyncoll.testing.laws.sweep import sweep
 
     check_current_folder()
-    kinds, numbers = sweep.parse_kinds(kind), sweep.parse_sizes(sizes)
-    sys.exit(not sweep.sweep(kinds, numbers, chosen_seeds(seed, seeds), jobs, transport, **options))
+    sys.exit(not sweep(kinds, sizes, chosen_seeds(seed, seeds), jobs, transport, **options))
 
 
 @main.command()
@@ -342,8 +352,10 @@ def faults(
 
     With --hosts, ranks are on hosts that are network namespaces of this machine, which needs root.
 
-    Exits with 1 if a cell fails, and prints the command that repeats it. The measured times are reliable only if --jobs
-    leaves a processor for each process. Ctrl-C ends all processes, and prints the table of the cells so far.
+    Exits with 1 if a cell fails, and prints the command that repeats it. A cell is broken by a wrong or missing error,
+    and late if the right error comes after its time; both have failed. Times are reliable only if --jobs leaves a
+    processor for each process: repeat late cells on an idle machine. Ctrl-C ends all processes, and prints the table of
+    the cells so far.
 
     \b
     Examples:

@@ -124,6 +124,45 @@ def seeds_option(default: str, meaning: str) -> Callable[[Any], Any]:
     return lambda command: several(one(command))
 
 
+class RankCounts(click.ParamType[list[int]]):
+    """Numbers of ranks: 1-3,7 is 1, 2, 3 and 7."""
+
+    name = "RANKS,..."
+    _PART = re.compile("([0-9]{1,18})(?:-([0-9]{1,18}))?")
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[int]:
+        if isinstance(value, list):
+            return value
+        sizes: list[int] = []
+        for part in value.split(","):
+            found = self._PART.fullmatch(part)
+            numbers = range(int(found[1]), int(found[2] or found[1]) + 1) if found else range(0)
+            if not numbers or numbers[0] < 1 or numbers[-1] > RANKS_MAX:
+                remedy = f"use a list such as 1-9,12,13, up to {RANKS_MAX}"
+                self.fail(f"{part!r:.80} is no number of ranks: {remedy}", param, ctx)
+            sizes += numbers
+        return sizes
+
+
+class Kinds(click.ParamType[list[str]]):
+    """Kinds of worlds, which may name a method after a colon."""
+
+    name = "KIND,..."
+    ALL = (
+        *("solo", "majority", "quorum", "full", "candidates", "group", "policy"),  # of rounds
+        *("gossip", "dense", "sparse", "training", "ending"),
+    )
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        if isinstance(value, list):
+            return value
+        kinds = list(self.ALL) if value == "all" else value.split(",")
+        for kind in kinds:
+            if kind.partition(":")[0] not in self.ALL:
+                self.fail(f"unknown kind {kind!r:.80}: use all, or some of {', '.join(self.ALL)}", param, ctx)
+        return list(dict.fromkeys(kinds))
+
+
 def chosen_seeds(seed: int | None, seeds: range) -> range:
     """The seeds that the options of the command say."""
     if seed is None:

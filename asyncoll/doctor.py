@@ -26,8 +26,9 @@ import numpy
 from asyncoll import _core
 from asyncoll.errors import DeviceError, UsageError
 from asyncoll.launch.rank_environment import socket_folder, threads
-from asyncoll.transport.keys import find_key, read_key
+from asyncoll.transport.keys import KEY_FILE, find_key, read_key
 from asyncoll.transport.processes import WITHOUT_PROC
+from asyncoll.transport.settings import NAMES
 from asyncoll.world.environment import read_settings
 from asyncoll.world.launchers import read_launcher
 from asyncoll.world.meeting import files_for
@@ -35,20 +36,7 @@ from asyncoll.world.network import Place, addresses, is_loopback, place
 from asyncoll.world.versions import check as check_versions
 
 PACKAGES = ("torch", "numpy", "pyzmq", "msgpack", "uvloop", "click", "rich", "typeguard")
-WORLD = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "ASYNCOLL_FOLDER",
-    "ASYNCOLL_KEY_FILE",
-    "ASYNCOLL_ENCRYPT",
-    "ASYNCOLL_ADDRESS",
-    "ASYNCOLL_INTERFACE",
-    "ASYNCOLL_PORTS",
-)
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *NAMES)
 EXTERNAL_ADDRESS = "192.0.2.1"  # reserved for documentation: no host has it, but the route to it is the default route
 FILES_MIN = 1024
 PATIENCE_S = 2.0
@@ -75,14 +63,19 @@ class Findings:
         return int(bool(self.obstacles.get(ONE_HOST)))
 
 
-def examine(findings: Findings, environ: Mapping[str, str] = os.environ, *, with_gpu: bool = False) -> Findings:
+def examine(
+    findings: Findings, environ: Mapping[str, str] = os.environ, *, key_file: str | None = None, with_gpu: bool = False
+) -> Findings:
     """Examine this host and this environment, and add to `findings`. Sends nothing and changes nothing.
 
-    `with_gpu` also opens the devices of CUDA, which takes seconds and imports torch.
+    `key_file` is examined in place of the key that `environ` leads to. `with_gpu` also opens the devices of CUDA, which
+    takes seconds and imports torch.
 
     The compiled core has been chosen when this module was imported, which raises UsageError as it does for a rank.
     """
-    sections = findings.sections
+    sections, world = findings.sections, {name: environ[name] for name in WORLD if name in environ}
+    if key_file is not None:
+        environ = {**environ, KEY_FILE: key_file}
     sections["versions"] = _versions()
     sections["host"] = {"cores": _cores(), "memory": _memory(), "open files": _files()}
     sections["interfaces"] = {name: ", ".join(its) or "no address" for name, its in addresses()}
@@ -94,7 +87,7 @@ def examine(findings: Findings, environ: Mapping[str, str] = os.environ, *, with
         "core": _core_of_ranks(),
         "threads per rank": " ".join(f"{name}={value}" for name, value in threads(2, environ).items()),
     }
-    sections["world"] = {name: environ[name] for name in WORLD if name in environ}
+    sections["world"] = world
     of_one_host, of_several = dict(_failing(ONE_HOST_NEEDS, environ)), dict(_failing(SEVERAL_HOSTS_NEED, environ))
     findings.obstacles[ONE_HOST] = [*of_one_host]
     findings.obstacles[SEVERAL_HOSTS] = [*of_one_host, *of_several]

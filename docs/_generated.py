@@ -29,7 +29,9 @@ TEXTS = {
     "RemoteError": (1, ""),
     "NonFiniteError": (1, ""),
 }
+CAUSES = PACKAGE / "transport/messages/service_protocol.py"  # its texts say why a service is gone
 GROUPED_FROM = 50  # texts of a class
+LETTERS = 10  # a text with fewer says nothing without its values
 ROOMS = {  # by folder
     "": "Communicator, command line, notebooks",
     "_core": "The compiled core",
@@ -78,11 +80,18 @@ def texts_raised() -> dict[str, dict[str, set[str]]]:
             if not isinstance(scope, ast.FunctionDef | ast.AsyncFunctionDef | ast.Module):
                 continue
             for call in _own_calls(scope):
-                name = _name(call.func)
+                name, *arguments = _name(call.func), *call.args
+                if name == "partial" and arguments:  # it is made when it is raised
+                    name = _name(arguments.pop(0))
                 position, before = TEXTS.get(name, (0, ""))
-                if name in ERRORS and len(call.args) > position:
-                    texts = _texts(call.args[position], {**constants, **_local(scope)})
-                    found[name]["".join(folders[:1])] |= {before + text for text in texts if text.strip(f"{VALUE} :;,")}
+                if name in ERRORS and len(arguments) > position:
+                    texts = _texts(arguments[position], {**constants, **_local(scope)})
+                    found[name]["".join(folders[:1])] |= {
+                        before + text for text in texts if sum(map(str.isalpha, text)) >= LETTERS
+                    }
+    causes = [*itertools.chain(*_constants(_trees()[CAUSES]).values()), *_known()["silence_cause"]]
+    texts = {text for cause in causes for text in _texts(cause, {})} - {VALUE}
+    found["ServiceLostError"]["rpc"] |= {f"the service at {VALUE} is gone: {text}" for text in texts}
     return found
 
 

@@ -23,6 +23,9 @@ ROOT = Path(__file__).parent.parent
 PAGES = ROOT / "build" / "docs"
 LINK = re.compile(r"\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 UNSEARCHED = re.compile(r"(design|repository)/(?!SECURITY)")  # how it works inside, and what was
+# What pip installs: the folder of a checkout. With an index it is "asyncoll", and the page Install says so first.
+PACKAGE = "."
+INSTALLS = re.compile(r"(?<=pip install )(?P<quote>'?)\.(?=[\[\s`])")
 DRAWING = re.compile(r"^!\[(?P<caption>[^\]]*)\]\((?P<path>[^)]*\.svg)\)$", re.MULTILINE)
 
 
@@ -58,7 +61,8 @@ def adapted(markdown: str, page: str) -> str:
         target = _in_site(posixpath.normpath(posixpath.join(folder, found["path"])))
         return f"]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{found['anchor'] or ''})"
 
-    return LINK.sub(redirect, DRAWING.sub(inline, markdown))
+    named = INSTALLS.sub(rf"\g<quote>{PACKAGE}", markdown)
+    return LINK.sub(redirect, DRAWING.sub(inline, named))
 
 
 def _in_repository(page: str) -> str:

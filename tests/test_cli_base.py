@@ -183,7 +183,7 @@ def test_a_wrong_variable_is_one_error_that_says_what_to_do(
     ("command", "complaint"),
     [
         ("", "No such command ''"),
-        ("launch -n 2", "no such script: "),
+        ("launch -n 2", "the name of the script is empty"),
         ("launch -n 2 -m", "'' is not the name of a module"),
         ("launch --hosts", "Missing argument"),
         ("launch -n", "'' is not a valid whole number"),

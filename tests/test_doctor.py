@@ -220,6 +220,24 @@ def test_what_several_hosts_lack_is_a_warning(
     assert warning in " ".join(findings.warnings)
 
 
+def test_a_key_whose_bytes_are_the_same_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.touch(0o600)
+    file.write_bytes(bytes(32))
+    told = CliRunner().invoke(main, ["doctor", "--key-file", str(file)], catch_exceptions=False).output
+    assert f"{file} is no key: all its bytes are the same; make one with `asyncoll key FILE`" in told
+    assert "no usable key" in told.splitlines()[-1]
+
+
+def test_the_variables_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    told = CliRunner().invoke(main, ["doctor", "--key-file", key], catch_exceptions=False).output
+    assert "none in the environment: a world of one" in told
+    assert "ASYNCOLL_KEY_FILE" not in told
+    monkeypatch.setenv("ASYNCOLL_FREEZE_S", "abc")
+    findings = json.loads(CliRunner().invoke(main, ["doctor", "--json"], catch_exceptions=False).output)
+    assert findings["sections"]["world"] == {"ASYNCOLL_FREEZE_S": "abc"}
+
+
 def test_colours_on_a_terminal_unless_they_are_not_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     def shown(no_color: str) -> bytes:
         monkeypatch.setenv("NO_COLOR", no_color)

@@ -183,15 +183,19 @@ def suite(names: tuple[str, ...], file: Path | None, quick: bool) -> None:
     found: dict[str, Cells] = {}
     if file:
         claims.write(file, found)  # now, and not after minutes, it is an error if that cannot be
-    with progress(chosen[0].heading, len(chosen)) as advance:
-        for number, claim in enumerate(chosen):
-            found[claim.name] = claims.cells_of(claim, quick=quick)
-            advance(chosen[min(number + 1, len(chosen) - 1)].heading)
-            for holds, line in claims.verdicts(claim, found[claim.name]):
-                click.echo(line)
-                hold = hold and holds
-            if file:
-                claims.write(file, found)
+    try:
+        with progress(chosen[0].heading, len(chosen)) as advance:
+            for number, claim in enumerate(chosen):
+                found[claim.name] = claims.cells_of(claim, quick=quick)
+                advance(chosen[min(number + 1, len(chosen) - 1)].heading)
+                for holds, line in claims.verdicts(claim, found[claim.name]):
+                    click.echo(line)
+                    hold = hold and holds
+                if file:
+                    claims.write(file, found)
+    finally:
+        if file and not found:
+            file.unlink(missing_ok=True)
     sys.exit(int(not hold))
 
 

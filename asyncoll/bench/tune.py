@@ -6,6 +6,7 @@ times, so that a drift of the machine affects all of them equally. The fastest c
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -49,43 +50,72 @@ class Timing(NamedTuple):
 
 
 def tune(ranks: int, tell: Callable[[Timing], None]) -> Sizes:
-    """The best sizes for `ranks` ranks on this host. Tells all timings of a size when it is chosen."""
+    """The best sizes for `ranks` ranks on this host. Tells all timings of a size when it is chosen, or at Ctrl-C."""
     sizes, long = choose(ranks, {}), BenchPlan("allreduce", ranks, _LONG)
     shorts = BenchPlan("allreduce", ranks, _SHORTS)
     with progress("chunk", _RUNS) as advance:
         for name, candidates, plan in (("chunk", _CHUNKS, replace(long, registered=True)), ("piece", _PIECES, long)):
-            settings = [sizes._replace(**IN_PIECES | {name: candidate}) for candidate in candidates]
-            times = _compare(plan, settings, partial(advance, name))
-            # The sum of logarithms, because the times of the longer array would outweigh those of the shorter one in a
-            # sum.
-            best = int(np.argmin(np.log(times).sum(axis=1)))
-            for index, candidate in enumerate(candidates):
-                times_us = dict(zip(map(str, _LONG), times[index], strict=True))
-                tell(Timing(name, candidate, times_us, index == best))
+            found = _Comparison(plan, [sizes._replace(**IN_PIECES | {name: candidate}) for candidate in candidates])
+            try:
+                found.measure(partial(advance, name))
+            finally:
+                times = found.medians()
+                # The sum of logarithms, because the times of the longer array would outweigh those of the shorter one
+                # in a sum.
+                best = int(np.argmin(np.log(times).sum(axis=1))) if found.is_complete else None
+                for index, candidate in enumerate(candidates):
+                    times_us = dict(zip(map(str, _LONG), times[index], strict=True))
+                    _tell_measured(tell, Timing(name, candidate, times_us, index == best))
+            assert best is not None
             sizes = sizes._replace(**{name: candidates[best]})
-        settings = [sizes._replace(short=_SHORTS[-1]), sizes._replace(short=_NO_SHORT)]
-        at_once, cut = _compare(shorts, settings, partial(advance, "short"))
-    # Take the sizes from the smallest on, up to the first at which cutting is faster: noise may make a longer one win.
-    worthwhile = list(takewhile(lambda index: at_once[index] <= cut[index], range(len(_SHORTS))))
-    sizes = sizes._replace(short=_SHORTS[max(worthwhile, default=0)])
-    for size, first, second in zip(_SHORTS, at_once, cut, strict=True):
-        tell(Timing("short", size, {"at once": first, "cut": second}, size == sizes.short))
-    return sizes
+        found = _Comparison(shorts, [sizes._replace(short=_SHORTS[-1]), sizes._replace(short=_NO_SHORT)])
+        try:
+            found.measure(partial(advance, "short"))
+        finally:
+            at_once, cut = found.medians()
+            # Take the sizes from the smallest on, up to the first at which cutting is faster: noise may make a longer
+            # one win.
+            worthwhile = list(takewhile(lambda index: at_once[index] <= cut[index], range(len(_SHORTS))))
+            short = _SHORTS[max(worthwhile, default=0)] if found.is_complete else None
+            for size, first, second in zip(_SHORTS, at_once, cut, strict=True):
+                _tell_measured(tell, Timing("short", size, {"at once": first, "cut": second}, size == short))
+    assert short is not None
+    return sizes._replace(short=short)
 
 
-def _compare(plan: BenchPlan, candidates: list[Sizes], advance: Callable[[], None]) -> Times:
-    """Median times in microseconds, by candidate (first axis) and by size of the plan (second axis).
+def _tell_measured(tell: Callable[[Timing], None], timing: Timing) -> None:
+    if not any(map(math.isnan, timing.times_us.values())):
+        tell(timing)
 
-    Raises SystemExit if a run fails, and RuntimeError if a result is wrong.
-    """
-    times = np.empty((_REPEATS, len(candidates), len(plan.sizes)))
-    for repeat in range(_REPEATS):
-        for index, candidate in enumerate(candidates):
-            with mock.patch.dict(os.environ, {VARIABLE: setting(candidate)}):
-                times[repeat, index] = [row["time_us"] for row in rows_of(plan)]
-            advance()
-    medians: Times = np.median(times, axis=0)
-    return medians
+
+class _Comparison:
+    """Times of candidates that take turns."""
+
+    def __init__(self, plan: BenchPlan, candidates: list[Sizes]) -> None:
+        self._plan = plan
+        self._candidates = candidates
+        self._times = np.full((_REPEATS, len(candidates), len(plan.sizes)), math.nan)
+
+    def measure(self, advance: Callable[[], None]) -> None:
+        """Measure all. Raises SystemExit if a run fails, and RuntimeError if a result is wrong."""
+        for repeat in range(_REPEATS):
+            for index, candidate in enumerate(self._candidates):
+                with mock.patch.dict(os.environ, {VARIABLE: setting(candidate)}):
+                    self._times[repeat, index] = [row["time_us"] for row in rows_of(self._plan)]
+                advance()
+
+    @property
+    def is_complete(self) -> bool:
+        return not np.isnan(self._times).any()
+
+    def medians(self) -> Times:
+        """In microseconds, by candidate (first axis) and size of the plan (second axis); NaN without a measurement."""
+        medians: Times = np.full(self._times.shape[1:], math.nan)
+        for index in range(len(self._candidates)):
+            times = self._times[:, index]
+            if len(measured := times[~np.isnan(times).any(axis=1)]):
+                medians[index] = np.median(measured, axis=0)
+        return medians
 
 
 def setting(sizes: Sizes) -> str:

@@ -1,8 +1,8 @@
-"""Runs a command for a user who may lose interest: its processes and temporary files go when the user goes.
+"""Runs a command whose processes and temporary files end with the process that has started it.
 
-    user (a command of asyncoll) ── pipe ── keeper ── command ── its processes
+    starter (a command of asyncoll) ── pipe ── keeper ── command ── its processes
 
-The keeper is a process between them. When its stdin ends, because the user has left `kept` or is dead, it kills all
+The keeper is a process between them. When its stdin ends, because the starter has left `kept` or is dead, it kills all
 descendants, those in sessions of their own too, and removes the folder that is their TMPDIR.
 """
 

@@ -314,7 +314,8 @@ class Launcher:
             else:
                 self._stopped_by = signum
                 grace = INTERRUPT_GRACE_S if signum == signal.SIGINT else STOP_GRACE_S
-                _say([f"{signal_name(signum)}: the ranks get {grace:.0f} s; a second signal kills them"])
+                graced = f"the ranks get {grace:.0f} s; a second signal kills them"
+                _say([f"{signal_name(signum)}: {graced if self._pids else 'no rank has started'}"])
             self._supervisor.stop(signum, 128 + signum, time.monotonic())
             if not self._supervisor.running:
                 self._kill_the_rest()

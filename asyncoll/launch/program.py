@@ -34,6 +34,8 @@ class Program(NamedTuple):
                     _locate(f"{name}.__main__", f"{name} is a package without __main__")
             finally:
                 del sys.path[0]
+        elif not name:
+            raise UsageError("the name of the script is empty: give one")
         elif not os.path.exists(name):
             if _MODULE.fullmatch(name) and not name.endswith(".py"):
                 raise UsageError(f"no such script: {name}; to run a module of this name, put -m before it")

@@ -121,6 +121,7 @@ class RemoteHost:
         assert self.ssh.stderr is not None
         self._stdin, self._stdout, self._stderr = self.ssh.stdin, self.ssh.stdout.fileno(), self.ssh.stderr.fileno()
         self._messages = OutputStream(f"{self.name}: ".encode(), sys.stderr.buffer)  # of ssh and the agent
+        self._unshown = b""  # messages before the greeting: the error of a connection that fails has one of them
         self._greeting: bytes | None = b""  # what has arrived of it; None once it is complete
         self._frames = frames.Frames()
         self._why = ""  # why the host has ended, if its agent has said it, or has said what cannot be understood
@@ -181,7 +182,8 @@ class RemoteHost:
                 raise ProtocolError("it has not begun with its greeting")
             return b""
         self._greeting = None
-        self._show(before)
+        self._show(self._unshown + before)
+        self._unshown = b""
         if version.decode(errors="replace") != asyncoll.__version__:
             told = version.decode(errors="replace")
             self.hear(
@@ -195,7 +197,10 @@ class RemoteHost:
         data = os.read(self._stderr, READ_BYTES)
         if not data:
             self.sources.unwatch(self._stderr)
-        self._show(data)
+        if self._greeting is None:
+            self._show(data)
+        else:
+            self._unshown += data
         return bool(data)
 
     def _show(self, data: bytes) -> None:
@@ -212,11 +217,14 @@ class RemoteHost:
                     pass
         self.close()
         self.has_ended = True
-        self.hear({"ended": "" if self._is_ending else self._why or self._what_failed(code)})
+        why = "" if self._is_ending else self._why or self._what_failed(code)
+        unsaid = [line for line in self._unshown.splitlines(keepends=True) if _text(line) not in why]
+        self._show(b"".join(unsaid))
+        self.hear({"ended": why})
 
     def _what_failed(self, code: int) -> str:
-        last = [line.decode(errors="replace") for line in self._messages.last]
-        said = f": {last[-1]}" if last else ""
+        heard = [*self._messages.last, *self._unshown.splitlines()]
+        said = f": {_text(heard[-1])}" if heard else ""
         if self._greeting is None:
             return f"the connection to it ended (ssh: exit code {code}{said})"
         if code == SSH_FAILED:
@@ -230,3 +238,7 @@ class RemoteHost:
         return (
             f"{sys.executable} cannot import asyncoll from {root} there{said}; it must be at the same path on all hosts"
         )
+
+
+def _text(line: bytes) -> str:
+    return line.decode(errors="replace").strip()

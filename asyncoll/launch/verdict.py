@@ -42,8 +42,11 @@ def explain(
         yield from (f"    {line}" for line in last)
     yield from followers(supervisor, root)
     if supervisor.exit_code is None and supervisor.stopped:
-        cause = f"because rank {root.rank} {'was lost' if root.is_lost else 'failed'}"
-        yield f"{were(supervisor.stopped)} stopped {cause if accused is None else 'in the end'}"
+        if accused is None:
+            cause = f"because rank {root.rank} {'was lost' if root.is_lost else 'failed'}"
+            yield f"{were(supervisor.stopped)} stopped {cause}"
+        else:  # its program may have ended, and its interpreter not yet
+            yield f"processes that had not ended yet were stopped: {_ranks(supervisor.stopped)}"
 
 
 def tell_stopped(ranks: Sequence[int], pids: Mapping[int, int], grace_s: float, hosts: Mapping[int, str]) -> str:

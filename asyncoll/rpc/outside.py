@@ -55,7 +55,8 @@ async def serve(
 
     `url` is one of:
 
-    - `ipc://path`: a unix socket. Only processes of this user on this host can connect.
+    - `ipc://path`: a unix socket. Only processes of this user on this host can connect. The socket of a service that
+      was killed is replaced.
     - `tcp://address:port`: an IP address of this host, or `localhost`. Port 0 means a free port; the yielded address
       names it. Without a key only a loopback address is allowed, and every user of this host can call every
       method: prefer ipc.
@@ -67,7 +68,8 @@ async def serve(
     see `Rpc.register`.
 
     Raises UsageError if the address or the key file cannot be used, or if a function is not plain and `inline` is set.
-    A client that violates the protocol is disconnected, with a warning in the log. An exception in a function is raised
+    A client that violates the protocol is disconnected, with a warning in the log. The calls and streams of a client
+    that has ended are cancelled. An exception in a function is raised
     at its client as RemoteError, SystemExit too; the service continues. At the end of the context, calls that still run
     are cancelled, and clients get ServiceLostError.
     """

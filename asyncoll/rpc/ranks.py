@@ -76,8 +76,10 @@ class Rpc(Uncopied):
     ASYNCOLL_DEADLINE_S seconds; PeerLostError, AbortedError, ProtocolError or ClosedError if the world ends. The calls
     that a function makes inherit the deadline of its caller.
 
-    **Cancellation.** Cancelling a call cancels the function as soon as the callee learns of it. A plain function cannot
-    be stopped and runs to its end; its result is dropped. Other calls are not affected.
+    **Cancellation.** Cancelling a call cancels the function as soon as the callee learns of it, and so does the end of
+    its caller's process. A coroutine function, or a generator that waits, gets CancelledError at its `await`; a
+    generator that waits for its reader gets GeneratorExit at its `yield`. A plain function cannot be stopped and runs
+    to its end; its result is dropped. Other calls are not affected.
     """
 
     def __init__(self, member: Member, make_carrier: MakeCarrier, route: DeviceRoute | None) -> None:
@@ -171,13 +173,18 @@ class Rpc(Uncopied):
         """The items that the async generator `name` yields at `rank`, as an async generator.
 
         ```python
-        async for batch in comm.rpc.stream(1, "batches", 100):
-            ...
+        import contextlib
+
+        async with contextlib.aclosing(comm.rpc.stream(1, "batches", 100)) as batches:
+            async for batch in batches:
+                ...  # `break` ends the generator at rank 1, too
         ```
 
         The call starts with the first item. The generator runs at most 16 items, or 8 MiB, ahead of its reader.
-        `aclose()`, or cancelling the reader, cancels the generator. Its exception is raised after the items that came
-        before.
+        `aclose()`, or cancelling the reader, cancels the generator. To leave the loop is not enough while a variable
+        still refers to the stream: use `contextlib.aclosing`. An exception of the generator is raised after the items
+        that came before. At the end of a deadline the generator is cancelled, and a slow reader gets DeadlineError when
+        it next asks for an item.
         """
         types = self._registry.types_of(name)
         return self._exchange.client.stream(Request(self._of_world(rank), name, args, kwargs, types, self._place))
@@ -216,9 +223,22 @@ class Rpc(Uncopied):
         ```
 
         `service` is the class of the registered object, a Protocol, or any class with the same methods. Its methods
-        must be `async def` or async generators, because callers await them; the registered methods may be plain
-        functions. `name` is the name that the object was registered with, if any. To a type checker the proxy is a
-        `service`.
+        must be `async def`, or streams, because callers await them; the registered methods may be plain functions. A
+        stream is an async generator. A Protocol, whose methods have no body, declares it without `async`:
+
+        ```python
+        from collections.abc import AsyncGenerator
+        from typing import Protocol
+
+        class Model(Protocol):
+            async def size(self) -> int: ...
+            def complete(self, prompt: str) -> AsyncGenerator[str, None]: ...
+        ```
+
+        With AsyncIterator in place of AsyncGenerator it works, too, but a type checker then refuses
+        `contextlib.aclosing`.
+
+        `name` is the name that the object was registered with, if any. To a type checker the proxy is a `service`.
 
         Creating a proxy sends nothing. The first call compares names, parameters and annotations with the registered
         methods, and raises MismatchError if they differ. Results are checked against the annotations: UsageError.

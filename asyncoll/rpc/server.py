@@ -467,8 +467,9 @@ class Server:
                 call.placing = function.place.placing(call.landed)
             args, kwargs = _arguments(codec.decode(message.body, call.arrays, function.types, call.placing))
             if function.streams != (message.kind == STREAM):
-                advice = "use `stream`" if function.streams else "use `call`"
-                raise UsageError(f"{function.name} {'streams' if function.streams else 'does not stream'}: {advice}")
+                if function.streams:
+                    raise UsageError(f"{function.name} streams: use `stream`")
+                raise UsageError(f"{function.name} does not stream: use `call`")
             function.check(args, kwargs)
             if call.placing is not None:
                 call.placing.join()

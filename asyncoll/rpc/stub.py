@@ -100,8 +100,11 @@ class _Stub(Uncopied):
             mine, found = function.describe(), there.get(function.name)
             if found is None or not _matches(mine, found):
                 shown = found if found is not None else "nothing of that name"
+                hint = ""
+                if found is not None and found.streams and not mine.streams:
+                    hint = f": declare it {_as_stream(mine.name, found.returns)}"
                 raise MismatchError(
-                    f"the stub {self._class_name} says {mine}, but at {self._peer.name} there is {shown}"
+                    f"the stub {self._class_name} says {mine}, but at {self._peer.name} there is {shown}{hint}"
                 )
         self._has_been_matched = True
 
@@ -109,11 +112,22 @@ class _Stub(Uncopied):
 def _described(name: str, cls: type, own: str, method: Callable[..., Any]) -> Function:
     is_unbound = not isinstance(inspect.getattr_static(cls, own), staticmethod | classmethod)
     function = Function(name, method, is_unbound=is_unbound)
+    if function.is_coroutine and hints.is_stream(function.returns):
+        items = hints.text(hints.items(function.returns))
+        raise UsageError(
+            f"{cls.__qualname__}.{own} is `async def`, so a caller awaits it before the stream: "
+            f"declare it {_as_stream(own, items)}"
+        )
     if not (function.is_coroutine or function.streams):
         raise UsageError(
             f"{cls.__qualname__}.{own} is a plain function, but is awaited where it runs elsewhere: make it `async def`"
         )
     return function
+
+
+def _as_stream(name: str, items: str) -> str:
+    """How a stub declares a stream. The body of an async generator makes one of `async def`; a Protocol has none."""
+    return f"`def {name.rpartition('.')[2]}(...) -> AsyncIterator[{items or 'Any'}]`, without `async`"
 
 
 def _matches(mine: Method, there: Method) -> bool:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
+from asyncoll.arguments import real
 from asyncoll.errors import UsageError
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
@@ -39,9 +40,10 @@ def deadline(seconds: float) -> Iterator[None]:
     The block itself is not interrupted: code that calls nothing of this library, and calls that were made before, are
     not affected.
     """
-    if not seconds > 0:
+    length_s = real(seconds, "a deadline")
+    if not length_s > 0:
         raise UsageError(f"a deadline is a number of seconds above 0, got {seconds!r}")
-    ends_s = min(now_s() + seconds, math.inf if (outer_s := expiry.get()) is None else outer_s)
+    ends_s = min(now_s() + length_s, math.inf if (outer_s := expiry.get()) is None else outer_s)
     token = expiry.set(ends_s if ends_s < math.inf else None)
     try:
         yield

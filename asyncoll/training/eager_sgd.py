@@ -20,12 +20,12 @@ from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery, State
 from asyncoll.training.step import Step
 from asyncoll.training.step_metrics import beside, means, without
-from asyncoll.training.trainer import MODELS_DIFFER, Options, Trainer
+from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, Trainer
 from asyncoll.training.under_way import UnderWay
 
 Partial = Literal["solo", "majority", "quorum"]
 HISTORY = 64  # results that a training keeps for late ranks
-UNEQUAL = f"{MODELS_DIFFER}, and late gradients are in no round"
+UNEQUAL = f"{MODELS_MAY_DIFFER}, and late gradients may be in no round"
 
 
 class EagerSGD(Trainer):

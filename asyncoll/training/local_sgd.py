@@ -15,7 +15,7 @@ from torch import nn
 
 import asyncoll
 from asyncoll.training.step import Step
-from asyncoll.training.trainer import MODELS_DIFFER, Options, Trainer
+from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, Trainer
 
 
 class LocalSGD(Trainer):
@@ -67,7 +67,7 @@ class LocalSGD(Trainer):
         return self._complete()
 
     def _differs(self) -> str:
-        return MODELS_DIFFER if self._is_between_averages() else ""
+        return MODELS_MAY_DIFFER if self._is_between_averages() else ""
 
     async def _finish(self) -> None:
         if self._is_between_averages():

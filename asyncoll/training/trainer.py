@@ -35,7 +35,7 @@ from asyncoll.training.step_metrics import StepMetrics, means_of_all
 
 T = TypeVar("T")
 Buffers = Literal["broadcast", "average", "local"]
-MODELS_DIFFER = "the ranks' models differ"
+MODELS_MAY_DIFFER = "the ranks' models may differ"
 
 
 class Options(TypedDict, total=False):
@@ -300,7 +300,7 @@ class Trainer(ABC):
 
     def _differs(self) -> str:
         """What differs between the ranks if the training ends now, without `finish()`; empty: nothing."""
-        return MODELS_DIFFER if self.round else ""
+        return MODELS_MAY_DIFFER if self.round else ""
 
     def _release(self) -> None:  # noqa: B027 (most algorithms have nothing to do)
         """The training ends: release what others hold of it."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import asyncoll
 from asyncoll.training.step import Step
 from asyncoll.training.step_metrics import beside, means
-from asyncoll.training.trainer import MODELS_DIFFER, Options, Trainer
+from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, Trainer
 
 Order = Literal["step-then-average", "average-then-step"]
 
@@ -122,7 +122,7 @@ class WagmaSGD(Trainer):
         return self._at_own_round(reduction, metrics=means(metrics))
 
     def _differs(self) -> str:
-        return "" if self._are_equal else MODELS_DIFFER
+        return "" if self._are_equal else MODELS_MAY_DIFFER
 
     async def _finish(self) -> None:
         own = self._flat.trainable

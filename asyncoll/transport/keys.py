@@ -87,7 +87,7 @@ def find_key(environ: Mapping[str, str]) -> str:
 
 
 def read_key(path: Path) -> Key:
-    """Read the key in a file. Raises UsageError unless only this user has rights to the file and its size is right."""
+    """Read the key in a file. Raises UsageError unless only this user has rights to the file, and it can be a key."""
     try:
         # An open that does not block on a pipe without a writer.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
@@ -97,6 +97,8 @@ def read_key(path: Path) -> Key:
     _check_private(path, status)
     if len(secret) != KEY_BYTES:
         raise UsageError(f"{path} is no key: it must have {KEY_BYTES} bytes; make one with `asyncoll key FILE`")
+    if len({*secret}) == 1:
+        raise UsageError(f"{path} is no key: all its bytes are the same; make one with `asyncoll key FILE`")
     return Key(secret)
 
 

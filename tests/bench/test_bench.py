@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -220,6 +221,24 @@ def test_tuning_shows_all_times_and_what_it_has_chosen(monkeypatch: pytest.Monke
     assert code == 0
     assert output.splitlines()[0].split() == ["what", "bytes", "time", "(us)", "of", "time", "(us)", "of", "chosen"]
     assert output.splitlines()[-1] == f"here:     {VARIABLE}={setting_['here']}"
+
+
+@pytest.mark.parametrize("runs", [0, 3, 15, 19, 31, 32])
+def test_an_interrupt_of_tuning_shows_what_was_measured(runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = itertools.count()
+
+    def timed(plan: BenchPlan) -> list[dict]:
+        if next(done) == runs:
+            raise KeyboardInterrupt
+        return [{"time_us": float(size)} for size in plan.sizes]
+
+    monkeypatch.setattr(tune, "rows_of", timed)
+    code, output = invoke("tune", "-n", "2", "--json")
+    timings = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+    lengths = 9  # of an array, for "short"
+    assert code != 0
+    assert len(timings) == min(runs, 5) + min(max(runs - 15, 0), 5) + lengths * (runs == 32)
+    assert [each["what"] for each in timings if each["chosen"]] == ["chunk", "piece"][: runs // 15]
 
 
 @pytest.mark.parametrize("ranks", [*TABLE, 17])

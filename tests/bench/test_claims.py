@@ -82,6 +82,16 @@ def test_the_suite_says_what_holds(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert "does not hold here: A late rank costs microseconds: majority" in output
 
 
+def test_an_interrupt_of_the_suite_leaves_no_empty_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupted(run: claims.ClaimRun, quick: bool) -> claims.Cells:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "measure", interrupted)
+    file = tmp_path / "cells.json"
+    code, _ = invoke("suite", "--claim", "waiting", "--json", str(file))
+    assert (code != 0, file.exists()) == (True, False)
+
+
 def test_a_claim_with_peers_is_refused() -> None:
     code, output = invoke("suite", "--claim", "rpc")
     assert code == 2

@@ -151,6 +151,14 @@ def test_a_host_that_cannot_start_its_ranks_is_an_error(names, program, complain
         launch_here(names, [str(SCRIPTS / "launch" / program)])
 
 
+@pytest.mark.slow
+def test_what_ssh_says_of_a_failed_connection_is_told_once(hosts):
+    with start("--hosts", "nowhere:1", SCRIPTS / "launch/ignores_signals.py", env=hosts) as process:
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 2
+    assert err.lower().count("resolve") == 1, err
+
+
 # How a job runs and ends.
 
 

@@ -202,6 +202,7 @@ def test_a_template_with_threads_or_a_failed_import_is_not_forked(preload: str, 
         (["-n", "x", "x.py"], "not a valid whole number"),
         (["-n", "2"], "Missing argument"),
         (["-n", "2", "nowhere.py"], "no such script: nowhere.py"),
+        (["-n", "2", ""], "the name of the script is empty"),
         (["-n", "2", "tests"], "not a script: tests"),
         (["-n", "2", "-m", "nowhere.at.all"], "no module named nowhere"),
         (["-n", "2", "-m", "json.nowhere"], "no module named json.nowhere"),
@@ -411,7 +412,7 @@ def test_a_rank_that_is_blamed_and_does_not_fail_is_the_root_cause() -> None:
         "rank 1 failed (exit code 1) after 1.0 s:",
         "Traceback",
         f"rank 0 failed too: {lost}",
-        "ranks 2, 3 were stopped in the end",
+        "processes that had not ended yet were stopped: ranks 2, 3",
     ]
 
 
@@ -505,8 +506,8 @@ def test_interrupt_while_the_template_loads() -> None:
         assert process.stderr is not None
         assert process.stderr.readline() == "loading\n"
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 130
+        _, err = process.communicate(timeout=PATIENCE_S)
+    assert (process.returncode, err) == (130, "SIGINT: no rank has started\n")
 
 
 # What becomes of a rank that is stopped when every other rank has ended.

@@ -42,6 +42,7 @@ import asyncoll
 import trainers.runs
 from asyncoll import extending, notebook, rpc, testing, training
 from asyncoll.launch.rank_environment import reserve_port
+from asyncoll.torch import hooks
 from tests.support.places import ROOT
 from tests.support.processes import LIGHT, PATIENCE_S, TRAINING
 
@@ -217,7 +218,7 @@ def test_shell_blocks_run(page, folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "module", [asyncoll, extending, notebook, rpc, testing, training], ids=lambda module: module.__name__
+    "module", [asyncoll, extending, hooks, notebook, rpc, testing, training], ids=lambda module: module.__name__
 )
 def test_the_reference_has_every_public_name(module):
     reference = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))

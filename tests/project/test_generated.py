@@ -56,6 +56,11 @@ def test_a_section_has_the_meaning_of_its_error_and_what_the_source_says(name):
         ("UsageError", "- `ASYNCOLL_CORE=c, and the compiled core cannot be used: …`"),
         ("PeerLostError", "- `rank … is gone: it was killed by …`"),
         ("ServiceLostError", "- `no service at …: …`"),
+        ("ServiceLostError", "- `the service at … is gone: its connection closed`"),
+        ("ServiceLostError", "- `the service at … is gone: it does not answer as it should: is it stopped, or has"),
+        ("ServiceLostError", "- `the service at … is gone: it has shown no sign of life for … s: its process is"),
+        ("UsageError", "- `` … streams: use `stream` ``"),
+        ("UsageError", "- `` … does not stream: use `call` ``"),
         ("ClosedError", "- `this communicator is closed: it takes no more calls`"),
         ("NonFiniteError", "- `the gradient of rank … for round … holds NaN or infinity"),
     ],
@@ -149,3 +154,12 @@ def test_each_example_is_in_the_gallery_with_a_command():
 def test_every_mark_of_a_page_is_filled():
     for page in (ROOT / "docs").rglob("*.md"):
         assert "<!-- generated" not in generated.filled(page.read_text()), page
+
+
+def test_what_pip_installs_is_one_variable_of_the_site(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    site = importlib.import_module("_site")
+    monkeypatch.setattr(site, "PACKAGE", "asyncoll")
+    named = "`pip install asyncoll`, `pip install 'asyncoll[ray]'`, `pip install --editable '.[dev]'`"
+    written = named.replace("asyncoll[", ".[").replace("asyncoll`", ".`")
+    assert site.adapted(written, "howto/install.md") == named

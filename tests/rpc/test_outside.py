@@ -17,9 +17,9 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -200,6 +200,75 @@ def test_proxies(ipc):
             assert [int(item[0]) async for item in proxy.count(3)] == [0, 1, 2]
             with pytest.raises(MismatchError, match="the stub WrongService says"):
                 await client.proxy(WrongService).plain("x")
+
+    run(main())
+
+
+class AwaitedStream(Protocol):
+    async def count(self, n: int) -> AsyncIterator[np.ndarray]: ...
+
+
+class NoStream(Protocol):
+    async def count(self, n: int) -> np.ndarray: ...
+
+
+class DeclaredStream(Protocol):
+    def count(self, n: int) -> AsyncGenerator[np.ndarray, None]: ...
+
+
+def test_a_protocol_declares_a_stream_without_async(ipc):
+    declared = r"declare it `def count\(...\) -> AsyncIterator\[ndarray\]`, without `async`"
+
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with pytest.raises(UsageError, match=declared):
+                client.proxy(AwaitedStream)
+            with pytest.raises(MismatchError, match=declared):
+                await client.proxy(NoStream).count(3)
+            async with contextlib.aclosing(client.proxy(DeclaredStream).count(1000)) as items:
+                assert [item[0] async for item in items][:3] == [0, 1, 2]
+
+    run(main())
+
+
+def test_a_call_of_the_other_kind_says_what_to_use(ipc):
+    async def main():
+        async with both(ipc) as (_, client, _):
+            with pytest.raises(UsageError, match="count streams: use `stream`"):
+                await client.call("count", 3)
+            with pytest.raises(UsageError, match="plain does not stream: use `call`"):
+                await anext(client.stream("plain", 3))
+
+    run(main())
+
+
+class Told:
+    """Tells where its streams end."""
+
+    def __init__(self) -> None:
+        self.ends: asyncio.Queue[str] = asyncio.Queue()
+
+    async def count(self, pause_s: float) -> AsyncGenerator[int, None]:
+        try:
+            for number in range(1000):
+                yield number
+                await asyncio.sleep(pause_s if number else 0)
+        except BaseException as error:
+            self.ends.put_nowait(type(error).__name__)
+            raise
+
+
+@pytest.mark.parametrize(("pause_s", "end"), [(0.0, "GeneratorExit"), (1000.0, "CancelledError")])
+def test_a_stream_that_is_closed_ends_where_it_waits(pause_s, end, ipc):
+    async def main():
+        service = Told()
+        async with asyncoll.rpc.serve(service, ipc), asyncoll.rpc.connect(ipc) as client:
+            async with contextlib.aclosing(client.proxy(Told).count(pause_s)) as numbers:
+                async for number in numbers:
+                    if number == 1:
+                        await asyncio.sleep(0.05)  # the generator has come as far as it may
+                        break
+            assert await asyncio.wait_for(service.ends.get(), PATIENCE_S) == end
 
     run(main())
 

@@ -338,6 +338,12 @@ def test_a_deadline_is_a_number_of_seconds(seconds):
         pytest.fail("it was accepted")
 
 
+@pytest.mark.parametrize("seconds", ["x", "5", None, [], True, np.True_, 1j])
+def test_a_deadline_is_a_real_number(seconds):
+    with pytest.raises(UsageError, match="a deadline must be a number, got "), asyncoll.deadline(seconds):
+        pytest.fail("it was accepted")
+
+
 @pytest.mark.parametrize("name", ["ASYNCOLL_FREEZE_S", "ASYNCOLL_DEADLINE_S"])
 @pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
 def test_limits_in_the_environment_are_checked(name, text):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import itertools
 import signal
@@ -39,6 +40,7 @@ FREEZE_S = 1.0
 MIXED = "shm-mixed"  # shared memory, and every second rank does without the compiled core
 _AT_CORE_POINTS = ("kill", "stop")  # the faults that strike at the injection points of the compiled core
 _LETTERS = "abcdefgh"  # names of hosts
+_PARTS = ("fault", "operation", "moment")  # of the name of a cell
 _PASSINGS = 20  # the fault strikes when the victim passes the point for a drawn time, up to this
 _ELEMENTS = (8, 20_000, 300_000)  # lengths of a rank's array: short and long ones take different algorithms
 _ELEMENTS_BETWEEN_HOSTS = (8, 20_000, 1_200_000)  # the longest passes in windows
@@ -179,8 +181,7 @@ def select(
     patterns = pattern.split(",")
     for each in patterns:
         if not any(fnmatch.fnmatch("/".join(triple), each) for triple in triples):
-            remedy = "use FAULT/OPERATION/MOMENT, such as 'kill/*/inside'; asyncoll faults --help lists them"
-            raise UsageError(f"--cells: {each!r:.80} names no cell: {remedy}")
+            raise UsageError(f"--cells: {each!r:.80} names no cell: {_why_none(each.split('/'), triples, hosts)}")
     chosen = [triple for triple in triples if any(fnmatch.fnmatch("/".join(triple), each) for each in patterns)]
     cells: list[Cell] = []
     for seed in seeds:
@@ -190,6 +191,22 @@ def select(
             drawn = [chosen[index] for index in sorted(indices)]
         cells += [Cell(*triple, transport, size, seed, hosts) for triple in drawn]
     return cells
+
+
+def _why_none(parts: Sequence[str], triples: Sequence[tuple[str, str, str]], hosts: int) -> str:
+    """The first part of a pattern that matches nothing after the parts before it, and what there is in its place."""
+    if len(parts) != len(_PARTS):
+        return "use FAULT/OPERATION/MOMENT, such as 'kill/*/inside'; asyncoll faults --help lists them"
+    if hosts == 1 and fnmatch.filter((name for name, kind in KINDS.items() if kind.of_host), parts[0]):
+        return f"{parts[0]} needs --hosts N, of at least 2"
+    for place, part in enumerate(parts):
+        known = list(dict.fromkeys(triple[place] for triple in triples))
+        if not (matching := fnmatch.filter(known, part)):
+            break
+        triples = [triple for triple in triples if triple[place] in matching]
+    near = difflib.get_close_matches(part, known, n=5) or known
+    of = f" of {'/'.join(parts[:place])}" if place else ""
+    return f"no {_PARTS[place]}{of} is {part!r:.40}; there is {', '.join(near)}"
 
 
 def _on_a_host(transport: str, size: int) -> Iterator[tuple[str, str, str]]:

@@ -4,55 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-from asyncoll.errors import UsageError
 from asyncoll.testing.checking import answers, serve
 from asyncoll.testing.laws import LawBroken, check_laws
 from asyncoll.testing.laws.methods import split
-from asyncoll.testing.laws.story import ALL_KINDS
 from asyncoll.testing.progress_bar import progress
 
 _WORTH = 20  # worlds that take as long as the start of a process
 _SHOWN = 3  # broken worlds that are shown; the others are counted, and usually have the same cause
-_RANKS_MAX = 1024  # in a world
 
 World = tuple[str, int, int, str, bool]  # kind, size, seed, transport, and whether there are devices
 Outcome = tuple[int, int] | str  # the rounds and messages of a world; the text of the law that it breaks
-
-
-def parse_kinds(text: str) -> list[str]:
-    """The kinds that `text` names: a list such as `solo,dense`, or `all`."""
-    kinds = list(ALL_KINDS) if text == "all" else text.split(",")
-    for kind in kinds:
-        if split(kind)[0] not in ALL_KINDS:
-            raise UsageError(f"--kind: unknown kind {kind!r:.80}: use all, or some of {', '.join(ALL_KINDS)}")
-    return list(dict.fromkeys(kinds))
-
-
-def parse_sizes(text: str) -> list[int]:
-    """The list that `text` stands for: `1-3,7` is 1, 2, 3 and 7."""
-    sizes: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        found = _whole_numbers(first, last if dash else first)
-        if not found or found[0] < 1 or found[-1] > _RANKS_MAX:
-            raise UsageError(
-                f"--sizes: {part!r:.80} is no number of ranks: use a list such as 1-9,12,13, up to {_RANKS_MAX}"
-            )
-        sizes += found
-    return sizes
-
-
-def _whole_numbers(first: str, last: str) -> range:
-    """The numbers from `first` to `last`, both included; an empty range if one of them is not 1 to 18 digits."""
-    if not all(re.fullmatch(r"[0-9]{1,18}", number) for number in (first, last)):
-        return range(0)
-    return range(int(first), int(last) + 1)
 
 
 def sweep(
@@ -68,7 +34,10 @@ def sweep(
     """Check a world of every kind and seed, at the sizes in turn, in up to `jobs` processes.
 
     Prints a line for each kind; Ctrl-C prints those of the kinds that have worlds. Returns whether all laws hold.
+    Raises UsageError for an unknown method of a kind.
     """
+    for kind in kinds:
+        split(kind)
     worlds = ((kind, sizes[seed % len(sizes)], seed, transport, devices) for kind in kinds for seed in seeds)
     total = len(kinds) * len(seeds)
     found = answers("asyncoll.testing.laws.sweep", worlds, max(1, min(jobs, total // _WORTH)), os.environ)

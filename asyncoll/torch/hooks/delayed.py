@@ -22,7 +22,7 @@ from asyncoll.torch.hooks.changes import ParameterChanges
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.state import HookState, checked
 from asyncoll.training.dc_s3gd import compensate
-from asyncoll.training.trainer import MODELS_DIFFER
+from asyncoll.training.trainer import MODELS_MAY_DIFFER
 
 
 class DCS3GDState(HookState):
@@ -30,12 +30,11 @@ class DCS3GDState(HookState):
 
     A step goes to the average of the models after the step before, corrects the gradient for the way there, steps, and
     starts the next average. So between steps each rank has its own model, one step away from an average that all share.
-    `lambda0` = 0 leaves the gradients uncorrected.
 
-    All ranks make the same number of steps, one after each `backward()`. `optimizer` trains all parameters of the model
-    and no others. A program may clip or unscale gradients between `backward()` and the step; a GradScaler that leaves
-    out a step is a UsageError in the next `backward()`. Buffers are each rank's own, unless DDP broadcasts them in each
-    forward pass, which makes every rank wait for rank 0.
+    All ranks make the same number of steps, one after each `backward()`. A program may clip or unscale gradients
+    between `backward()` and the step; a GradScaler that leaves out a step is a UsageError in the next `backward()`.
+    Buffers are each rank's own, unless DDP broadcasts them in each forward pass, which makes every rank wait for rank
+    0.
 
     The first `backward()` raises UsageError at all ranks unless they have the same `lambda0` and round, equal frozen
     parameters, and at round 0 equal parameters.
@@ -45,6 +44,11 @@ class DCS3GDState(HookState):
 
     A checkpoint is each rank's own: save and load the model of each rank after it was wrapped, because DDP gives all
     ranks rank 0's model when it wraps it. `finish()` takes the last average, and rank 0's buffers.
+
+    Args:
+        ddp: the wrapped model. Register the hook on the same one.
+        optimizer: trains all parameters of the model and no others.
+        lambda0: the share of the gradient by which it is corrected, at least 0 (0: no correction).
 
     Memory: three flat tensors of the size of the gradients.
     """
@@ -66,7 +70,7 @@ class DCS3GDState(HookState):
         self._averaged: Handle[Tensor] | None = None
         self._changes = ParameterChanges(self._layout.parameters)
         self._is_resumed = False
-        self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
+        self._steps = OptimizerSteps(dc_s3gd.__name__, optimizer, self._before_step, self._after_step)
 
     def _leave(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         refusals.check_join(self._model())
@@ -101,7 +105,7 @@ class DCS3GDState(HookState):
         self._changes.note()
         # The model is free for the next gradient.
         self._start_average()
-        self._training.note(self.round, MODELS_DIFFER)
+        self._training.note(self.round, MODELS_MAY_DIFFER)
 
     def _take_average(self) -> bool:
         """Wait for the average that is under way, and go to it: w_i + D_i of equation 12. False: there is none."""

@@ -24,7 +24,7 @@ from asyncoll.torch.hooks.changes import ParameterChanges, check_gradients
 from asyncoll.torch.hooks.completion import complete, complete_on
 from asyncoll.torch.hooks.optimizer_steps import OptimizerSteps
 from asyncoll.torch.hooks.option_schedule import OptionSchedule
-from asyncoll.torch.hooks.state import HookState, checked
+from asyncoll.torch.hooks.state import HookState, Logged, checked
 from asyncoll.training import replicas, saved
 from asyncoll.training.due import Due
 from asyncoll.training.eager_sgd import HISTORY, UNEQUAL, Partial, partial_allreduce
@@ -37,10 +37,8 @@ from asyncoll.training.trainer import is_finite, non_finite_gradient
 class EagerSGDState(HookState):
     """The state of `eager_sgd`: average the gradients of the ranks that have arrived; late ones enter later rounds.
 
-    A round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with the
-    `quorum`-th rank ("quorum"; by default size // 2 + 1). All buckets of a step are in one round. Every `sync_every`-th
-    round (0: none) waits for all ranks. A late rank makes fewer steps than there are rounds, so programs count `round`,
-    never their own steps.
+    All buckets of a step are in one round. A late rank makes fewer steps than there are rounds, so programs count
+    `round`, never their own steps.
 
     A rank that is late by at most `history` rounds applies every result that it has missed: the step of the optimizer
     that the program makes takes one step for each of them first. So all replicas that have applied the same round are
@@ -49,10 +47,8 @@ class EagerSGDState(HookState):
     it waits in one. Only the late rank waits for that. With `sync_every` a rank that is later loses results instead,
     until the next synchronous round makes all replicas equal again.
 
-    The hook takes over what must happen for every result: `clip_norm`, as for `torch.nn.utils.clip_grad_norm_`, and
-    `scheduler`, a learning-rate scheduler that it steps once for each round; the program does neither. The program may
-    change options of the optimizer only after a round that is synchronous, at all ranks. `op` is AVG, which divides by
-    the number of all ranks, or AVG_ACTIVE, which divides by that of the ranks in the round.
+    The hook takes over what must happen for every result: clipping and the scheduler; the program does neither. The
+    program may change options of the optimizer only after a round that is synchronous, at all ranks.
 
     Refused, because they would train wrongly or make ranks wait for each other: gradients that change between
     `backward()` and the step (clipping, a GradScaler); a backward pass without a step (accumulate in `no_sync()`); a
@@ -63,7 +59,7 @@ class EagerSGDState(HookState):
     The first steps, usually one, wait for all ranks, until DDP has made its final buckets.
 
     Ranks may end at different rounds: `finish()` gives all of them the newest one, and rank 0's buffers. Each has made
-    three steps by then. A second training on the process group needs another `name`.
+    three steps by then.
 
     Where models are equal, at the start and after a round that is synchronous, `state_dict()`, the model and the
     optimizer of one rank are those of all, and may be loaded by any number of ranks. `state_dict()` has the scheduler.
@@ -72,6 +68,24 @@ class EagerSGDState(HookState):
 
     The first `backward()` raises UsageError at all ranks unless they have the same options, the same round, and, to the
     bit, equal parameters, groups and state of the optimizer, and state of the scheduler.
+
+    Args:
+        ddp: the wrapped model. Register the hook on the same one.
+        optimizer: trains all parameters of the model and no others.
+        partial: a round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with
+            the `quorum`-th rank ("quorum").
+        candidates: the number of ranks that are drawn for a round of "majority".
+        quorum: the number of ranks for which a round of "quorum" waits; by default size // 2 + 1.
+        history: the number of results that are kept for late ranks, at least 1.
+        sync_every: every so many rounds, one waits for all ranks (0: none): the rounds whose `round` is a multiple,
+            also after a checkpoint.
+        op: `asyncoll.AVG` divides the sum of the gradients of a round by the number of all ranks,
+            `asyncoll.AVG_ACTIVE` by that of the ranks in the round.
+        seed: of the ranks that are drawn; the same at every rank.
+        clip_norm: the greatest norm of the gradient of a step, as for `torch.nn.utils.clip_grad_norm_`; None: no
+            clipping.
+        scheduler: a scheduler of the learning rate, which the hook steps once for each round.
+        name: of the rounds: a second training on the process group needs another one.
 
     Memory: the gradients, as one flat tensor; the rounds hold about three more of that size by message, and one for
     each result of the history.
@@ -116,7 +130,7 @@ class EagerSGDState(HookState):
         self._due = Due()
         self._claim(name)
         self._recovery = Recovery(self._comm, name, self._copy, history=history, sync_every=sync_every)
-        self._steps = OptimizerSteps(optimizer, self._before_step, self._after_step)
+        self._steps = OptimizerSteps(eager_sgd.__name__, optimizer, self._before_step, self._after_step)
 
     def _check_operation(self) -> None:
         layout = ((dtype_name(self._buckets.layout.dtype), self._buckets.layout.count),)
@@ -166,7 +180,7 @@ class EagerSGDState(HookState):
         with self._recovery.opened(self.round):
             call: Handle[Reduction] = self._allreduce(beside(self._buckets.flat, metrics), **self._rules)
             reduction = without(call.wait(), metrics)
-        self.metrics = means(metrics)
+        self.metrics = Logged(means(metrics))
         return step_of(reduction, round=self._base + reduction.round, metrics=self.metrics)
 
     def _begin(self, bucket: GradBucket) -> None:

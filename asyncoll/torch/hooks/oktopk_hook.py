@@ -32,10 +32,6 @@ class OkTopkState(HookState):
     possible: train in float32 or bfloat16. A gradient with NaN or infinity at any rank is a NonFiniteError at every
     rank.
 
-    `algorithm`, `density`, `thresholds_every`, `regions_every` and `feedback` go to `comm.sparse_allreduce`. The first
-    `warm_up` rounds are "dense", and leave no residual. A second training on the process group needs another
-    `name`.
-
     Besides the features that no hook supports, `join()`, parameters that DDP ignores, optimizers that step in
     `backward()`, and `find_unused_parameters` without `static_graph` are refused. Gradients may be accumulated in
     `no_sync()`.
@@ -46,6 +42,16 @@ class OkTopkState(HookState):
     `state_dict()` has the residual, which is each rank's own, and thresholds and regions. A state with another `name`
     loads it, too: so the process group goes back to a checkpoint after an error. `finish()` gives all ranks rank 0's
     buffers.
+
+    Args:
+        ddp: the wrapped model. Register the hook on the same one.
+        algorithm: of `Communicator.sparse_allreduce`, as the next four.
+        density: the share of the elements that is sent, above 0.
+        thresholds_every: rounds between two new thresholds.
+        regions_every: rounds between two new regions.
+        feedback: how the threshold follows the number of selected elements; None: it does not.
+        warm_up: the number of first rounds that are "dense", and leave no residual.
+        name: of the sparse allreduces: a second training on the process group needs another one.
 
     Memory: two flat tensors of the size of the gradients, and in a step about one and a half more, to select elements.
     """

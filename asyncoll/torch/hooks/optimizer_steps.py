@@ -16,10 +16,14 @@ class OptimizerSteps:
     Refuses a step without a backward pass, and a backward pass without a step.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    def __init__(
+        self, hook: str, optimizer: torch.optim.Optimizer, before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        self._hook = hook
         self._optimizer = optimizer
         self._before = before
         self._after = after
+        self._has_hook_run = False
         self._is_expected = False
         self._is_own = False
         self._handles = [optimizer.register_step_pre_hook(self._begin), optimizer.register_step_post_hook(self._end)]
@@ -31,7 +35,7 @@ class OptimizerSteps:
                 "two backward passes without a step of the optimizer between them: step after each one, and accumulate "
                 "gradients in no_sync()"
             )
-        self._is_expected = True
+        self._is_expected = self._has_hook_run = True
 
     def check_done(self) -> None:
         """Raise UsageError if the step of the last backward pass is missing."""
@@ -56,6 +60,11 @@ class OptimizerSteps:
             return
         if any(each is not None for each in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
             raise UsageError("a closure evaluates the loss in the step, where its gradient would not be reduced")
+        if not self._has_hook_run:
+            raise UsageError(
+                f"no backward pass has called the hook {self._hook} before this step of the optimizer: register it by "
+                f"ddp.register_comm_hook(state, hooks.{self._hook}), and call backward() of the wrapped model first"
+            )
         if not self._is_expected:
             raise UsageError(
                 "a step of the optimizer without a backward pass, which all ranks would not make, or after one without "

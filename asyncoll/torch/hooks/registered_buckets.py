@@ -33,6 +33,9 @@ class AllreduceState(HookState):
     The first `backward()` raises UsageError at all ranks unless they have the same round. `state_dict()` has the round
     alone, so that of any rank is that of all.
 
+    Args:
+        ddp: the model, wrapped with `gradient_as_bucket_view=True`. Register the hook on the same one.
+
     Memory: registered memory of the size of the gradients. DDP's own buckets are freed.
     """
 

@@ -30,6 +30,16 @@ S = TypeVar("S", bound="HookState")
 _names: weakref.WeakKeyDictionary[BlockingCommunicator, set[str]] = weakref.WeakKeyDictionary()  # of operations
 
 
+class Logged(dict[str, float]):
+    """The means of the values that were given to `log`, by key."""
+
+    def __missing__(self, key: str) -> float:
+        raise UsageError(
+            f"no step of this round has logged {key!r}: call state.log({key}=...) before each backward(), or ask with "
+            f"state.metrics.get({key!r})"
+        )
+
+
 class HookState(ABC):
     """The state of one hook of one model at one rank: it goes to `register_comm_hook` with the hook.
 
@@ -62,7 +72,7 @@ class HookState(ABC):
         self._metrics = StepMetrics(
             "call `log` before the first backward() at all ranks, without values if there are none"
         )
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float] = Logged()
         """The means of the logged values in the round of the last `backward()`, by key: over the steps that have it."""
 
     def log(self, **values: object) -> None:
@@ -189,7 +199,7 @@ class HookState(ABC):
         """Average the logged values over all ranks. Collective, if any were logged before the first step."""
         if (metrics := self._metrics.taken()) is not None:
             with self._calls():
-                self.metrics = complete(self._comm, means_of_all(self._comm, metrics))
+                self.metrics = Logged(complete(self._comm, means_of_all(self._comm, metrics)))
 
     def _model(self) -> DistributedDataParallel:
         self._check_original()

@@ -13,7 +13,7 @@ def silence_cause(freeze_s: float) -> str:
     """The cause of the loss of a peer without a heartbeat."""
     return (
         f"it has shown no sign of life for {freeze_s:g} s: its process is stopped, the network is cut, or its host is "
-        "overloaded (give it more time with ASYNCOLL_FREEZE_S)"
+        "overloaded"
     )
 
 

@@ -428,7 +428,7 @@ class ZeroMQTransport:
         self._loop.call_later(_IN_FLIGHT_S, self._lose, peer, "its process has ended", 0.0)
 
     def _silent(self, peer: _PeerConnection, limit_s: float) -> None:
-        self._lose(peer, silence_cause(limit_s), limit_s)
+        self._lose(peer, f"{silence_cause(limit_s)} (give it more time with ASYNCOLL_FREEZE_S)", limit_s)
 
     def _lose(self, peer: _PeerConnection, cause: str, last_seen_s: float) -> None:
         if self._closed or peer.is_dropped:

@@ -33,13 +33,14 @@ from asyncoll.testing import (
     simulate,
 )
 from asyncoll.testing.devices.of_rank import device_of
+from asyncoll.testing.faults import matrix
 from asyncoll.testing.faults.cell_processes import CellStory
 from asyncoll.testing.faults.cells import JOINING, KINDS, Cell, CellPlan, select
 from asyncoll.testing.faults.checked_calls import OPERATIONS, echo
 from asyncoll.testing.faults.core_points import PASSED
 from asyncoll.testing.faults.host_faults import KillHost
 from asyncoll.testing.faults.injection_points import InjectionPoints
-from asyncoll.testing.faults.judging import judge
+from asyncoll.testing.faults.judging import Verdict, judge
 from asyncoll.testing.faults.programs import PROGRAMS
 from asyncoll.testing.faults.staged_calls import STAGED
 from tests.support.places import SCRIPTS
@@ -410,10 +411,38 @@ def test_cells_are_chosen_by_name_and_drawn_by_seed():
     assert len({CellPlan.draw(cell).victim for cell in everything}) == 4
 
 
-def test_a_pattern_that_matches_no_cell():
-    result = CliRunner().invoke(cli.main, ["faults", "--cells", "kil/*"])
+@pytest.mark.parametrize(
+    ("cells", "why"),
+    [
+        ("kil/*", "use FAULT/OPERATION/MOMENT"),
+        ("kil/*/inside", "no fault is 'kil'; there is kill"),
+        ("kill/nope/inside", "no operation of kill is 'nope'; there is allreduce, registered_allreduce,"),
+        ("kill/barier/inside", "no operation of kill is 'barier'; there is barrier"),
+        ("gil/allreduce/meeting-arrived", "no moment of gil/allreduce is 'meeting-arrived'; there is before, inside,"),
+        ("kill-host/*/*", "kill-host needs --hosts N, of at least 2"),
+    ],
+)
+def test_a_pattern_that_matches_no_cell(cells, why):
+    result = CliRunner().invoke(cli.main, ["faults", "--cells", cells])
     assert result.exit_code == 2
-    assert "names no cell" in result.output
+    assert f"'{cells}' names no cell: {why}" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_the_table_is_cut_between_faults_and_never_in_a_word(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    cells = select("*/allreduce/inside,*/init_allreduce/inside", None, range(2), "zmq", 4)
+    verdicts = [Verdict(cell, ("wrong",), (0.012, 0.25), ("gone",) * 2) for cell in cells]
+    matrix.show(verdicts)
+    table = capsys.readouterr().out.partition("time from a fault")[2]
+    words = table.split()
+    assert max(map(len, table.splitlines()[1:-1])) <= columns
+    for kind in {cell.kind for cell in cells}:
+        assert words.count(kind) == 1, kind
+    assert words.count("131/250") == len(cells) / 2  # seeds
+    late = sum(bool(verdict.late) for verdict in verdicts)
+    total = f"{len(cells)} cells, {len(cells)} broken, {late} late (right errors after more than 100 ms, or 1 s after a"
+    assert total in table
 
 
 def told(rank, what, at_s=0.0, **more):

@@ -19,6 +19,7 @@ from asyncoll import Communicator, Metrics, NonFiniteError, Reduction, UsageErro
 from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
 from asyncoll.cli import main
+from asyncoll.cli_base import Kinds, RankCounts
 from asyncoll.extending import register_policy
 from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.failures import Failures
@@ -43,7 +44,6 @@ from asyncoll.testing.laws.story import (
     Story,
     draw,
 )
-from asyncoll.testing.laws.sweep import parse_kinds, parse_sizes
 from asyncoll.training import EagerSGD
 from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery
@@ -720,15 +720,27 @@ def test_a_failing_seed_prints_the_command_that_replays_it(spread, monkeypatch):
 
 
 def test_sizes_and_kinds():
-    assert parse_sizes("1-3,7,12-12") == [1, 2, 3, 7, 12]
-    assert parse_kinds("solo,dense,solo") == ["solo", "dense"]
-    assert parse_kinds("all") == list(ALL_KINDS)
+    assert RankCounts().convert("1-3,7,12-12", None, None) == [1, 2, 3, 7, 12]
+    assert Kinds().convert("solo,dense,solo", None, None) == ["solo", "dense"]
+    assert Kinds().convert("all", None, None) == list(ALL_KINDS)
+
+
+@pytest.mark.parametrize("wrong", [["--kind", "duo"], ["--sizes", "x"]], ids=" ".join)
+def test_wrong_options_are_refused_before_numpy_is_imported(wrong):
+    code = "import sys; from asyncoll.cli import main; sys.exit(main(standalone_mode=False))"
+    program = f"import sys\ntry:\n    {code}\nfinally:\n    print([*sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "laws", *wrong], capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode != 0
+    assert wrong[1] in done.stderr
+    assert not {"'numpy'", "'torch'", "'asyncoll.testing'"} & set(done.stdout.strip("[]\n").split(", "))
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--kind", "duo"], "--kind: unknown kind 'duo': use all, or some of solo, "),
+        (["--kind", "duo"], "'--kind': unknown kind 'duo': use all, or some of solo, "),
         (["--sizes", "3,x"], "'x' is no number of ranks"),
         (["--sizes", "0-4"], "'0-4' is no number of ranks"),
         (["--sizes", "4-2"], "'4-2' is no number of ranks"),
