@@ -148,10 +148,8 @@ class Kinds(click.ParamType[list[str]]):
     """Kinds of worlds, which may name a method after a colon."""
 
     name = "KIND,..."
-    ALL = (
-        *("solo", "majority", "quorum", "full", "candidates", "group", "policy"),  # of rounds
-        *("gossip", "dense", "sparse", "training", "ending"),
-    )
+    OF_ROUNDS = ("solo", "majority", "quorum", "full", "candidates", "group", "policy")  # of rounds
+    ALL = (*OF_ROUNDS, "gossip", "dense", "sparse", "training", "ending")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
         if isinstance(value, list):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from asyncoll.errors import UsageError
+from asyncoll.extending import register_policy
 from asyncoll.testing import run_ranks
 from tests.support.places import SCRIPTS
 from tests.support.processes import WHOLE_END
@@ -97,6 +98,7 @@ def every_call(comm):
     size, right, left = comm.size, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     x, weight = np.full(4 * size, 2.0), np.ones(1)
     rounds = {"sync_every": 1}
+    register_policy("all", lambda view: view.count() == view.size)
     return (x, weight), {
         "allreduce": lambda: comm.allreduce(x),
         "broadcast": lambda: comm.broadcast(x),
@@ -115,6 +117,7 @@ def every_call(comm):
         "solo_allreduce": lambda: comm.solo_allreduce(x, **rounds),
         "majority_allreduce": lambda: comm.majority_allreduce(x, **rounds),
         "quorum_allreduce": lambda: comm.quorum_allreduce(x, **rounds),
+        "policy_allreduce": lambda: comm.policy_allreduce(x, policy="all", **rounds),
         "group_allreduce": lambda: comm.group_allreduce(x, group_size=size, **rounds),
         "sparse_allreduce": lambda: comm.sparse_allreduce(x, density=0.5),
         "neighbor_average": lambda: comm.neighbor_average(x),

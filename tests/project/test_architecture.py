@@ -173,6 +173,7 @@ PACKAGES: dict[str, set[str]] = {
         "training",
     },
     # tools for tests and users, on top of all
+    "cli_base": {"errors", "transport"},
     "testing": {
         "_core",
         "algorithms.dense",
@@ -181,6 +182,7 @@ PACKAGES: dict[str, set[str]] = {
         "algorithms.seam",
         "algorithms.sparse",
         "blocking",
+        "cli_base",
         "communicator",
         "errors",
         "forks",
@@ -207,7 +209,6 @@ PACKAGES: dict[str, set[str]] = {
         "transport.staging",
         "world",
     },
-    "cli_base": {"errors", "transport"},
     "bench": {
         "",
         "algorithms.dense",

@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from asyncoll import doctor
 from asyncoll.cli import main
-from asyncoll.doctor import examine
+from asyncoll.doctor import Findings, examine
 from asyncoll.errors import AbortedError, DeviceError, UsageError
 from asyncoll.testing import check_device, run_ranks
 from asyncoll.testing.devices.fake_exchange import FakeExchange
@@ -591,7 +591,7 @@ def test_the_doctor_names_the_devices_and_the_routes(monkeypatch, refuses):
     with emulated_cuda() as gpu:
         gpu.refuses_after = 0 if refuses else 1 << 60
         monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-        found = examine(with_gpu=True).sections["gpu"]
+        found = examine(Findings(), with_gpu=True).sections["gpu"]
         assert list(found) == ["cuda:0", "cuda:0 between ranks", "cuda:1", "cuda:1 between ranks"]
         route = "memory of torch's, because the driver does not pin shared memory: invalid argument"
         route = route if refuses else "which is pinned"
