@@ -25,7 +25,7 @@ A_STEP_IS_DONE = re.compile(rb"[1-9]\d*/\d+")  # in a bar
 COMMANDS = {  # and what they print when at least one step is done
     "laws --kind solo,dense --seeds 100000 --jobs 2": r"solo +\d+ worlds .* all laws hold",
     "laws --kind solo --seeds 100000 --jobs 1 --transport shm-processes --json": '"kind": "solo", "worlds": ',
-    "faults --cells raise/*/after -n 2 --seeds 1000 --jobs 2": r"(?s)median/max ms.*\d+ cells, \d+ broken, \d+ late",
+    "faults --cells raise/*/after -n 2 --seeds 1000 --jobs 2": r"(?s)median/max in ms.*\d+ cells, \d+ broken, \d+ late",
     "faults --cells gil/allreduce/after -n 2 --seeds 1000 --json": '"kind": "gil"',
     "bench allreduce --sizes 4:100M": r"(?s)size \(B\).*\n +4 +1 +float32",
     "bench solo --iterations 50 --skew 10ms --sizes 4:16M --transport inproc": r"(?s)mean wait.*\n +4 +full",
