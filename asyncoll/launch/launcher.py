@@ -90,8 +90,8 @@ def launch(
     """
     check_current_folder()
     check_encoding(os.environ)
-    settings.check(os.environ, transport)
     read_settings(os.environ)  # its errors here once, and not in each rank
+    settings.check_transport(transport)
     placement = Placement({HERE: ranks} if isinstance(ranks, int) else dict(ranks))
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")

@@ -28,7 +28,7 @@ class Record:
     """The file of a record. `close` it at the end of the world, also of one that fails."""
 
     def __init__(self, path: Path, size: int, seed: int, endpoints: Mapping[int, Endpoint]) -> None:
-        """`endpoints` are those of the ranks, once they have begun. Raises UsageError for a file of no record."""
+        """`endpoints` are those of the ranks, once they have begun. Raises UsageError if the file cannot be written."""
         try:
             self._file = path.open("w", encoding="utf-8")
         except OSError as error:

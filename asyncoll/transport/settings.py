@@ -19,15 +19,15 @@ OF_TESTS = "ASYNCOLL_TEST_"  # begins the names of those that tests read
 _OF_A_SERVICE = "_SERVICE_HOST"  # ends the name of one of those that Kubernetes sets for a service
 
 
-def check(environ: Mapping[str, str], transport: str | None = None) -> None:
-    """Raise UsageError for a variable ASYNCOLL_* that asyncoll does not read, and for an unknown transport.
-
-    `transport` is one that the program has given; None: it has left that to `environ`.
-    """
+def check(environ: Mapping[str, str]) -> None:
+    """Raise UsageError for a variable ASYNCOLL_* that asyncoll does not read, and for an unknown transport in one."""
     check_names(environ)
-    if transport is None:
-        choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS)
-    elif transport not in TRANSPORTS:
+    choice(environ, "ASYNCOLL_TRANSPORT", TRANSPORTS)
+
+
+def check_transport(transport: str | None) -> None:
+    """Raise UsageError for an unknown transport that a program has given. None: it has left that to its environment."""
+    if transport is not None and transport not in TRANSPORTS:
         raise UsageError(f"unknown transport {transport!r}: use one of {', '.join(TRANSPORTS)}")
 
 
