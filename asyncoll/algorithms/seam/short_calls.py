@@ -119,7 +119,7 @@ class ShortCalls(Protocol):
 
 
 class NoShortCalls:
-    """Implements `ShortCalls`, and leaves all calls alone. A backend makes its own on this."""
+    """Implements `ShortCalls`: it leaves all calls alone, so that all go the general way."""
 
     last = 0
     libraries: tuple[str, ...] = ()
