@@ -140,7 +140,8 @@ class EagerSGD(Trainer):
         if not self._recovery.is_due(self.round, self._due.needed):
             return False
         self._due.copy(self._flat.gradients)  # cleared if the step is cancelled; the next one goes on here
-        state = await self._without_loss(self._recovery.take(self._due.needed))
+        with self._recovery.opened(self.round):  # it may be of use to a rank that is later, as the newest that there is
+            state = await self._without_loss(self._recovery.take(self._due.needed))
         self._skip_to(state["round"])  # with the scheduler
         replicas.put_back(state, self.model, (self._flat.parameters,), self.optimizer)
         return True

@@ -1,9 +1,9 @@
 """How a rank that is later than `history` goes on: with the state of a rank that is not.
 
 A late rank asks all others for their round, and takes the state of the first one that answers: the model, the optimizer
-and the round, as they are at the end of a round. A rank answers where its model is that of a round's end, and as long
-as it is late itself it answers nothing. So a state that lacks results never spreads. Ranks that are late at the same
-time do not wait for each other for ever: a rank that was given the newest round has applied all results before it.
+and the round, as they are at the end of a round. A rank answers where its model is that of a round's end, also while
+it is late itself: the rank that asks says which round it needs, and has the results after that one. Otherwise ranks
+that are late at the same time would wait for each other.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class Recovery:
         return self.is_used and round_ < needed
 
     async def take(self, needed: int) -> State:
-        """The state of another rank, at the end of round `needed` or a later one. This rank's own state is closed.
+        """The state of another rank, at the end of round `needed` or a later one.
 
         Cancellation leaves this rank as it is. Raises the error of a call if no rank answers.
         """

@@ -173,6 +173,11 @@ def test_same_seed_same_world():
     assert draw("group", 7, 3) != draw("group", 7, 4)
 
 
+def test_ranks_that_are_late_at_the_same_time_give_each_other_their_states():
+    """The only rank with the state that another one needs has become late itself."""
+    check_laws("training", 3, 808)
+
+
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_world_in_virtual_time_is_the_same_in_each_run(kind):
     """A replay shows what a seed has found, whatever the addresses of the objects of that run."""
