@@ -252,7 +252,8 @@ class EagerSGDState(HookState):
         if not self._recovery.is_due(self.round, self._due.needed):
             return
         with self._fails_if_interrupted(), self._calls():
-            state = complete(self._comm, self._recovery.take(self._due.needed))
+            with self._recovery.opened(self.round):  # as in `EagerSGD`, of use to a later rank
+                state = complete(self._comm, self._recovery.take(self._due.needed))
             # With the scheduler, which is a function of the round.
             self._skip_to(state["round"])
             replicas.put_back(state, self._model().module, self._parameters(), self._optimizer)
