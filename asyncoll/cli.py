@@ -334,6 +334,7 @@ def faults(
     \b
     FAULT is
       kill, orphan           SIGKILL; orphan: of a rank with a living child
+      linger                 SIGKILL; the locks of other ranks see it 0.3 s late
       exit, raise            the program exits, or raises
       signal                 a signal whose handler ends the program by raising
       interrupt, terminate   SIGINT (Ctrl-C), SIGTERM
