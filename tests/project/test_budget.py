@@ -32,12 +32,12 @@ LINES = {
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
     "rpc": 3_080,  # how a stub declares a stream
-    "runtime": 3_710,  # trainings that have not ended, which a rank reports as it leaves, and foreign awaits
+    "runtime": 3_692,  # trainings that have not ended, which a rank reports as it leaves, and foreign awaits
     "tensors": 1_270,
-    "testing": 5_320,  # processes that check, records of messages, laws of one method, which part of a cell is wrong
+    "testing": 5_341,  # records of messages, laws of one method, which part of a cell is wrong, deaths seen late
     "torch": 2_860,  # `discard` of the states of hooks, and errors that name a hook or a metric that was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
-    "transport": 6_195,  # the names of all environment variables, and of transports
+    "transport": 6_251,  # the names of all environment variables, and the search for a rank that died unsigned
     "world": 1_660,
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`
