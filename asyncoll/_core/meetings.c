@@ -34,9 +34,7 @@ static Record record_of(const Meetings *self, int64_t number)
 
 static bool is_free(const Meetings *self, Record record)
 {
-    /* With the tag of this meeting another rank has opened it: the record is in use, but by the same meeting. */
-    int64_t tag = record.cells[TAG];
-    return tag == 0 || tag == record.tag || record.cells[LEFT] == self->size;
+    return is_left(record.cells[TAG], record.tag, record.cells[LEFT], self->size);
 }
 
 /* Note whether the record of call `number` is free. The caller holds the lock. `is_clear` says that no earlier call is
