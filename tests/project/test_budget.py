@@ -26,7 +26,7 @@ LINES = {
     "algorithms/dense": 2_620,
     "algorithms/gossip": 320,
     "algorithms/rounds": 3_630,  # policies of the program, and their errors
-    "algorithms/seam": 290,  # calls that no whole call takes have an object, too
+    "algorithms/seam": 325,  # ranks compare the ways of the program that they take, and a way changes nothing too early
     "algorithms/sparse": 1_020,  # algorithms of the program, whose answers are checked
     "bench": 995,  # rows that are shown as they come, and JSON of all tables, and what Ctrl-C leaves of a tuning
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
