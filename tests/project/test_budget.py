@@ -28,7 +28,7 @@ LINES = {
     "algorithms/rounds": 3_630,  # policies of the program, and their errors
     "algorithms/seam": 290,  # calls that no whole call takes have an object, too
     "algorithms/sparse": 1_020,  # algorithms of the program, whose answers are checked
-    "bench": 995,  # rows that are shown as they come, and JSON of all tables, and what Ctrl-C leaves of a tuning
+    "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
     "rpc": 3_080,  # how a stub declares a stream
