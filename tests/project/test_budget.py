@@ -34,7 +34,7 @@ LINES = {
     "rpc": 3_080,  # how a stub declares a stream
     "runtime": 3_710,  # trainings that have not ended, which a rank reports as it leaves, and foreign awaits
     "tensors": 1_270,
-    "testing": 5_320,  # processes that check, records of messages, laws of one method, which part of a cell is wrong
+    "testing": 5_323,  # processes that check, what one raised, records, laws of one method, what of a cell is wrong
     "torch": 2_860,  # `discard` of the states of hooks, and errors that name a hook or a metric that was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_195,  # the names of all environment variables, and of transports
