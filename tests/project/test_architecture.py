@@ -527,7 +527,7 @@ def test_algorithms_see_lanes_ports_and_memory_and_not_the_runtime_behind_them()
 def test_torch_is_imported_when_it_is_needed():
     """Not by `asyncoll.torch` itself either: `import torch` imports it. A tensor of CUDA imports `staging.cuda`."""
     users = {module for module in modules if package(module) in ("training", "torch", "torch.hooks")} - {"torch"}
-    users |= {"transport.staging.cuda", "transport.staging.ipc", "transport.staging.probe", "bench.late_training"}
+    users |= {"transport.staging.cuda", "transport.staging.ipc", "transport.staging.probe", "bench.late_ranks"}
     others = {module: path for module, path in modules.items() if module not in users}
     assert not {module for module, path in others.items() if "torch" in imported_at_once(parse(path))}
 
