@@ -33,7 +33,8 @@ RULES = ("synchronous", "solo", "majority")
 
 def cells(ranks: int, rounds: int) -> Cells:
     """One row: how many times sooner training with solo and with majority rounds reaches the accuracy."""
-    times_s = {rule: _time_to_target(rule, ranks, rounds) for rule in RULES}
+    *_, answer = printed_by_ranks(ranks, ["asyncoll.bench.late_training", str(rounds)])
+    times_s: dict[str, float | None] = json.loads(answer)
     base_s = times_s["synchronous"]
     bounds_s = {"solo": COMPUTE_S, "majority": COMPUTE_S + LATE_S / ranks}
     row: dict[str, float | str] = {}
@@ -42,12 +43,6 @@ def cells(ranks: int, rounds: int) -> Cells:
         row[rule] = "not reached" if base_s is None or time_s is None else base_s / time_s
         row[f"bound of {rule}"] = (COMPUTE_S + LATE_S) / bound_s
     return {f"small network, {1e3 * LATE_S:.0f} ms late": row}
-
-
-def _time_to_target(rule: str, ranks: int, rounds: int) -> float | None:
-    *_, answer = printed_by_ranks(ranks, ["asyncoll.bench.late_training", rule, str(rounds)])
-    seconds: float | None = json.loads(answer)
-    return seconds
 
 
 async def _train(comm: asyncoll.Communicator, rule: str, rounds: int) -> float | None:
@@ -85,8 +80,8 @@ def _accuracy(model: torch.nn.Module, teacher: torch.Tensor, x: torch.Tensor) ->
 
 
 def rank_main() -> None:
-    """Run one rank: the rule and the rounds are its arguments. Rank 0 prints the answer."""
-    found = asyncoll.run(_train, sys.argv[1], int(sys.argv[2]))
+    """Run one rank, which trains by each rule in turn: the rounds are its argument. Rank 0 prints the answers."""
+    found = {rule: asyncoll.run(_train, rule, int(sys.argv[1])) for rule in RULES}
     if os.environ["RANK"] == "0":
         print(json.dumps(found))
 

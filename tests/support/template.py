@@ -59,7 +59,13 @@ def run(command: list[str]) -> None:
         runpy.run_path(command[0], run_name="__main__")
 
 
-def end_shortly() -> None:
+def fail(error: Exception) -> None:
+    """Print the error as the interpreter does, which notes it until it clears modules."""
+    sys.last_value = error
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def end_shortly(code: int) -> None:
     """As the interpreter, up to where it would clear modules. Objects that are not closed warn here as there.
 
     torch would take back each of its operators.
@@ -68,14 +74,22 @@ def end_shortly() -> None:
     for finalizer in INHERITED:
         finalizer.atexit = False
     atexit._run_exitfuncs()
+    sys.last_value = None
     gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 assert preload()
 INHERITED = [*weakref.finalize._registry]
-run(serve())
-if "WHOLE_END" not in os.environ:  # an exception of the program ends the rank as any other
-    end_shortly()
+order, code = serve(), 0
+try:
+    run(order)
+except Exception as error:
+    if "WHOLE_END" in os.environ:
+        raise
+    fail(error)
+    code = 1
+if "WHOLE_END" not in os.environ:  # `sys.exit` and signals end the rank as any other
+    end_shortly(code)
