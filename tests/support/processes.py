@@ -39,7 +39,8 @@ class ForkedRank:
         self._err.touch()
         # The template opens it to write before it answers: neither waits for the other.
         self.stdout = os.fdopen(os.open(out, os.O_RDONLY | os.O_NONBLOCK))
-        order = {"command": [*map(str, command)], "env": env, "out": str(out), "err": str(self._err)}
+        order = {"command": [*map(str, command)], "env": env, "folder": os.getcwd()}
+        order |= {"out": str(out), "err": str(self._err)}
         self.pid = self._ask(order)
         os.set_blocking(self.stdout.fileno(), True)
         self.returncode = None

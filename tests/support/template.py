@@ -1,8 +1,8 @@
 """Forks ranks that know of no launcher: one import of torch serves all of them.
 
 Each line on the standard input orders one rank as JSON: its program (as the arguments of an interpreter), its
-environment, and files for its output. The answer is its pid. A line with a pid waits for the end of that rank; the
-answer is its exit code.
+environment, its current folder, and files for its output. The answer is its pid. A line with a pid waits for the end
+of that rank; the answer is its exit code.
 
 To tear down torch takes a rank a quarter of a second of processor time. So it ends without that, unless its environment
 has `WHOLE_END`, for tests of how ranks end.
@@ -39,6 +39,7 @@ def serve() -> list[str]:
             process_tree.die_with_parent(template)
             os.environ.clear()
             os.environ.update(order["env"])
+            os.chdir(order["folder"])
             tempfile.tempdir = None
             for descriptor, stream in enumerate(streams):
                 os.dup2(stream, descriptor)
