@@ -24,6 +24,7 @@ from asyncoll.cli_base import (
     seeds_option,
 )
 from asyncoll.errors import UsageError
+from asyncoll.kinds import ALL as ALL_KINDS
 
 _COUNT = Count(1, 1024)
 EXIT_CODES = {
@@ -233,7 +234,7 @@ def _ranks_of_world() -> int:
     type=Kinds(),
     default="all",
     show_default=True,
-    help=f"Some of {', '.join(Kinds.ALL)}; or all. Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of "
+    help=f"Some of {', '.join(ALL_KINDS)}; or all. Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of "
     "a Python file that registers NAME.",
 )
 @click.option(
