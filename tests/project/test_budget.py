@@ -25,14 +25,14 @@ LINES = {
     "algorithms": 1_210,
     "algorithms/dense": 2_620,
     "algorithms/gossip": 320,
-    "algorithms/rounds": 3_630,  # policies of the program, and their errors
+    "algorithms/rounds": 3_650,  # no round opens after a failure
     "algorithms/seam": 325,  # ranks compare the ways of the program that they take, and a way changes nothing too early
     "algorithms/sparse": 1_020,  # algorithms of the program, whose answers are checked
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
     "rpc": 3_080,  # how a stub declares a stream
-    "runtime": 3_692,  # trainings that have not ended, which a rank reports as it leaves, and foreign awaits
+    "runtime": 3_700,  # what a failure at all ranks calls, and trainings that have not ended
     "tensors": 1_270,
     "testing": 5_350,  # processes that check, what one raised, records of messages, laws of one method, late deaths
     "torch": 2_860,  # `discard` of the states of hooks, and errors that name a hook or a metric that was forgotten
