@@ -6,6 +6,7 @@ kind may have: an opening, an option, drawn ranks, a number of ranks, and late c
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -85,8 +86,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(package: Path, *arguments: str, core: str = "c") -> str:
-    """What the command `asyncoll` of the copy prints."""
+def run(package: Path, *arguments: str, core: str = "c", may_fail: bool = False) -> str:
+    """What the command `asyncoll` of the copy prints. Its exit code is 0, or 1 if it `may_fail`."""
     environment = os.environ | {"PYTHONPATH": str(package), "ASYNCOLL_CORE": core}
     done = subprocess.run(
         [sys.executable, "-m", "asyncoll", *arguments],
@@ -98,7 +99,7 @@ def run(package: Path, *arguments: str, core: str = "c") -> str:
         timeout=PATIENCE_S,
         check=False,
     )
-    assert done.returncode == 0, done.stdout
+    assert done.returncode in (0, may_fail), done.stdout
     return done.stdout
 
 
@@ -140,4 +141,8 @@ def test_the_new_kind_keeps_the_laws_on_every_carrier(package: Path, transport: 
 
 
 def test_a_killed_rank_ends_a_round_of_the_new_kind(package: Path) -> None:
-    run(package, "faults", "--cells", "*kill*/led/*", "--sample", "2", "--jobs", "1")
+    # A busy machine may hear of it late.
+    printed = run(package, "faults", "--cells", "*kill*/led/*", "--sample", "2", "--jobs", "1", "--json", may_fail=True)
+    cells = [json.loads(line) for line in printed.splitlines()]
+    assert len(cells) == 2
+    assert not any(cell["broken"] for cell in cells), printed
