@@ -25,7 +25,7 @@ LINES = {
     "algorithms": 1_210,
     "algorithms/dense": 2_620,
     "algorithms/gossip": 320,
-    "algorithms/rounds": 3_650,  # no round opens after a failure
+    "algorithms/rounds": 3_660,  # no round opens after a failure
     "algorithms/seam": 290,  # calls that no whole call takes have an object, too
     "algorithms/sparse": 1_020,  # algorithms of the program, whose answers are checked
     "bench": 995,  # rows that are shown as they come, and JSON of all tables, and what Ctrl-C leaves of a tuning
@@ -34,7 +34,7 @@ LINES = {
     "rpc": 3_080,  # how a stub declares a stream
     "runtime": 3_715,  # what a failure at all ranks calls
     "tensors": 1_270,
-    "testing": 5_320,  # processes that check, records of messages, laws of one method, which part of a cell is wrong
+    "testing": 5_360,  # deaths at each step of a record of rounds, and the judgement of the results that they leave
     "torch": 2_860,  # `discard` of the states of hooks, and errors that name a hook or a metric that was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_195,  # the names of all environment variables, and of transports
