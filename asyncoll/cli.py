@@ -348,7 +348,7 @@ def faults(
 
     MOMENT is before, inside or after the operation; for tensors on devices also begun and landed, those of a copy. kill
     and stop strike at each injection point of the compiled core, too, as in kill/allreduce/meeting-arrived, and linger
-    at lock-taken.
+    at lock-taken. kill and stop strike at record, too, where a rank without the core changes the record of rounds.
 
     OPERATION is a call; staged_*: one with tensors on devices without hardware; init_*: a program of asyncoll.init;
     torch_*: one of torch.distributed; ddp_solo: one of DDP with a solo hook; joining: the start of ranks on --hosts.

@@ -108,8 +108,8 @@ bool rounds_may_open(const Rounds *self, int64_t number)
 
 bool rounds_late_call_opens(const Rounds *self, int64_t number)
 {
-    return is_free(self) && needs_drawn(self->drawn, waits_for_all(self, number)) &&
-           self->is_drawn[self->rank] && are_enough(count_arrived(self, number, false), self->size);
+    return is_free(self) && needs_drawn(self->drawn, waits_for_all(self, number)) && self->is_drawn[self->rank] &&
+           are_enough(count_arrived(self, number, false), self->size);
 }
 
 /* -- results ---------------------------------------------------------------------------------- */

@@ -34,7 +34,7 @@ LINES = {
     "rpc": 3_080,  # how a stub declares a stream
     "runtime": 3_700,  # what a failure at all ranks calls, and trainings that have not ended
     "tensors": 1_270,
-    "testing": 5_350,  # processes that check, what one raised, records of messages, laws of one method, late deaths
+    "testing": 5_400,  # deaths at each step of a record of rounds and late ones, and the judgement of what they leave
     "torch": 2_860,  # `discard` of the states of hooks, and errors that name a hook or a metric that was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_251,  # the names of all environment variables, and the search for a rank that died unsigned

@@ -188,6 +188,10 @@ class RoundRecord:
         """The ticket of this rank's newest contribution in a published round."""
         return int(self._results[self.latest % self._kept_rounds, self._rank, KEPT.taken])
 
+    def taken_up_to(self, number: int) -> int:
+        """How many contributions of all ranks are in round `number`, which is kept, and in those before it."""
+        return int(self._results[number % self._kept_rounds, :, KEPT.taken].sum())
+
     def is_being_read(self) -> bool:
         """Whether the running round reads memory that this rank's caller has lent."""
         return self.running > 0 and self.cells[self._mine.source] == LENT

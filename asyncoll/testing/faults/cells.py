@@ -31,6 +31,7 @@ from asyncoll.testing.faults.injectors import (
     Stop,
 )
 from asyncoll.testing.faults.programs import PROGRAMS, EarlyReturn
+from asyncoll.testing.faults.record_points import RECORD
 from asyncoll.testing.faults.staged_calls import STAGED
 from asyncoll.testing.faults.staging_points import STAGING_POINTS
 
@@ -38,12 +39,15 @@ DEATH_S = 0.1  # after a death, every survivor must have raised within this time
 # After a freeze they have this time.
 FREEZE_S = 1.0
 MIXED = "shm-mixed"  # shared memory, and every second rank does without the compiled core
-_AT_CORE_POINTS = ("kill", "stop")  # the faults that strike at the injection points of the compiled core
+_AT_CORE_POINTS = ("kill", "stop")  # the faults that strike at the injection points of the compiled core, and at RECORD
+_RECORDED = ("solo", "majority", "quorum", "group", "synchronous_solo", "eager_step")  # operations that pass RECORD
 _LINGERING_S = 0.3
 _LETTERS = "abcdefgh"  # names of hosts
 _PARTS = ("fault", "operation", "moment")  # of the name of a cell
 _PASSINGS = 20  # the fault strikes when the victim passes the point for a drawn time, up to this
+_STEPS = 5000  # the same at RECORD
 _ELEMENTS = (8, 20_000, 300_000)  # lengths of a rank's array: short and long ones take different algorithms
+_RECORDED_MAX = 20_000  # elements of a call that its caller's thread carries out
 _ELEMENTS_BETWEEN_HOSTS = (8, 20_000, 1_200_000)  # the longest passes in windows
 JOINING = "joining"  # in place of an operation: the fault strikes while the ranks join, at a time that the seed draws
 JOINING_DEADLINE_S = 4.0  # for all ranks to join; who vanishes before it has a connection is missed only then
@@ -103,7 +107,7 @@ class Cell:
 
     kind: str
     operation: str
-    moment: str  # one of MOMENTS or STAGING_POINTS, or an injection point of the compiled core
+    moment: str  # one of MOMENTS or STAGING_POINTS, RECORD, or an injection point of the compiled core
     transport: str
     size: int
     seed: int
@@ -128,7 +132,7 @@ class Cell:
 
     @property
     def is_at_core_point(self) -> bool:
-        return self.moment not in (*MOMENTS, *STAGING_POINTS)
+        return self.moment not in (*MOMENTS, *STAGING_POINTS, RECORD)
 
     def does_without_core(self, rank: int) -> bool:
         """Whether the rank does without the compiled core although there may be one."""
@@ -147,10 +151,9 @@ class CellPlan:
     elements: int
     depth: float  # position of "inside" among the injection points of the call, in [0, 1)
 
-    @property
-    def passing(self) -> int:
-        """At an injection point of the compiled core: the number of the passing at which the fault strikes."""
-        return 1 + int(self.depth * _PASSINGS)
+    def passing(self, cell: Cell) -> int:
+        """At RECORD or a point of the compiled core: the number of the passing at which the fault strikes."""
+        return 1 + int(self.depth * (_PASSINGS if cell.is_at_core_point else _STEPS))
 
     @property
     def joining_s(self) -> float:
@@ -165,8 +168,12 @@ class CellPlan:
         victim, depth = int(random.integers(cell.size)), float(random.random())
         if cell.is_at_core_point:
             passing = operations_passing(cell.moment, cell.size, mixed=cell.transport == MIXED)
-            elements = passing[cell.operation] // cell.size * cell.size
+            elements = int(random.choice(passing[cell.operation])) // cell.size * cell.size
             victim -= cell.does_without_core(victim)
+        if cell.moment == RECORD:
+            elements = min(elements, _RECORDED_MAX)
+            if cell.transport == MIXED and not cell.does_without_core(victim):
+                victim = max(victim - 1, 1)
         return cls(victim, max(elements, cell.size), depth)
 
 
@@ -223,6 +230,8 @@ def _on_a_host(transport: str, size: int) -> Iterator[tuple[str, str, str]]:
         for kind, point in itertools.chain(itertools.product(_AT_CORE_POINTS, core_points()), lingering):
             for operation in operations_passing(point, size, mixed=transport == MIXED):
                 yield kind, operation, point
+    if transport == MIXED or (transport == "shm" and not core_points()):
+        yield from itertools.product(_AT_CORE_POINTS, _RECORDED, (RECORD,))
 
 
 def _between_hosts() -> Iterator[tuple[str, str, str]]:

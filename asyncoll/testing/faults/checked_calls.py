@@ -121,7 +121,7 @@ async def solo(comm: Communicator, elements: int, memory: CallMemory = _HOST) ->
 
 
 async def majority(comm: Communicator, elements: int) -> None:
-    await _rounds(comm.size, comm.majority_allreduce(x := np.ones(elements)), x)
+    await _rounds(comm.size, comm.majority_allreduce(x := np.ones(elements), history=2), x)
 
 
 async def quorum(comm: Communicator, elements: int) -> None:

@@ -22,6 +22,7 @@ _PIECE = ("piece-copied-in", "piece-reduced", "piece-copied-out", "piece-counted
 _PEERS = ("peer-read", "peers-reduced", "peer-taken")
 _ROUND = ("round-filled", "round-staged", "round-arrived", "round-opened", "round-taken", "round-reduced")
 _RESULT = ("round-granted", "round-published", "round-left", "round-copied")
+_LONG_ROUND = tuple(point for point in (*_ROUND, *_RESULT) if point != "round-reduced")
 _CHUNK = ("round-claimed", "round-helped", "round-counted")
 
 _PRIVATE = 600_000  # elements of an array that is read in private memory
@@ -38,7 +39,8 @@ PASSED: dict[tuple[str, int], tuple[str, ...]] = {
     ("solo", 8): (*_LOCK, *_ROUND, *_RESULT),
     ("majority", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
     ("quorum", 8): (*_LOCK, *_ROUND, *_RESULT, *_SLEEPERS),
-    ("quorum", 40_000): (*_CHUNK, "round-filled", "round-taken", "round-copied"),
+    ("eager_step", 8): (*_ROUND, *_RESULT),
+    **{(kind, 40_000): (*_CHUNK, *_LONG_ROUND) for kind in ("solo", "majority", "quorum", "eager_step")},
     ("group", 8): (*_ROUND, *_RESULT),
     ("synchronous_solo", 8): (*_ROUND, *_RESULT, *_SLEEPERS),
     ("rpc", 8): (*_LOCK, *_SLEEPERS),
@@ -51,15 +53,19 @@ def core_points() -> tuple[str, ...]:
     return points
 
 
-def operations_passing(point: str, size: int, *, mixed: bool) -> dict[str, int]:
-    """The operations of the matrix that pass `point`, each with the number of elements of a rank's array.
+def operations_passing(point: str, size: int, *, mixed: bool) -> dict[str, list[int]]:
+    """The operations of the matrix that pass `point`, each with the numbers of elements of a rank's array.
 
     There are `size` ranks; `mixed`: some of them do without the core.
     """
     sizes = choose(size, {})
     is_private = not mixed and sizes.whole < 4 * _PRIVATE <= sizes.private_max
     calls = {call: points for call, points in PASSED.items() if is_private or "peer-read" not in points}
-    return {operation: elements for (operation, elements), points in calls.items() if point in points}
+    passing: dict[str, list[int]] = {}
+    for (operation, elements), points in calls.items():
+        if point in points:
+            passing.setdefault(operation, []).append(elements)
+    return passing
 
 
 class CorePoint(CountedPoints):

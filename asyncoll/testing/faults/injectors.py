@@ -25,6 +25,7 @@ from asyncoll.errors import UsageError
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing.faults.core_points import CorePoint, core_points
 from asyncoll.testing.faults.injection_points import CountedPoints, InjectionPoints
+from asyncoll.testing.faults.record_points import RECORD, RecordPoint
 from asyncoll.testing.faults.staging_points import STAGING_POINTS, StagingPoint
 from asyncoll.transport.messages.simulated import SimulatedTransport
 
@@ -234,15 +235,18 @@ def fault(
     then strikes when the process passes this point for the `injection_point`-th time. A lock of shared memory may be
     held there, and an exception cannot be raised: an exception of `Signal`'s handler is lost.
 
+    With `at="record"` it strikes at the `injection_point`-th step of Python in the record of rounds in shared memory,
+    in the caller's thread. The compiled core makes no such steps.
+
     With `at="begun"` or `at="landed"` it strikes when the copy of a tensor from its device has been queued, or has
     arrived, for the `injection_point`-th time.
 
     Raises UsageError if `what` strikes whole processes and all ranks share this process: in `run_ranks`, and in
     `simulate` for faults other than `Kill`.
     """
-    if at not in (*MOMENTS, *STAGING_POINTS, *core_points()) or injection_point < 1:
+    if at not in (*MOMENTS, *STAGING_POINTS, RECORD, *core_points()) or injection_point < 1:
         raise UsageError(
-            f"a fault strikes {', '.join((*MOMENTS, *STAGING_POINTS))} or at a point of the compiled core, "
+            f"a fault strikes {', '.join((*MOMENTS, *STAGING_POINTS, RECORD))} or at a point of the compiled core, "
             f"at injection point 1 or later; not {at!r} at {injection_point}"
         )
     shares_process = comm.size > 1 and isinstance(comm._core.member.runner, SharedLoop)
@@ -266,8 +270,10 @@ def fault(
     points: CountedPoints
     if at in MOMENTS:
         points = InjectionPoints(comm, passed)
+    elif at in STAGING_POINTS:
+        points = StagingPoint(comm, at, passed)
     else:
-        points = StagingPoint(comm, at, passed) if at in STAGING_POINTS else CorePoint(at, passed)
+        points = RecordPoint(passed) if at == RECORD else CorePoint(at, passed)
     try:
         with points if at != "after" else contextlib.nullcontext():
             yield

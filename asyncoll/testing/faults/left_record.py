@@ -19,6 +19,7 @@ class Left(NamedTuple):
 
     latest: int  # the newest published round
     results: dict[int, Array]  # of the published rounds that are kept, by number
+    taken: dict[int, int]  # by the same numbers, and 0: how many contributions that round and those before it have
     ticket: int  # of the newest contribution of this rank
     published: int  # of its newest contribution that is in a published round
     staged: Array  # the sum of those that are in none
@@ -48,8 +49,9 @@ def left_of(rounds: OneSidedRounds) -> Left:
     def array_at(address: int) -> Array:
         return rounds.arena.view(address, rounds._layout.lengths[0]).view(dtype).copy()
 
-    results = {}
+    results, taken = {}, {0: 0}
     for kept in record.kept(1, record.latest):
         results[kept.number] = array_at(record.blocks.address(kept.block)) if kept.block else np.zeros(count, dtype)
+        taken[kept.number] = record.taken_up_to(kept.number)
     staged = sum(map(array_at, record.unpublished()), np.zeros(count, dtype))
-    return Left(record.latest, results, record.staged().ticket, record.published, staged)
+    return Left(record.latest, results, taken, record.staged().ticket, record.published, staged)

@@ -30,6 +30,7 @@ from asyncoll.testing.faults.injectors import Fault, FaultPlace, OfProcess, faul
 from asyncoll.testing.faults.left_record import left_records
 from asyncoll.testing.faults.lingering import linger
 from asyncoll.testing.faults.programs import PROGRAMS, EarlyReturn
+from asyncoll.testing.faults.record_points import RECORD
 from asyncoll.testing.faults.staged_calls import STAGED
 from asyncoll.world.join import connect
 
@@ -158,8 +159,9 @@ class _CellPart:
         is_inside = self._cell.moment == "inside"
         injection_point = 1 + int(self._plan.depth * rehearsed.count) if is_inside else 1
         what = _Reported(self._kind.make(), self)
-        if self._cell.is_at_core_point:
-            with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=self._plan.passing):
+        if self._cell.is_at_core_point or self._cell.moment == RECORD:
+            passing = self._plan.passing(self._cell)
+            with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=passing):
                 await self._dawdle(call)
 
         with fault(comm, what, rank=self._plan.victim, at=self._cell.moment, injection_point=injection_point):
@@ -191,11 +193,17 @@ class _CellPart:
             raise
 
     def _tell_left(self, comm: Communicator) -> None:
-        """Tell of contributions of this rank that the death of another one has lost or doubled: each of them is 1."""
+        """Tell of contributions, each of which is 1, that the death of a rank has lost or doubled.
+
+        Those of all ranks in the results, and those of this rank that are in none.
+        """
         for left in left_records(comm):
-            staged = left.ticket - left.published
-            if (left.staged != staged).any():
-                self.tell("record", text=f"{left.staged[:3]}... are left of {staged} contributions: {left}"[:2000])
+            sums = [(left.staged, left.ticket - left.published)]
+            for number in left.results.keys() & {before + 1 for before in left.taken}:
+                sums.append((left.results[number], left.taken[number] - left.taken[number - 1]))
+            for found, contributions in sums:
+                if (found != contributions).any():
+                    self.tell("record", text=f"{found[:3]}... are left of {contributions} contributions: {left}"[:2000])
 
     def _tell_error(self, error: Exception) -> None:
         named, missing = getattr(error, "rank", None), getattr(error, "missing", ())

@@ -285,9 +285,10 @@ LONG_POINTS = ("staged", "opened", "taken", "claimed", "helped", "counted", "gra
 DEATHS = [
     *[("c", ("solo", "quorum")[nth % 2], "short", f"round-{point}") for nth, point in enumerate(SHORT_POINTS)],
     *[("c", ("quorum", "solo")[nth % 2], "long", f"round-{point}") for nth, point in enumerate(LONG_POINTS)],
+    *[("c", "majority", length, "round-taken") for length in ("short", "long")],
     *[("c", "solo", "registered", f"round-{point}") for point in ("taken", "granted")],
     *[("c", kind, length, "instruction") for kind, length in (("solo", "short"), ("quorum", "registered"))],
-    *[("python", kind, length, "opcode") for kind in ("solo", "quorum") for length in LENGTHS],
+    *[("python", kind, length, "opcode") for kind in ("solo", "majority", "quorum") for length in LENGTHS],
 ]
 
 

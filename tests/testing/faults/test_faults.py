@@ -410,6 +410,8 @@ def test_cells_are_chosen_by_name_and_drawn_by_seed():
     assert {cell.name for cell in drawn[:10]} != {cell.name for cell in drawn[10:20]}
     assert drawn[25] in select(drawn[25].name, None, range(7, 8), "zmq", 3), "one cell of many can be repeated alone"
     assert len({CellPlan.draw(cell).victim for cell in everything}) == 4
+    recorded = select("kill/*/record", None, range(9), "shm-mixed", 4)
+    assert {CellPlan.draw(cell).victim for cell in recorded} == {1, 3}, "only these change the record in Python"
 
 
 @pytest.mark.parametrize(
@@ -539,6 +541,14 @@ PROGRAM_CELLS += ("return/ddp_solo/inside", "raise/ddp_solo/before", "signal/ddp
 CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-counted", "kill/solo/round-taken")
 CORE_CELLS += ("linger/solo/lock-taken",)
 
+# Where the record of rounds changes.
+DEADLY_POINTS = (
+    "eager_step/round-opened",
+    "majority/round-granted",
+    "quorum/round-published",
+    "majority/round-claimed",
+)
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -550,6 +560,8 @@ CORE_CELLS += ("linger/solo/lock-taken",)
         ("zmq", PROGRAM_CELLS),
         pytest.param("shm", CORE_CELLS, marks=needs_core),
         pytest.param("shm-mixed", ("kill/quorum/inside", *CORE_CELLS), marks=needs_core),
+        pytest.param("shm", [f"kill/{point}" for point in DEADLY_POINTS], marks=needs_core),
+        pytest.param("shm-mixed", [f"kill/{operation}/record" for operation in ("majority", "eager_step")]),
     ],
 )
 def test_a_few_cells_among_processes(transport, cells, forked, tmp_path):

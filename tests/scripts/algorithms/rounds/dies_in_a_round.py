@@ -68,6 +68,8 @@ async def main(comm: asyncoll.Communicator) -> None:
             options = {"name": KIND, "sync_every": 8, "history": 16}
             if KIND == "solo":
                 reduction = await comm.solo_allreduce(x, **options)
+            elif KIND == "majority":
+                reduction = await comm.majority_allreduce(x, **options)
             else:
                 reduction = await comm.quorum_allreduce(x, quorum=size - 1, **options)
             assert not reduction.skipped
