@@ -331,6 +331,7 @@ REPLACED = {
         "asyncoll.testing.laws.draw": _LAW,
         "sweep.answers": "worlds are checked in this process, whose collectives are broken",
         "case_runs._run_job": "the record of a process is forged before it is read",
+        "case_runs._TIMEOUT_S": "so that the test does not wait for it",
     },
     "world/test_meeting_again.py": {
         "join._joining": "the moment at which a rank has met",

@@ -25,7 +25,7 @@ LINES = {
     "algorithms": 1_210,
     "algorithms/dense": 2_620,
     "algorithms/gossip": 320,
-    "algorithms/rounds": 3_630,  # policies of the program, and their errors
+    "algorithms/rounds": 3_632,  # policies of the program, their names and their errors
     "algorithms/seam": 290,  # calls that no whole call takes have an object, too
     "algorithms/sparse": 1_020,  # algorithms of the program, whose answers are checked
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
@@ -34,8 +34,8 @@ LINES = {
     "rpc": 3_080,  # how a stub declares a stream
     "runtime": 3_710,  # trainings that have not ended, which a rank reports as it leaves, and foreign awaits
     "tensors": 1_270,
-    "testing": 5_323,  # processes that check, what one raised, records, laws of one method, what of a cell is wrong
-    "torch": 2_860,  # `discard` of the states of hooks, and errors that name a hook or a metric that was forgotten
+    "testing": 5_324,  # processes that check, what one raised, records, laws of one method, what of a cell is wrong
+    "torch": 2_861,  # `discard` and policies of the states of hooks, and errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_195,  # the names of all environment variables, and of transports
     "world": 1_660,

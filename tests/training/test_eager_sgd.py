@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import asyncoll
+from asyncoll.extending import register_policy
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.torch.hooks import EagerSGDState
 from asyncoll.training import EagerSGD, WagmaSGD
@@ -42,7 +43,8 @@ from tests.support.training_loops import (
 )
 
 SIZES = [1, 3, 4]
-PARTIALS = get_args(Partial)
+PARTIALS = (*get_args(Partial), "most")
+register_policy("most", lambda view: 2 * view.count() > view.size)
 OPTIMIZERS = [momentum, adam]
 SCRIPT = SCRIPTS / "training/rank_later_than_history.py"
 
@@ -405,7 +407,7 @@ def test_a_recovery_that_is_cancelled_is_made_by_the_next_step_and_loses_no_grad
     ("rules", "words"),
     [
         ({"history": 3, "average_every": 2}, "average_every is for training with history=0"),
-        ({"partial": "some"}, "not 'some': an own policy is for comm.policy_allreduce"),
+        ({"partial": "some"}, "one of solo, majority, quorum.*, not 'some': asyncoll.extending.register_policy adds"),
         ({"quorum": 2}, "quorum=2 belongs to partial=\"quorum\", and partial is 'solo'"),
         ({"partial": "majority", "quorum": 2}, "quorum=2 belongs to partial=\"quorum\", and partial is 'majority'"),
         ({"candidates": 2}, "candidates=2 belongs to partial=\"majority\", and partial is 'solo'"),
@@ -515,7 +517,7 @@ def ends(size: int, seed: int, stop: Callable[[int], int], **rules: Any) -> list
 @pytest.mark.parametrize("partial", PARTIALS)
 @looped("history", [0, 30])
 @looped("seed", range(6))
-def test_ranks_that_leave_at_different_rounds_have_equal_models(partial: Partial, history: int, seed: int) -> None:
+def test_ranks_that_leave_at_different_rounds_have_equal_models(partial: str, history: int, seed: int) -> None:
     results = ends(2 + seed % 4, seed, lambda rank: 3 + (5 * rank + seed) % 11, partial=partial, history=history)
     assert len({round_ for round_, _, _ in results}) == 1
     assert all(model == results[0][1] for _, model, _ in results)
@@ -525,7 +527,7 @@ def test_ranks_that_leave_at_different_rounds_have_equal_models(partial: Partial
 
 @pytest.mark.parametrize("partial", PARTIALS)
 @looped("seed", range(6))
-def test_ranks_that_leave_before_an_average_have_equal_models(partial: Partial, seed: int) -> None:
+def test_ranks_that_leave_before_an_average_have_equal_models(partial: str, seed: int) -> None:
     rules: dict[str, Any] = {"partial": partial, "average_every": 4}
     results = ends(2 + seed % 4, seed, lambda rank: 3 + (5 * rank + seed) % 11, **rules)
     assert len({round_ for round_, _, _ in results}) == 1
@@ -550,9 +552,7 @@ def test_a_rank_that_ends_without_a_step_is_an_error_that_names_it(algorithm: ty
 @pytest.mark.parametrize("partial", PARTIALS)
 @looped("history", [1, 30])
 @looped("seed", range(6))
-def test_ranks_that_leave_before_a_synchronous_round_have_equal_models(
-    partial: Partial, history: int, seed: int
-) -> None:
+def test_ranks_that_leave_before_a_synchronous_round_have_equal_models(partial: str, history: int, seed: int) -> None:
     rules: dict[str, Any] = {"partial": partial, "history": history, "sync_every": 4}
     results = ends(2 + seed % 4, seed, lambda rank: 3 + (5 * rank + seed) % 11, **rules)
     assert all(result == results[0] for result in results)
@@ -564,7 +564,7 @@ def test_ranks_that_leave_before_a_synchronous_round_have_equal_models(
 @pytest.mark.parametrize("partial", PARTIALS)
 @looped("accumulate", [1, 2])
 @looped("seed", range(4))
-def test_every_gradient_counts_once_although_steps_are_cancelled(partial: Partial, accumulate: int, seed: int) -> None:
+def test_every_gradient_counts_once_although_steps_are_cancelled(partial: str, accumulate: int, seed: int) -> None:
     """The models are the sum of all gradients, exactly, of which those of cancelled steps are a part."""
     size = 4
 
