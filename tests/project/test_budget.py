@@ -27,7 +27,7 @@ LINES = {
     "algorithms/gossip": 320,
     "algorithms/rounds": 3_632,  # policies of the program, their names and their errors
     "algorithms/seam": 290,  # calls that no whole call takes have an object, too
-    "algorithms/sparse": 1_020,  # algorithms of the program, whose answers are checked
+    "algorithms/sparse": 1_023,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,

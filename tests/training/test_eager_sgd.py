@@ -558,6 +558,35 @@ def test_ranks_that_leave_before_a_synchronous_round_have_equal_models(partial: 
     assert all(result == results[0] for result in results)
 
 
+@pytest.mark.parametrize(
+    ("rules", "most"),
+    [({"sync_every": 4}, 3), ({"sync_every": 1}, 0), ({"average_every": 4}, 4), ({"average_every": 1}, 1), ({}, 20)],
+)
+@pytest.mark.parametrize("partial", ["solo", "quorum"])
+def test_a_late_gradient_is_no_older_than_the_rules_let_it(partial: str, rules: dict[str, Any], most: int) -> None:
+    """The age of a gradient: rounds between the one that its rank aimed at, and the one that took it."""
+
+    async def main(comm: asyncoll.Communicator) -> tuple[list[int], dict[int, int]]:
+        held = torch.nn.Parameter(torch.zeros(20))  # the gradient of each step of rank 0 is at an element of its own
+        sgd = EagerSGD(comm, torch.nn.ParameterList([held]), torch.optim.SGD([held], lr=1.0), partial=partial, **rules)
+        await sgd.start()
+        aims: list[int] = []
+        taken: dict[int, int] = {}
+        while sgd.round < 60:
+            await asyncio.sleep(20.0 if comm.rank == 0 and len(aims) in (0, 3) else 1.0)
+            (held[len(aims) % 20] * (comm.rank == 0)).backward()
+            aims.append(sgd.round + 1)
+            await sgd.step()
+            for index in held.detach().nonzero().flatten().tolist():
+                taken.setdefault(index, sgd.round)
+        await sgd.finish()
+        return aims, taken
+
+    results = simulate(4, main).results
+    taken = {index: min(seen.get(index, 99) for _, seen in results) for index in range(5)}
+    assert max(taken[index] - results[0][0][index] for index in taken) == most
+
+
 # -- cancellation --------------------------------------------------------------------------------
 
 
