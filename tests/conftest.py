@@ -23,7 +23,7 @@ import pytest
 import uvloop
 
 from asyncoll.transport.messages import service_protocol
-from tests.support.processes import FREEZE_S, TRAINING, ForkedRank, children
+from tests.support.processes import FORKED, FREEZE_S, ForkedRank, children
 
 SUPPORT = Path(__file__).parent / "support"
 SPARED = (4, 6, 7, 9, 17)  # sizes that real shared memory leaves out, because it takes longer than its simulation
@@ -84,7 +84,7 @@ def template():
     """A process that has imported numpy, torch and asyncoll, and forks ranks and other programs."""
     command = [sys.executable, "-W", "error", SUPPORT / "template.py"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*map(str, command)], env=os.environ | TRAINING, **pipes) as process:
+    with subprocess.Popen([*map(str, command)], env=os.environ | FORKED, **pipes) as process:
         yield process
         process.stdin.close()  # tells it to end
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import asyncoll
-from asyncoll.bench.late_training import COMPUTE_S, LATE_S
+from asyncoll.bench.late_training import COMPUTE_S, LATE_S, RULES
 from asyncoll.training import AllreduceSGD, EagerSGD
 
 FEATURES, HIDDEN, CLASSES, BATCH, HELD_OUT = 32, 64, 4, 64, 2048
@@ -58,8 +58,8 @@ def _accuracy(model: torch.nn.Module, teacher: torch.Tensor, x: torch.Tensor) ->
 
 
 def rank_main() -> None:
-    """Run one rank: the rule and the rounds are its arguments. Rank 0 prints the answer."""
-    found = asyncoll.run(_train, sys.argv[1], int(sys.argv[2]))
+    """Run one rank, which trains by each rule in turn: the rounds are its argument. Rank 0 prints the answers."""
+    found = {rule: asyncoll.run(_train, rule, int(sys.argv[1])) for rule in RULES}
     if os.environ["RANK"] == "0":
         print(json.dumps(found))
 

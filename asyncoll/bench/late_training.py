@@ -21,7 +21,8 @@ RULES = ("synchronous", "solo", "majority")
 
 def cells(ranks: int, rounds: int) -> Cells:
     """One row: how many times sooner training with solo and with majority rounds reaches the accuracy."""
-    times_s = {rule: _time_to_target(rule, ranks, rounds) for rule in RULES}
+    *_, answer = printed_by_ranks(ranks, ["asyncoll.bench.late_ranks", str(rounds)])
+    times_s: dict[str, float | None] = json.loads(answer)
     base_s = times_s["synchronous"]
     bounds_s = {"solo": COMPUTE_S, "majority": COMPUTE_S + LATE_S / ranks}
     row: dict[str, float | str] = {}
@@ -30,9 +31,3 @@ def cells(ranks: int, rounds: int) -> Cells:
         row[rule] = "not reached" if base_s is None or time_s is None else base_s / time_s
         row[f"bound of {rule}"] = (COMPUTE_S + LATE_S) / bound_s
     return {f"small network, {1e3 * LATE_S:.0f} ms late": row}
-
-
-def _time_to_target(rule: str, ranks: int, rounds: int) -> float | None:
-    *_, answer = printed_by_ranks(ranks, ["asyncoll.bench.late_ranks", rule, str(rounds)])
-    seconds: float | None = json.loads(answer)
-    return seconds

@@ -25,19 +25,19 @@ LINES = {
     "algorithms": 1_210,
     "algorithms/dense": 2_620,
     "algorithms/gossip": 320,
-    "algorithms/rounds": 3_632,  # policies of the program, their names and their errors
-    "algorithms/seam": 290,  # calls that no whole call takes have an object, too
-    "algorithms/sparse": 1_023,  # algorithms of the program, whose answers are checked, and words of thresholds
+    "algorithms/rounds": 3_653,  # no round opens after a failure, and a program sees the names of its policies
+    "algorithms/seam": 325,  # ranks compare the ways of the program that they take, and a way changes nothing too early
+    "algorithms/sparse": 1_024,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
     "rpc": 3_080,  # how a stub declares a stream
-    "runtime": 3_710,  # trainings that have not ended, which a rank reports as it leaves, and foreign awaits
+    "runtime": 3_700,  # what a failure at all ranks calls, and trainings that have not ended
     "tensors": 1_270,
-    "testing": 5_324,  # processes that check, what one raised, records, laws of one method, what of a cell is wrong
+    "testing": 5_351,  # processes that check, what one raised, records of messages, laws of one method, late deaths
     "torch": 2_861,  # `discard` and policies of the states of hooks, and errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
-    "transport": 6_195,  # the names of all environment variables, and of transports
+    "transport": 6_251,  # the names of all environment variables, and the search for a rank that died unsigned
     "world": 1_660,
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`

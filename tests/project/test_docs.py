@@ -5,8 +5,9 @@
   `RANKS` ranks on one loop.
 - A difference of two files of the page, `a.py` and `b.py`, is the file `b.diff`.
 - A shell block runs in a folder with the page's files, with real processes (marked slow), a home folder of its own, and
-  free ports in place of those of the page. Processes take seconds to start: after the first launch of a page, blocks
-  that only launch files which call `asyncoll.run` run here, among as many ranks on one loop.
+  free ports in place of those of the page. Launchers take seconds to start, above all with torch: the first launch of a
+  page is real, with torch only that of the tutorial. In other blocks that launch files, a file that calls
+  `asyncoll.run` runs here, among as many ranks on one loop; the ranks of any other file are forks of the template.
 - A shell block whose first line is `# On each of N hosts.` runs N times at once, each with a folder for temporary files
   of its own, as a host has. The name of the host `host0` becomes localhost.
 - A block that says `# Not run by the tests: reason` is checked for its syntax only.
@@ -155,9 +156,7 @@ def preloaded(page: Path) -> str:
     if "-m trainers" in started:
         return trainers.runs.PRELOAD
     programs = " ".join(block.source for block in blocks_of(page) if block.name and block.name in started)
-    if "torch" not in programs:
-        return LIGHT["ASYNCOLL_PRELOAD"]
-    return TRAINING["ASYNCOLL_PRELOAD"]
+    return (TRAINING if "torch" in programs else LIGHT)["ASYNCOLL_PRELOAD"]
 
 
 def forget(folder: Path):
@@ -196,25 +195,33 @@ def test_python_blocks_run(page, folder, monkeypatch):
 
 @pytest.mark.slow
 @pages_with("sh")
-def test_shell_blocks_run(page, folder, monkeypatch):
+def test_shell_blocks_run(page, folder, forked_world, monkeypatch):
     printed = ""
-    has_launched = False
+    has_launched = preloaded(page) == TRAINING["ASYNCOLL_PRELOAD"] and page.name != "tutorial.md"
     for block in blocks_of(page):
         if block.is_output and printed:
             _compare(block, printed)
         printed = ""
         if block.language != "sh" or not block.runs:
             continue
-        launches = _launches_of_worlds(block, folder)
+        before, launches = _launches(block)
         if not (launches and has_launched):
-            printed = _run_shell(block, folder)
+            printed = _run_shell(block, block.source, folder)
             has_launched = has_launched or "asyncoll launch" in block.source
             continue
+        _run_shell(block, before, folder)
         for launch in launches:
             forget(folder)
             setting = dict(pair.split("=") for pair in launch["setting"].split()) | SHORT
             source, words = (folder / launch["file"]).read_text(), launch["words"].split()
-            printed += _run_world(source, int(launch["ranks"]), [launch["file"], *words], setting, monkeypatch)
+            if "asyncoll.run(" in source:
+                printed += _run_world(source, int(launch["ranks"]), [launch["file"], *words], setting, monkeypatch)
+                continue
+            environment = os.environ | setting | {"PYTHONPATH": str(ROOT)}
+            for rank in forked_world(environment, int(launch["ranks"]), folder / launch["file"], *words):
+                code, out, err = rank.end()
+                assert code == 0, f"line {block.line}:\n{block.source}\n{out}{err}"
+                printed += out
 
 
 @pytest.mark.parametrize(
@@ -322,10 +329,11 @@ def _run_world(source: str, ranks: int, argv: list[str], setting: dict[str, str]
     return out.getvalue()
 
 
-def _run_shell(block: Block, folder: Path) -> str:
+def _run_shell(block: Block, source: str, folder: Path) -> str:
+    """What the source prints, which is the block or a part of it."""
     found = ON_HOSTS.match(block.source)
     hosts = int(found["count"]) if found else 1
-    with _free_ports(block.source) as source, ThreadPoolExecutor(hosts) as threads:
+    with _free_ports(source) as source, ThreadPoolExecutor(hosts) as threads:
         commands = [threads.submit(_run_command, source, folder, str(host) if found else "") for host in range(hosts)]
         done = [command.result() for command in commands]
     for command in done:
@@ -360,15 +368,12 @@ def _run_command(source: str, folder: Path, host: str) -> subprocess.CompletedPr
     )
 
 
-def _launches_of_worlds(block: Block, folder: Path) -> list[re.Match[str]]:
-    """The lines of the block, if each of them launches a file that calls `asyncoll.run`."""
-    lines = [LAUNCH.fullmatch(line) for line in block.source.splitlines()]
-    found = [line for line in lines if line and _is_world_file(folder / line["file"])]
-    return found if len(found) == len(lines) else []
-
-
-def _is_world_file(path: Path) -> bool:
-    return path.exists() and "asyncoll.run(" in path.read_text()
+def _launches(block: Block) -> tuple[str, list[re.Match[str]]]:
+    """The lines of the block that launch files, if these are its last ones, and what is before them."""
+    lines = block.source.splitlines(keepends=True)
+    found = [LAUNCH.fullmatch(line.rstrip("\n")) for line in lines]
+    first = next((number for number, launch in enumerate(found) if launch), len(lines))
+    return "".join(lines[:first]), [launch for launch in found[first:] if launch] if all(found[first:]) else []
 
 
 def _is_used(block: Block, page: Path) -> bool:

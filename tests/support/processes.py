@@ -15,6 +15,7 @@ import pytest
 LIGHT = {"ASYNCOLL_PRELOAD": "numpy,asyncoll"}  # for launched ranks without torch, whose import takes two seconds
 # The first optimizer of a process imports torch._dynamo, which takes as long as torch itself.
 TRAINING = {"ASYNCOLL_PRELOAD": "numpy,torch,torch._dynamo,asyncoll,asyncoll.torch.hooks,asyncoll.torch.process_group"}
+FORKED = {"ASYNCOLL_PRELOAD": TRAINING["ASYNCOLL_PRELOAD"] + ",asyncoll.testing.faults"}  # of all that have no launcher
 # For forked ranks in tests of how they end. Others end without the end of torch: see `tests/support/template.py`.
 WHOLE_END = {"WHOLE_END": "1"}
 # On a busy machine a process or a ZeroMQ thread may get no processor time for half a second. It must not count as
@@ -23,6 +24,7 @@ FREEZE_S = 20.0
 DEBUG = {"PYTHONASYNCIODEBUG": "1"}  # makes loops check that calls from other threads are safe
 # A busy machine makes joining report late ranks, and loops in development mode callbacks of more than 0.1 s.
 _OF_BUSY_MACHINES = re.compile(r"^(?:.*: )?rank \d+: waiting for ranks? \d.*\n|^.*Executing <.*\n", re.MULTILINE)
+_ASKING = threading.Lock()
 PATIENCE_S = 300  # timeout of processes: a safety net, far beyond the need of the slowest machine
 
 
@@ -47,14 +49,16 @@ class ForkedRank:
         self._err.touch()
         # The template opens it to write before it answers: neither waits for the other.
         self.stdout = os.fdopen(os.open(out, os.O_RDONLY | os.O_NONBLOCK))
-        order = {"command": [*map(str, command)], "env": env, "out": str(out), "err": str(self._err)}
+        order = {"command": [*map(str, command)], "env": env, "folder": os.getcwd()}
+        order |= {"out": str(out), "err": str(self._err)}
         self.pid = self._ask(order)
         os.set_blocking(self.stdout.fileno(), True)
         self.returncode = None
 
     def _ask(self, order):
-        print(json.dumps(order), file=self._template.stdin, flush=True)
-        return int(self._template.stdout.readline())
+        with _ASKING:  # threads may run worlds at the same time
+            print(json.dumps(order), file=self._template.stdin, flush=True)
+            return int(self._template.stdout.readline())
 
     def end(self, patience_s=PATIENCE_S):
         """Wait for the end of the rank: its exit code, its output and its errors, `without_delays`.

@@ -1,8 +1,8 @@
 """Forks ranks that know of no launcher: one import of torch serves all of them.
 
 Each line on the standard input orders one rank as JSON: its program (as the arguments of an interpreter), its
-environment, and files for its output. The answer is its pid. A line with a pid waits for the end of that rank; the
-answer is its exit code.
+environment, its current folder, and files for its output. The answer is its pid. A line with a pid waits for the end
+of that rank; the answer is its exit code.
 
 To tear down torch takes a rank a quarter of a second of processor time. So it ends without that, unless its environment
 has `WHOLE_END`, for tests of how ranks end.
@@ -39,6 +39,7 @@ def serve() -> list[str]:
             process_tree.die_with_parent(template)
             os.environ.clear()
             os.environ.update(order["env"])
+            os.chdir(order["folder"])
             tempfile.tempdir = None
             for descriptor, stream in enumerate(streams):
                 os.dup2(stream, descriptor)
@@ -59,7 +60,13 @@ def run(command: list[str]) -> None:
         runpy.run_path(command[0], run_name="__main__")
 
 
-def end_shortly() -> None:
+def fail(error: Exception) -> None:
+    """Print the error as the interpreter does, which notes it until it clears modules."""
+    sys.last_value = error
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+def end_shortly(code: int) -> None:
     """As the interpreter, up to where it would clear modules. Objects that are not closed warn here as there.
 
     torch would take back each of its operators.
@@ -68,14 +75,22 @@ def end_shortly() -> None:
     for finalizer in INHERITED:
         finalizer.atexit = False
     atexit._run_exitfuncs()
+    sys.last_value = None
     gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
 
 
 assert preload()
 INHERITED = [*weakref.finalize._registry]
-run(serve())
-if "WHOLE_END" not in os.environ:  # an exception of the program ends the rank as any other
-    end_shortly()
+order, code = serve(), 0
+try:
+    run(order)
+except Exception as error:
+    if "WHOLE_END" in os.environ:
+        raise
+    fail(error)
+    code = 1
+if "WHOLE_END" not in os.environ:  # `sys.exit` and signals end the rank as any other
+    end_shortly(code)

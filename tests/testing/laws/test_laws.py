@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import tempfile
@@ -120,12 +121,24 @@ def test_laws_over_real_sockets(kind, transport):
         ("shm-processes", ("solo", GOSSIP), (3,), True),
     ],
 )
-def test_laws_over_processes(transport, kinds, sizes, devices, capfd):
+def test_laws_over_processes(transport, kinds, sizes, devices, without_launcher, capfd):
     with ThreadPoolExecutor(4) as pool:
         check = partial(check_laws, transport=transport, devices=devices)
         worlds = [(kind, pool.submit(check, kind, size, size)) for kind in kinds for size in sizes]
     assert all(world.result().rounds == 12 or kind == GOSSIP for kind, world in worlds)
     assert without_delays(capfd.readouterr().err) == "", "such as that the ranks share no memory"
+
+
+@pytest.fixture
+def without_launcher(forked_world, monkeypatch):
+    """Forks the ranks of each case: a launcher would load the package for each world."""
+
+    def run_job(arguments):
+        _, size, _, transport, _, _, *program = arguments
+        for rank in forked_world(os.environ | {"ASYNCOLL_TRANSPORT": transport}, int(size), *program):
+            assert rank.end() == (0, "", "")
+
+    monkeypatch.setattr(case_runs, "_run_job", run_job)
 
 
 def test_laws_in_real_time():

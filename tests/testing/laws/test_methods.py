@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 from click.testing import CliRunner
@@ -12,7 +10,6 @@ from click.testing import CliRunner
 from asyncoll import UsageError
 from asyncoll.cli import main
 from asyncoll.testing import LawBroken, check_laws
-from tests.support.processes import PATIENCE_S
 
 OWN = """
 import numpy as np
@@ -90,15 +87,14 @@ def test_indices_that_repeat_are_an_error_with_a_replay(transport, file):
 @pytest.mark.parametrize(
     "transport", ["simulated", "hosts", "zmq", "shm", pytest.param("shm-processes", marks=pytest.mark.slow)]
 )
-def test_a_policy_that_raises_is_a_short_verdict(transport, file):
+def test_a_policy_that_raises_is_a_short_verdict(transport, file, capfd):
+    """Neither the command nor the process that checks prints more."""
     laws = ["laws", "--kind", "policy:own.py:failing", "--seeds", "0:3", "--sizes", "3", "--transport", transport]
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncoll", *laws], capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
-    assert done.returncode == 1
+    done = CliRunner().invoke(main, laws)
+    assert done.exit_code == 1
     assert done.stdout.count("the policy 'failing' raised KeyError: 'key' at own.py:7") == 3
     assert done.stdout.count("\n") == 10
-    assert done.stderr == ""
+    assert (done.stderr, *capfd.readouterr()) == ("", "", "")
 
 
 @pytest.mark.parametrize(
