@@ -234,8 +234,8 @@ def _ranks_of_world() -> int:
     type=Kinds(),
     default="all",
     show_default=True,
-    help=f"Some of {', '.join(ALL_KINDS)}; or all. Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of "
-    "a Python file that registers NAME.",
+    help=f"Some of {', '.join(ALL_KINDS)}; or all. Also sparse:ALGORITHM, and sparse:FILE:NAME, policy:FILE:NAME or "
+    "training:FILE:NAME of a Python file that registers NAME.",
 )
 @click.option(
     "--sizes",

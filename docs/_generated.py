@@ -1,4 +1,4 @@
-"""The parts of pages that are made from the source: texts of errors, helps of commands, examples.
+"""The parts of pages that are made from the source: texts of errors, helps of commands, examples, how to cite.
 
 A line `<!-- generated: NAME ARGUMENT -->` of a page is replaced by what the function NAME of `GENERATORS` returns.
 """
@@ -178,6 +178,11 @@ def _code(text: str) -> str:
     return f"`` {flat} ``" if "`" in flat else f"`{flat}`"
 
 
+def bibtex() -> str:
+    """How to cite the software, and the papers of its algorithms."""
+    return f"```bibtex\n{(ROOT / 'docs/papers.bib').read_text()}```"
+
+
 def commands() -> str:
     """The helps of all commands."""
     return "\n\n".join(
@@ -217,4 +222,10 @@ def examples() -> str:
     return "\n".join(rows)
 
 
-GENERATORS = {"error": error, "commands": commands, "exit_codes": exit_codes, "examples": examples}
+GENERATORS = {
+    "bibtex": bibtex,
+    "commands": commands,
+    "error": error,
+    "examples": examples,
+    "exit_codes": exit_codes,
+}

@@ -54,6 +54,9 @@ def test_the_search_works_from_a_folder(browser, site):
         browser.switch_to.active_element.send_keys(words)
         found = f"{site}/{page}?h={quote_plus(words)}"  # and the place on the page, unless it is its beginning
         wait.until(lambda _, found=found: any(link.startswith(found) for link in links(browser)[:4]), words)
+    browser.switch_to.active_element.send_keys(Keys.CONTROL, "a")
+    browser.switch_to.active_element.send_keys("kubernetes hyperplane")  # each is on several pages, none has both
+    wait.until(lambda _: not any("?h=" in link for link in links(browser)))
 
 
 def links(browser):

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import asyncoll
+from asyncoll.extending import policies
 from asyncoll.training import replicas
 from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery, State
@@ -48,9 +49,9 @@ class EagerSGD(Trainer):
     have loaded different rounds, all go on from the newest.
 
     Args:
-        partial: a round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with
-            the `quorum`-th rank ("quorum").
-        candidates: the number of ranks that are drawn for a round of "majority".
+        partial: a round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), with
+            the `quorum`-th rank ("quorum"), or by a policy: the name that `asyncoll.extending.register_policy` gave it.
+        candidates: the number of ranks that are drawn for a round of "majority" or of a policy.
         quorum: the number of ranks for which a round of "quorum" waits; by default size // 2 + 1.
         history: the number of results that are kept for late ranks; by default 64, with `average_every` 0.
         sync_every: every so many rounds, one waits for all ranks (0: none): the rounds whose `Trainer.round` is a
@@ -76,7 +77,7 @@ class EagerSGD(Trainer):
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        partial: Partial = "solo",
+        partial: Partial | str = "solo",
         candidates: int = 1,
         quorum: int | None = None,
         history: int | None = None,
@@ -213,7 +214,7 @@ class EagerSGD(Trainer):
 
 
 def partial_allreduce(
-    comm: Any, partial: Partial, candidates: int, quorum: int | None, seed: int
+    comm: Any, partial: Partial | str, candidates: int, quorum: int | None, seed: int
 ) -> functools.partial[Any]:
     """The wait-avoiding allreduce of `comm`, with the arguments that decide when a round starts.
 
@@ -221,7 +222,7 @@ def partial_allreduce(
     """
     if quorum is not None and partial != "quorum":
         raise asyncoll.UsageError(f'quorum={quorum} belongs to partial="quorum", and partial is {partial!r}')
-    if candidates != 1 and partial != "majority":
+    if candidates != 1 and partial in ("solo", "quorum"):
         raise asyncoll.UsageError(f'candidates={candidates} belongs to partial="majority", and partial is {partial!r}')
     match partial:
         case "solo":
@@ -230,6 +231,9 @@ def partial_allreduce(
             return functools.partial(comm.majority_allreduce, candidates=candidates, seed=seed)
         case "quorum":
             return functools.partial(comm.quorum_allreduce, quorum=quorum, seed=seed)
+    if partial in policies():
+        return functools.partial(comm.policy_allreduce, policy=partial, candidates=candidates, seed=seed)
+    known = ", ".join(["solo, majority, quorum", *policies()])
     raise asyncoll.UsageError(
-        f"partial is solo, majority or quorum, not {partial!r}: an own policy is for comm.policy_allreduce"
+        f"partial is one of {known}, not {partial!r:.50}: asyncoll.extending.register_policy adds to them"
     )

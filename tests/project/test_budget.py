@@ -25,17 +25,17 @@ LINES = {
     "algorithms": 1_165,
     "algorithms/dense": 2_590,
     "algorithms/gossip": 320,
-    "algorithms/rounds": 3_650,  # no round opens after a failure
+    "algorithms/rounds": 3_653,  # no round opens after a failure, and a program sees the names of its policies
     "algorithms/seam": 315,  # ranks compare the ways of the program that they take, and a way changes nothing too early
-    "algorithms/sparse": 1_020,  # algorithms of the program, whose answers are checked
+    "algorithms/sparse": 1_024,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
     "rpc": 3_080,  # how a stub declares a stream
     "runtime": 3_700,  # what a failure at all ranks calls, and trainings that have not ended
     "tensors": 1_270,
-    "testing": 5_400,  # deaths at each step of a record of rounds and late ones, and the judgement of what they leave
-    "torch": 2_860,  # `discard` of the states of hooks, and errors that name a hook or a metric that was forgotten
+    "testing": 5_402,  # deaths at each step of a record of rounds and late ones, and the judgement of what they leave
+    "torch": 2_861,  # `discard` and policies of the states of hooks, and errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_251,  # the names of all environment variables, and the search for a rank that died unsigned
     "world": 1_660,

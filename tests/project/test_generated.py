@@ -10,6 +10,7 @@ import traceback
 
 import pytest
 
+import asyncoll
 from asyncoll import errors
 from asyncoll.errors import AsyncollError, PeerLostError, UsageError
 from asyncoll.testing import run_ranks
@@ -154,6 +155,13 @@ def test_each_example_is_in_the_gallery_with_a_command():
 def test_every_mark_of_a_page_is_filled():
     for page in (ROOT / "docs").rglob("*.md"):
         assert "<!-- generated" not in generated.filled(page.read_text()), page
+
+
+def test_what_is_cited_is_this_version():
+    cited = (ROOT / "CITATION.cff").read_text(), generated.bibtex()
+    assert f"\nversion: {asyncoll.__version__}\n" in cited[0]
+    assert f"  version = {{{asyncoll.__version__}}},\n" in cited[1]
+    assert all("asyncoll contributors" in text for text in cited)
 
 
 def test_what_pip_installs_is_one_variable_of_the_site(monkeypatch):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import asyncoll
+from asyncoll.extending import register_policy
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.torch.hooks import EagerSGDState
 from asyncoll.training import EagerSGD, WagmaSGD
@@ -42,7 +43,8 @@ from tests.support.training_loops import (
 )
 
 SIZES = [1, 3, 4]
-PARTIALS = get_args(Partial)
+PARTIALS = (*get_args(Partial), "most")
+register_policy("most", lambda view: 2 * view.count() > view.size)
 OPTIMIZERS = [momentum, adam]
 SCRIPT = SCRIPTS / "training/rank_later_than_history.py"
 
@@ -405,7 +407,7 @@ def test_a_recovery_that_is_cancelled_is_made_by_the_next_step_and_loses_no_grad
     ("rules", "words"),
     [
         ({"history": 3, "average_every": 2}, "average_every is for training with history=0"),
-        ({"partial": "some"}, "not 'some': an own policy is for comm.policy_allreduce"),
+        ({"partial": "some"}, "one of solo, majority, quorum.*, not 'some': asyncoll.extending.register_policy adds"),
         ({"quorum": 2}, "quorum=2 belongs to partial=\"quorum\", and partial is 'solo'"),
         ({"partial": "majority", "quorum": 2}, "quorum=2 belongs to partial=\"quorum\", and partial is 'majority'"),
         ({"candidates": 2}, "candidates=2 belongs to partial=\"majority\", and partial is 'solo'"),
@@ -515,7 +517,7 @@ def ends(size: int, seed: int, stop: Callable[[int], int], **rules: Any) -> list
 @pytest.mark.parametrize("partial", PARTIALS)
 @looped("history", [0, 30])
 @looped("seed", range(6))
-def test_ranks_that_leave_at_different_rounds_have_equal_models(partial: Partial, history: int, seed: int) -> None:
+def test_ranks_that_leave_at_different_rounds_have_equal_models(partial: str, history: int, seed: int) -> None:
     results = ends(2 + seed % 4, seed, lambda rank: 3 + (5 * rank + seed) % 11, partial=partial, history=history)
     assert len({round_ for round_, _, _ in results}) == 1
     assert all(model == results[0][1] for _, model, _ in results)
@@ -525,7 +527,7 @@ def test_ranks_that_leave_at_different_rounds_have_equal_models(partial: Partial
 
 @pytest.mark.parametrize("partial", PARTIALS)
 @looped("seed", range(6))
-def test_ranks_that_leave_before_an_average_have_equal_models(partial: Partial, seed: int) -> None:
+def test_ranks_that_leave_before_an_average_have_equal_models(partial: str, seed: int) -> None:
     rules: dict[str, Any] = {"partial": partial, "average_every": 4}
     results = ends(2 + seed % 4, seed, lambda rank: 3 + (5 * rank + seed) % 11, **rules)
     assert len({round_ for round_, _, _ in results}) == 1
@@ -550,12 +552,39 @@ def test_a_rank_that_ends_without_a_step_is_an_error_that_names_it(algorithm: ty
 @pytest.mark.parametrize("partial", PARTIALS)
 @looped("history", [1, 30])
 @looped("seed", range(6))
-def test_ranks_that_leave_before_a_synchronous_round_have_equal_models(
-    partial: Partial, history: int, seed: int
-) -> None:
+def test_ranks_that_leave_before_a_synchronous_round_have_equal_models(partial: str, history: int, seed: int) -> None:
     rules: dict[str, Any] = {"partial": partial, "history": history, "sync_every": 4}
     results = ends(2 + seed % 4, seed, lambda rank: 3 + (5 * rank + seed) % 11, **rules)
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize(
+    ("rules", "most"),
+    [({"sync_every": 4}, 3), ({"sync_every": 1}, 0), ({"average_every": 4}, 4), ({"average_every": 1}, 1), ({}, 20)],
+)
+@pytest.mark.parametrize("partial", ["solo", "quorum"])
+def test_a_late_gradient_is_no_older_than_the_rules_let_it(partial: str, rules: dict[str, Any], most: int) -> None:
+    """The age of a gradient: rounds between the one that its rank aimed at, and the one that took it."""
+
+    async def main(comm: asyncoll.Communicator) -> tuple[list[int], dict[int, int]]:
+        held = torch.nn.Parameter(torch.zeros(20))  # the gradient of each step of rank 0 is at an element of its own
+        sgd = EagerSGD(comm, torch.nn.ParameterList([held]), torch.optim.SGD([held], lr=1.0), partial=partial, **rules)
+        await sgd.start()
+        aims: list[int] = []
+        taken: dict[int, int] = {}
+        while sgd.round < 60:
+            await asyncio.sleep(20.0 if comm.rank == 0 and len(aims) in (0, 3) else 1.0)
+            (held[len(aims) % 20] * (comm.rank == 0)).backward()
+            aims.append(sgd.round + 1)
+            await sgd.step()
+            for index in held.detach().nonzero().flatten().tolist():
+                taken.setdefault(index, sgd.round)
+        await sgd.finish()
+        return aims, taken
+
+    results = simulate(4, main).results
+    taken = {index: min(seen.get(index, 99) for _, seen in results) for index in range(5)}
+    assert max(taken[index] - results[0][0][index] for index in taken) == most
 
 
 # -- cancellation --------------------------------------------------------------------------------
@@ -564,7 +593,7 @@ def test_ranks_that_leave_before_a_synchronous_round_have_equal_models(
 @pytest.mark.parametrize("partial", PARTIALS)
 @looped("accumulate", [1, 2])
 @looped("seed", range(4))
-def test_every_gradient_counts_once_although_steps_are_cancelled(partial: Partial, accumulate: int, seed: int) -> None:
+def test_every_gradient_counts_once_although_steps_are_cancelled(partial: str, accumulate: int, seed: int) -> None:
     """The models are the sum of all gradients, exactly, of which those of cancelled steps are a part."""
     size = 4
 

@@ -46,7 +46,7 @@ _policies: dict[str, Policy] = {}
 
 
 def register_policy(name: str, policy: Policy) -> None:
-    """Let `comm.policy_allreduce(x, policy=name)` begin its rounds by `policy`. Trainers take no policy.
+    """Let `comm.policy_allreduce(x, policy=name)` begin its rounds by `policy`, and so `EagerSGD(partial=name)`.
 
     Every rank registers the same policy under the name before any rank makes a call with it: as a module is imported.
     `policy(round)` gets a `RoundView`, and returns whether the round may begin. It is asked as ranks arrive or end, at
@@ -64,6 +64,11 @@ def register_policy(name: str, policy: Policy) -> None:
     if iscoroutinefunction(policy) or iscoroutinefunction(getattr(policy, "__call__", None)):  # noqa: B004
         raise UsageError(f"the policy {name!r:.50} is a coroutine function: register a plain one, without async")
     _policies[str(name)] = policy
+
+
+def policies() -> tuple[str, ...]:
+    """The names of the policies that are registered at this rank."""
+    return (*_policies,)
 
 
 def policy_of(name: str) -> Policy:

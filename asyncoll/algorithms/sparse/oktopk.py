@@ -69,16 +69,17 @@ class OkTopk:
         if self._round % self._rules.regions_every == 0 or edges.size != len(owners(collectives)) + 1:
             edges = await self._cut_regions(collectives, given.indices)
         sums = await deal_parts(collectives, given, edges)
-        threshold = self._global
+        threshold, before = self._global, collectives.traffic.words_received
         if self._thresholds_are_due or not threshold:
             threshold = await self._exact_threshold(collectives, sums.values)
+        words = collectives.traffic.words_received - before
         found = selection.select(sums.values, threshold)
         total = await _balance_and_allgather(collectives, chosen, Part(sums.indices[found.indices], found.values))
         self._round += 1
         self._edges = edges
         self._local = self._next_threshold(chosen.threshold, chosen.part.size)
         self._global = self._next_threshold(threshold, total.size)
-        return SparseOutcome(total, common(chosen.part.indices, total.indices), threshold, nothing(total))
+        return SparseOutcome(total, common(chosen.part.indices, total.indices), threshold, nothing(total), words)
 
     def state(self) -> dict[str, Any]:
         return {"round": self._round, "local": self._local, "global": self._global, "edges": self._edges.tolist()}

@@ -45,6 +45,7 @@ class SparseOutcome(NamedTuple):
     included: Array  # those of the indices that this rank gave whose values are in the sum
     threshold: float  # the magnitude that the sums had to reach; 0.0 if there is no such threshold
     lost: Part  # partial sums that this rank has dropped, of elements that are in the sum
+    threshold_words: float = 0.0  # received to find the threshold
 
 
 class Wanted(NamedTuple):

@@ -97,6 +97,9 @@ class SparseReduction:
     words_received: float
     """Words that this rank has received in this round, including counts and thresholds."""
 
+    threshold_words: float
+    """Words among `words_received` by which Ok-Topk has found an exact `threshold_global`; 0.0 if it was reused."""
+
     messages_sent: int
     """Messages that this rank has sent in this round."""
 
@@ -243,6 +246,7 @@ class SparseOperation:
             threshold_global=outcome.threshold,
             words_sent=traffic.words_sent,
             words_received=traffic.words_received,
+            threshold_words=outcome.threshold_words,
             messages_sent=traffic.messages_sent,
             messages_received=traffic.messages_received,
             **told._asdict(),

@@ -43,9 +43,10 @@ def check_laws(kind: str, size: int, seed: int, *, transport: str = SIMULATED, d
     "shm-mixed-processes" run them as processes of `asyncoll launch`. With "mixed", every second rank does without the
     compiled core. In real time there is neither a drawn network nor a pause of a trainer.
 
-    A kind may name the algorithm of all its sparse calls, or its policy: "sparse:topka", "policy:NAME". Otherwise these
-    are drawn. With the Python file that registers it (`asyncoll.extending`) it is "sparse:FILE:NAME" or
-    "policy:FILE:NAME"; the file is run once in each process. Of a sparse algorithm of the program's own the laws
+    A kind may name the algorithm of all its sparse calls, or the policy of its rounds, also of those of trainings:
+    "sparse:topka", "policy:NAME", "training:NAME". Otherwise these are drawn. With the Python file that registers it
+    (`asyncoll.extending`) it is "sparse:FILE:NAME", "policy:FILE:NAME" or "training:FILE:NAME"; the file is run once in
+    each process. Of a sparse algorithm of the program's own the laws
     `refusal`, `agreement`, `residual` and `conservation` are checked; of a policy those of all rounds, and
     `permission`: no round begins unless the policy lets it.
 

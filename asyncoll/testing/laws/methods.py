@@ -1,4 +1,4 @@
-"""Kinds of worlds with a sparse algorithm, or a policy, by name: `sparse:topka`, `policy:file.py:name`."""
+"""Kinds of worlds with a sparse algorithm, or a policy, by name: `sparse:topka`, `training:file.py:name`."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def split(text: str) -> tuple[str, str]:
     file, _, name = method.rpartition(":")
     if file:
         _run(file)
-    if kind == "policy":
+    if kind in ("policy", "training"):
         policy_of(name)
     elif kind != "sparse":
-        raise UsageError(f"--kind: {text!r:.80}: only the kinds sparse and policy take a name after a colon")
+        raise UsageError(f"--kind: {text!r:.80}: only the kinds sparse, policy and training take a name after a colon")
     elif name not in sparse_algorithms():
         raise UsageError(f"--kind: {name!r:.50} is no sparse algorithm: use one of {', '.join(sparse_algorithms())}")
     return kind, method

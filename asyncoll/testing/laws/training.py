@@ -30,7 +30,8 @@ class TrainingProgram:
     def __init__(self, case: Case) -> None:
         self.case = case
         draw = np.random.default_rng([case.seed, case.size, 7])
-        self.partial = _PARTIALS[draw.integers(len(_PARTIALS))]
+        drawn = _PARTIALS[draw.integers(len(_PARTIALS))]
+        self.partial = case.method_name or drawn
         self.history = int((1, 1, 2, 5)[draw.integers(4)])
         self.has_metrics = bool(draw.integers(2))
         self.rounds = draw.integers(12, 25, size=case.size).tolist()  # by rank: where its loop ends
@@ -92,7 +93,7 @@ class Learner(CaseRank):
             comm,
             model,
             self._optimizer,
-            partial=program.partial,  # type: ignore[arg-type]
+            partial=program.partial,
             history=program.history,
         )
 

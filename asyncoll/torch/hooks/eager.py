@@ -72,9 +72,9 @@ class EagerSGDState(HookState):
     Args:
         ddp: the wrapped model. Register the hook on the same one.
         optimizer: trains all parameters of the model and no others.
-        partial: a round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), or with
-            the `quorum`-th rank ("quorum").
-        candidates: the number of ranks that are drawn for a round of "majority".
+        partial: a round starts with the first rank ("solo"), with any of `candidates` drawn ranks ("majority"), with
+            the `quorum`-th rank ("quorum"), or by a policy: the name that `asyncoll.extending.register_policy` gave it.
+        candidates: the number of ranks that are drawn for a round of "majority" or of a policy.
         quorum: the number of ranks for which a round of "quorum" waits; by default size // 2 + 1.
         history: the number of results that are kept for late ranks, at least 1.
         sync_every: every so many rounds, one waits for all ranks (0: none): the rounds whose `round` is a multiple,
@@ -96,7 +96,7 @@ class EagerSGDState(HookState):
         ddp: DistributedDataParallel,
         optimizer: torch.optim.Optimizer,
         *,
-        partial: Partial = "solo",
+        partial: Partial | str = "solo",
         candidates: int = 1,
         quorum: int | None = None,
         history: int = HISTORY,
@@ -134,7 +134,8 @@ class EagerSGDState(HookState):
 
     def _check_operation(self) -> None:
         layout = ((dtype_name(self._buckets.layout.dtype), self._buckets.layout.count),)
-        operation = Operation(layout=layout, opening=Opening(self._partial), **self._draw, **self._rules)
+        opening = Opening.POLICY if "policy" in self._draw else Opening(self._partial)
+        operation = Operation(layout=layout, opening=opening, **self._draw, **self._rules)
         check_operation(operation, self._comm.size)
 
     @property

@@ -564,7 +564,9 @@ def add(values, x):
 def bits(told) -> list:
     """A round of one rank to the bit, without its costs: in memory they depend on which rank comes last."""
     before, after, reduction = told
-    fields = dataclasses.replace(reduction, words_sent=0, words_received=0, messages_sent=0, messages_received=0)
+    fields = dataclasses.replace(
+        reduction, words_sent=0, words_received=0, threshold_words=0, messages_sent=0, messages_received=0
+    )
     return [x.tobytes() if isinstance(x, np.ndarray) else x for x in (before, after, *dataclasses.astuple(fields))]
 
 
@@ -1108,6 +1110,9 @@ def test_costs_of_results_add_up_to_the_statistics(size, run):
         reductions = []
         for name in ALGORITHMS:
             story = await play(comm, gradients, density=0.1, algorithm=name, name=name, thresholds_every=2)
+            searched = [reduction.threshold_words > 0 for *_, reduction in story]
+            assert searched == [name == "oktopk" and comm.size > 1 and index % 2 == 0 for index in range(3)]
+            assert all(reduction.threshold_words <= reduction.words_received for *_, reduction in story)
             reductions += [reduction for *_, reduction in story]
         return comm.statistics().calls["sparse_allreduce"], reductions
 

@@ -51,14 +51,14 @@ def file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("transport", ["simulated", "memory", "hosts", "zmq", "shm", "shm-mixed"])
-@pytest.mark.parametrize("kind", ["policy", "policy:{}:own", "sparse:{}:own", "sparse:topkdsa"])
+@pytest.mark.parametrize("kind", ["policy", "policy:{}:own", "training:{}:own", "sparse:{}:own", "sparse:topkdsa"])
 def test_own_methods_keep_the_laws_on_every_transport(kind, transport, file):
     for size, seed in [(1, 0), (3, 1), (5, 2)]:
         assert check_laws(kind.format(file), size, seed, transport=transport).rounds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["policy:{}:own", "sparse:{}:own"])
+@pytest.mark.parametrize("kind", ["policy:{}:own", "training:{}:own", "sparse:{}:own"])
 @pytest.mark.parametrize("transport", ["zmq-processes", "shm-mixed-processes"])
 def test_own_methods_keep_the_laws_in_processes(kind, transport, file):
     assert check_laws(kind.format(file), 3, 1, transport=transport).rounds
@@ -104,7 +104,7 @@ def test_a_policy_that_raises_is_a_short_verdict(transport, file, capfd):
         ("sparse:own.py:other", "'other' is no sparse algorithm: use one of oktopk"),
         ("policy:own.py:other", "no policy 'other' is registered"),
         ("sparse:", "'' is no sparse algorithm"),
-        ("solo:own", "only the kinds sparse and policy take a name"),
+        ("solo:own", "only the kinds sparse, policy and training take a name"),
         ("policy:text.txt:own", "'text.txt' is no Python file"),
     ],
 )

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from asyncoll.errors import NonFiniteError, PeerLostError, UsageError
+from asyncoll.extending import register_policy
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.torch import hooks
 from asyncoll.training.dc_s3gd import compensate
@@ -297,6 +298,7 @@ def learning_rate(variant, kind, rounds):
 
 def eager():
     size = dist.get_world_size()
+    register_policy("drawn", lambda view: any(map(view.has, view.drawn)))
     for variant, (more, kind, options) in enumerate(
         [
             ({}, torch.optim.SGD, {"partial": "solo", "sync_every": 10}),
@@ -310,6 +312,7 @@ def eager():
                 torch.optim.SGD,
                 {"partial": "quorum", "quorum": max(1, size - 1), "sync_every": 10},
             ),
+            ({}, torch.optim.SGD, {"partial": "drawn", "candidates": min(2, size)}),
         ]
     ):
         module = model()
