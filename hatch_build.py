@@ -168,9 +168,9 @@ def _expression(node: ast.expr) -> str:
             return f"INT64_C({value})"
         case ast.Name(id=name):
             return name
-        case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]) | ast.BoolOp(op, [left, right]) if (
-            type(op) in _OPERATORS
-        ):
+        case ast.BoolOp(op, operands):
+            return f"({f' {_OPERATORS[type(op)]} '.join(map(_expression, operands))})"
+        case ast.BinOp(left, op, right) | ast.Compare(left, [op], [right]) if type(op) in _OPERATORS:
             return f"({_expression(left)} {_OPERATORS[type(op)]} {_expression(right)})"
         case ast.UnaryOp(ast.Not(), operand):
             return f"(!{_expression(operand)})"

@@ -24,6 +24,7 @@ from asyncoll.cli_base import (
     seeds_option,
 )
 from asyncoll.errors import UsageError
+from asyncoll.kinds import ALL as ALL_KINDS
 
 _COUNT = Count(1, 1024)
 EXIT_CODES = {
@@ -233,7 +234,7 @@ def _ranks_of_world() -> int:
     type=Kinds(),
     default="all",
     show_default=True,
-    help=f"Some of {', '.join(Kinds.ALL)}; or all. Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of "
+    help=f"Some of {', '.join(ALL_KINDS)}; or all. Also sparse:ALGORITHM, and sparse:FILE:NAME or policy:FILE:NAME of "
     "a Python file that registers NAME.",
 )
 @click.option(
@@ -334,6 +335,7 @@ def faults(
     \b
     FAULT is
       kill, orphan           SIGKILL; orphan: of a rank with a living child
+      linger                 SIGKILL; the locks of other ranks see it 0.3 s late
       exit, raise            the program exits, or raises
       signal                 a signal whose handler ends the program by raising
       interrupt, terminate   SIGINT (Ctrl-C), SIGTERM
@@ -345,7 +347,8 @@ def faults(
       down-host, cut-host    the interface of a host is set down, its cable is cut
 
     MOMENT is before, inside or after the operation; for tensors on devices also begun and landed, those of a copy. kill
-    and stop strike at each injection point of the compiled core, too, as in kill/allreduce/meeting-arrived.
+    and stop strike at each injection point of the compiled core, too, as in kill/allreduce/meeting-arrived, and linger
+    at lock-taken.
 
     OPERATION is a call; staged_*: one with tensors on devices without hardware; init_*: a program of asyncoll.init;
     torch_*: one of torch.distributed; ddp_solo: one of DDP with a solo hook; joining: the start of ranks on --hosts.

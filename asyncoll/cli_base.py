@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from asyncoll import kinds
 from asyncoll.errors import UsageError
 
 INTERRUPTED = 130  # by Ctrl-C
@@ -148,17 +149,15 @@ class Kinds(click.ParamType[list[str]]):
     """Kinds of worlds, which may name a method after a colon."""
 
     name = "KIND,..."
-    OF_ROUNDS = ("solo", "majority", "quorum", "full", "candidates", "group", "policy")  # of rounds
-    ALL = (*OF_ROUNDS, "gossip", "dense", "sparse", "training", "ending")
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
         if isinstance(value, list):
             return value
-        kinds = list(self.ALL) if value == "all" else value.split(",")
-        for kind in kinds:
-            if kind.partition(":")[0] not in self.ALL:
-                self.fail(f"unknown kind {kind!r:.80}: use all, or some of {', '.join(self.ALL)}", param, ctx)
-        return list(dict.fromkeys(kinds))
+        chosen = list(kinds.ALL) if value == "all" else value.split(",")
+        for kind in chosen:
+            if kind.partition(":")[0] not in kinds.ALL:
+                self.fail(f"unknown kind {kind!r:.80}: use all, or some of {', '.join(kinds.ALL)}", param, ctx)
+        return list(dict.fromkeys(chosen))
 
 
 def chosen_seeds(seed: int | None, seeds: range) -> range:

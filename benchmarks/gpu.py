@@ -27,8 +27,10 @@ from typing import Any
 import torch
 from common import RANK, Record, numbers, parser
 from gpu_checks import CHECKS, SANITIZER, Check, NotHereError, sanitize_threads
-from gpu_times import TIMES, Measurement
+from gpu_times import SIZES, TIMES, Measurement
 from gpu_torch import GROUP_CHECKS, GroupCheck
+
+from asyncoll.bench.claims import Cells
 
 Acceptance = Check | GroupCheck | Measurement
 LIMIT_S = 300  # of one check with one number of ranks
@@ -81,13 +83,23 @@ def carry_out(record: Record, chosen: list[Acceptance], ranks: list[int]) -> int
             print(f"{each.name:<12} {size} ranks  {outcome.found}", flush=True)
             outcomes.append(outcome)
             raw[f"{each.name}, {size} ranks"] = {"result": outcome.found, "values": values}
-            record.keep(raw)  # after each: the machine may be lent for a limited time
+            record.keep(raw, cells(raw))  # after each: the machine may be lent for a limited time
     rows = [[outcome.name, str(outcome.ranks), outcome.found] for outcome in outcomes]
     record.table("results", [["check", "ranks", "result"], *rows])
     failed = sum(outcome.has_failed for outcome in outcomes)
     print(f"\n{failed} of {len(outcomes)} have failed")
-    record.write(raw)
+    record.write(raw, cells(raw))
     return int(failed > 0)
+
+
+def cells(raw: dict[str, Any]) -> Cells:
+    """The allreduces of two ranks, as claims.toml names them."""
+    found = (raw.get("allreduce, 2 ranks") or {}).get("values") or {}
+    return {
+        name: {"asyncoll": found[f"{name}: us"] / 1e6, "Gloo": found[f"{name}: us of Gloo"] / 1e6}
+        for name in SIZES
+        if f"{name}: us" in found
+    }
 
 
 def gpus() -> list[list[str]]:

@@ -105,6 +105,31 @@ async def copies(comm: asyncoll.Communicator) -> Values:
     return {"share": seconds / own_seconds, "GB/s": x.nbytes / own_seconds / 1e9}
 
 
+async def waits(comm: asyncoll.Communicator) -> Values:
+    """How long the host waits for a copy of 64 KiB from the GPU: asleep, awake, and by a coroutine, as calls do."""
+    device = own(comm)
+    x = torch.ones(SIZES["64 KiB"] // 4, device=device)
+    host = torch.empty(x.numel(), pin_memory=True)
+
+    def copied(*, asleep: bool) -> None:
+        host.copy_(x, non_blocking=True)
+        end = torch.cuda.Event(blocking=asleep)
+        end.record()
+        end.synchronize()
+
+    with contextlib.closing(CudaDevice(device.index)) as staging:
+        mirror = staging.pinned(x.nbytes)
+        if mirror is None:
+            raise NotHereError("the driver has no pinned memory")
+        found = {
+            "asleep: us": await timed(comm, device, partial(copied, asleep=True)),
+            "awake: us": await timed(comm, device, partial(copied, asleep=False)),
+            "by a coroutine: us": await timed(comm, device, lambda: arrived(staging.mark(x).fetch(0, mirror))),
+        }
+        staging.unpin(mirror)
+    return {name: seconds * 1e6 for name, seconds in found.items()}
+
+
 # -- calls ----------------------------------------------------------------------------------------
 
 
@@ -119,7 +144,7 @@ async def allreduce(comm: asyncoll.Communicator) -> Values:
         ours = await timed(comm, device, partial(comm.allreduce, x, asyncoll.MAX))
         theirs = await timed(comm, device, partial(dist.all_reduce, x, dist.ReduceOp.MAX))
         found[f"{name}: times as fast"] = theirs / ours
-        found[f"{name}: us"] = ours * 1e6
+        found |= {f"{name}: us": ours * 1e6, f"{name}: us of Gloo": theirs * 1e6}
         if not bool((x == 1).all()):
             raise SystemExit("wrong results")
     await comm.barrier()
@@ -284,6 +309,7 @@ TIMES = [
         (("share", "least", 0.95),),
         ranks=(1,),
     ),
+    Measurement("waits", "how long the host waits for the end of a short copy", waits, ()),
     Measurement(
         "allreduce",
         "allreduce against Gloo with tensors of the GPU",

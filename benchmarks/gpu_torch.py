@@ -218,7 +218,7 @@ def learns(device: torch.device, make: Callable[[DistributedDataParallel, torch.
     """A hook that does not wait, or sends less, learns, and leaves one model at all ranks."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
-    wrapped = DistributedDataParallel(model, forward_sync_buffers=False, bucket_cap_mb=0.002)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=0.002)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
     state, losses = make(wrapped, optimizer), []
     torch.manual_seed(rank() + 1)

@@ -21,7 +21,7 @@ import numpy as np
 from common import Record, parser
 
 from asyncoll import AVG, Communicator
-from asyncoll.algorithms.rounds.grouping import partition, propagation
+from asyncoll.algorithms.rounds.grouping import partition
 from asyncoll.testing import simulate
 
 WORLDS = (
@@ -46,6 +46,25 @@ def worlds(text: str) -> list[tuple[int, int]]:
     """`64:8,256:16`: worlds of 64 ranks in groups of 8, and so on."""
     pairs = (part.split(":") for part in text.split(","))
     return [(int(ranks), int(group_size)) for ranks, group_size in pairs]
+
+
+def propagation(size: int, group_size: int, first: int = 1) -> int:
+    """The number of rounds, from round `first` on, until the contribution of each rank has reached all ranks.
+
+    `group_size` must be at least 2, unless `size` is 1: with groups of one rank this does not return.
+    """
+    all_ranks = (1 << size) - 1
+    reached = [1 << rank for rank in range(size)]  # by rank: a bit for each rank whose contribution has reached it
+    rounds = 0
+    while any(mask != all_ranks for mask in reached):
+        for group in partition(size, group_size, first + rounds):
+            union = 0
+            for rank in group:
+                union |= reached[rank]
+            for rank in group:
+                reached[rank] = union
+        rounds += 1
+    return rounds
 
 
 def world(ranks: int, group_size: int) -> dict[str, Any]:

@@ -21,8 +21,20 @@ from trainers.listing import listing
 from trainers.plots import plot_scores
 from trainers.settings import Settings, common_flags, flags
 
+_INTERRUPTED = 130  # the exit code after Ctrl-C
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Group(click.Group):
+    """Its commands end at Ctrl-C as those of asyncoll do."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(_INTERRUPTED)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Algorithms on small workloads, with emulated compute time and imbalance."""
 
@@ -100,7 +112,10 @@ def _demo(ranks: int, seed: int, device: str, folder: Path) -> None:
 @_folder("runs/compare")
 @click.option("--tensorboard", is_flag=True, help="Write event files for TensorBoard, too.")
 def _compare(algorithms: str, seeds: str, ranks: int, folder: Path, tensorboard: bool, **common: Any) -> None:
-    """Run algorithms one after the other, with several seeds, and print one table."""
+    """Run algorithms one after the other, with several seeds, and print one table.
+
+    Ctrl-C prints that of the runs so far, and ends with 130.
+    """
     chosen, of_seeds = parse_algorithms(algorithms), parse_seeds(seeds)
     _need_matplotlib()
     if tensorboard:

@@ -103,16 +103,18 @@ def compare(
     """Run all algorithms with all seeds, print a table, and write a plot and a JSON file. Returns whether none failed.
 
     `common` are arguments of all runs. Seeds are the outer loop, so that a change of the machine's speed reaches all
-    algorithms.
+    algorithms. Ctrl-C shows the runs that have ended, if there are any.
     """
     console = Console()
-    planned = [(compared, seed) for seed in seeds for compared in algorithms]
-    with _progress(console) as progress:
-        task = progress.add_task("", total=len(planned))
-        for compared, seed in planned:
-            progress.update(task, description=f"{compared.label}, seed {seed}")
-            _run(compared, ranks, seed, common, folder, console)
-            progress.advance(task)
+    try:
+        _run_all(algorithms, ranks, seeds, common, folder, console)
+    finally:
+        if any(compared.runs or compared.failures for compared in algorithms):
+            _show(algorithms, seeds, folder, console, tensorboard)
+    return not any(compared.failures for compared in algorithms)
+
+
+def _show(algorithms: Sequence[Compared], seeds: range, folder: Path, console: Console, tensorboard: bool) -> None:
     _write(algorithms, seeds, folder)
     finished = [compared for compared in algorithms if compared.runs]
     if finished:
@@ -121,7 +123,21 @@ def compare(
         if tensorboard:
             _write_events(finished, folder / "tensorboard")
     console.print(f"reports, plot and all numbers: {folder}", soft_wrap=True)
-    return not any(compared.failures for compared in algorithms)
+
+
+def _run_all(
+    algorithms: Sequence[Compared], ranks: int, seeds: range, common: Sequence[str], folder: Path, console: Console
+) -> None:
+    planned, done = [(compared, seed) for seed in seeds for compared in algorithms], 0
+    with _progress(console) as progress:
+        task = progress.add_task("", total=len(planned))
+        try:
+            for done, (compared, seed) in enumerate(planned):
+                progress.update(task, description=f"{compared.label}, seed {seed}", completed=done)
+                _run(compared, ranks, seed, common, folder, console)
+        except KeyboardInterrupt:
+            print(f"interrupted: {done} of {len(planned)} done", file=sys.stderr)
+            raise
 
 
 def _run(compared: Compared, ranks: int, seed: int, common: Sequence[str], folder: Path, console: Console) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -38,18 +39,26 @@ class Run:
 def launch(ranks: int, arguments: Sequence[str], path: Path) -> Run:
     """Run `python -m trainers` with these arguments as `ranks` processes; the report goes to `path`.
 
-    Raises RunFailedError.
+    Raises RunFailedError. Ctrl-C kills the ranks; all are gone when it raises KeyboardInterrupt.
     """
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "asyncoll", "launch", "-n", str(ranks), "-m", "trainers"]
-    done = subprocess.run(
+    launcher = subprocess.Popen(
         [*command, *arguments, "--report", str(path)],
         env={"ASYNCOLL_PRELOAD": PRELOAD, **os.environ},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
-    if done.returncode or not path.exists():
-        last = "\n".join(done.stdout.splitlines()[-_LAST_LINES:])
-        raise RunFailedError(f"exit status {done.returncode}; the last lines of output:\n{last}")
+    with launcher:
+        try:
+            output, _ = launcher.communicate()
+        except KeyboardInterrupt:
+            for signum in (signal.SIGINT, signal.SIGTERM):  # the ranks get seconds to end, until a second signal
+                launcher.send_signal(signum)
+            launcher.communicate()
+            raise
+    if launcher.returncode or not path.exists():
+        last = "\n".join(output.splitlines()[-_LAST_LINES:])
+        raise RunFailedError(f"exit status {launcher.returncode}; the last lines of output:\n{last}")
     return Run(json.loads(path.read_text()))

@@ -27,13 +27,25 @@ static inline void pause_briefly(void)
 #endif
 }
 
+/* Try to lock, and sign. Returns the error. May be called without the GIL: a thread that waits for it may be ended there.
+ * If the process dies before it has signed, `RobustMutex._dead_rank` finds the rank. */
+static inline int try_lock(ControlBlock *self)
+{
+    int failure = pthread_mutex_trylock(self->mutex);
+    if (failure != EBUSY)
+        pass_point(LOCK_TAKEN);
+    if (!failure && *self->holder >= 0)
+        *self->holder = signed_by(self->local_rank);
+    return failure;
+}
+
 /* Try to lock while another thread holds the lock. Returns the error of the last attempt. */
-static int lock_soon(pthread_mutex_t *mutex)
+static int lock_soon(ControlBlock *self)
 {
     int failure = EBUSY;
     for (int look = 0; look < LOOKS && failure == EBUSY; look++) {
         pause_briefly();
-        failure = pthread_mutex_trylock(mutex);
+        failure = try_lock(self);
     }
     if (failure != EBUSY)
         return failure;
@@ -41,7 +53,7 @@ static int lock_soon(pthread_mutex_t *mutex)
     PyThreadState *state = PyEval_SaveThread();
     for (int yield = 0; yield < YIELDS && failure == EBUSY; yield++) {
         sched_yield();
-        failure = pthread_mutex_trylock(mutex);
+        failure = try_lock(self);
     }
     PyEval_RestoreThread(state);
     return failure;
@@ -79,8 +91,6 @@ void control_block_abandon(ControlBlock *self)
 /* The end of an acquisition whose last attempt returned `failure`: waits in Python if the lock is still held. */
 static int complete_lock(ControlBlock *self, int failure)
 {
-    if (failure != EBUSY)
-        pass_point(LOCK_TAKEN);
     if (failure || *self->holder < 0) {
         PyObject *result = PyObject_CallMethod(self->mutex_in_python, "resume", "i", failure);
         if (!result) { /* perhaps of a signal handler; no cell has changed */
@@ -92,10 +102,8 @@ static int complete_lock(ControlBlock *self, int failure)
             return -1;
         }
         Py_DECREF(result);
+        *self->holder = signed_by(self->local_rank);
     }
-    /* Each holder writes its rank, so that the next one knows which rank has died with the lock. Between the
-     * acquisition and this store it names the holder before: `Membership.culprit` corrects that. */
-    *self->holder = self->local_rank;
     pass_point(LOCK_NOTED);
     if (pass(self) < 0) {
         control_block_abandon(self);
@@ -110,9 +118,9 @@ int control_block_lock_soon(ControlBlock *self)
         return call(self->substitute, "acquire");
     if (pass(self) < 0)
         return -1;
-    int failure = pthread_mutex_trylock(self->mutex);
+    int failure = try_lock(self);
     if (failure == EBUSY)
-        failure = lock_soon(self->mutex);
+        failure = lock_soon(self);
     return failure == EBUSY ? 1 : complete_lock(self, failure);
 }
 
@@ -129,6 +137,8 @@ void control_block_unlock(ControlBlock *self)
         return;
     /* Release first: a rank that wakes acquires the lock at once, and would have to sleep again. The GIL guards
      * `ringing`: no other thread of this process acquires the lock before this function returns. */
+    if (*self->holder == signed_by(self->local_rank)) /* not after an exception: the lock is lost, and stays so */
+        *self->holder = UNSIGNED;
     pthread_mutex_unlock(self->mutex);
     pass_point(LOCK_RELEASED);
     for (int i = 0; i < self->ringing_count; i++) {

@@ -24,6 +24,7 @@
  * that its claim takes much less time than its reduction. */
 enum { CHUNKS = 4, CHUNK_MIN = 1 << 15 };
 enum { COPIED_UNDER_LOCK = 4096 }; /* bytes: to copy them takes less time than to acquire the lock again */
+enum { PATIENCE = 16 }; /* how many times as often as usual a rank looks for the next private chunk before it sleeps */
 
 static Record record_of(const Meetings *self, int64_t number)
 {
@@ -34,9 +35,7 @@ static Record record_of(const Meetings *self, int64_t number)
 
 static bool is_free(const Meetings *self, Record record)
 {
-    /* With the tag of this meeting another rank has opened it: the record is in use, but by the same meeting. */
-    int64_t tag = record.cells[TAG];
-    return tag == 0 || tag == record.tag || record.cells[LEFT] == self->size;
+    return is_left(record.cells[TAG], record.tag, record.cells[LEFT], self->size);
 }
 
 /* Note whether the record of call `number` is free. The caller holds the lock. `is_clear` says that no earlier call is
@@ -546,17 +545,11 @@ static PyObject *complete(PyObject *object, PyObject *const *arguments, Py_ssize
 
 /* -- waiting ---------------------------------------------------------------------------------- */
 
-/* What a rank that has arrived finds at its meeting. */
-typedef enum {
-    NOTHING, /* other ranks are missing, or reduce */
-    CHUNK,   /* there are chunks to claim */
-    RESULT,
-    NO_USE, /* the arrays are reduced in another way: `SharedCall.finish_shortly` */
-} Sight;
-
-/* A hint without the lock. */
-static Sight glance(const Meetings *self, Record record, int64_t done)
+/* A hint without the lock. `call` is that of this rank if its array is private, and else NULL. */
+static Step next_step(const Meetings *self, Record record, const PrivateCall *call, int64_t done)
 {
+    if (call)
+        return private_step(self, record, call);
     /* DONE first: it is the end of the meeting, whatever the other cells say. */
     if (peek(&record.cells[DONE]) == done)
         return RESULT;
@@ -564,38 +557,40 @@ static Sight glance(const Meetings *self, Record record, int64_t done)
         return NOTHING;
     if (done > self->short_bytes && peek(&record.cells[DIRECT]) != self->size)
         return NO_USE;
-    return is_chunk_left(peek(&record.cells[CLAIMED]), done) ? CHUNK : NOTHING;
+    return is_chunk_left(peek(&record.cells[CLAIMED]), done) ? REDUCE : NOTHING;
 }
 
-static Sight poll_meeting(const Meetings *self, Record record, int64_t done, int64_t polls)
+static Step poll_meeting(const Meetings *self, Record record, const PrivateCall *call, int64_t done, int64_t polls)
 {
-    Sight sight = glance(self, record, done);
-    PyThreadState *state = sight == NOTHING ? PyEval_SaveThread() : NULL;
-    for (int64_t poll = 0; sight == NOTHING && poll < polls; poll++) {
+    Step step = next_step(self, record, call, done);
+    PyThreadState *state = step == NOTHING ? PyEval_SaveThread() : NULL;
+    for (int64_t poll = 0; step == NOTHING && poll < polls; poll++) {
         /* With fewer cores than ranks the rank that this one waits for may need the core. */
         sched_yield();
-        sight = glance(self, record, done);
+        step = next_step(self, record, call, done);
     }
     if (state)
         PyEval_RestoreThread(state);
-    return sight;
+    return step;
 }
 
-bool sleep_in_futex(const int64_t *cell, uint32_t before, int64_t left_ns)
+/* Sleep for at most `left_ns` nanoseconds while the low half of `cell` is `before`. Returns false after a signal: Python
+ * has to run its handler. */
+static bool sleep_in_futex(const int64_t *cell, uint32_t before, int64_t left_ns)
 {
     const struct timespec time = {left_ns / 1000000000, left_ns % 1000000000};
     PyThreadState *state = PyEval_SaveThread();
     long failed = syscall(SYS_futex, (const uint32_t *)cell, FUTEX_WAIT, before, &time, NULL, 0);
-    bool is_interrupted = failed && errno == EINTR; /* Python has to run the handler of the signal */
+    bool is_interrupted = failed && errno == EINTR;
     PyEval_RestoreThread(state);
     return !is_interrupted;
 }
 
 /* Sleep until something changes or until `until_ns`. Returns 1 if the rank should look again, 0 if not, and -1 with an
  * exception. */
-static int sleep_until(Meetings *self, Record record, int64_t done, int64_t until_ns)
+static int sleep_until(Meetings *self, Record record, const PrivateCall *call, int64_t done, int64_t until_ns)
 {
-    int64_t *cell = record.cells + DONE, left_ns = until_ns - now_ns();
+    int64_t *cell = record.cells + (call && call->has_left ? LEFT : DONE), left_ns = until_ns - now_ns();
     if (left_ns <= 0)
         return 0;
     if (control_block_lock(self->block) < 0)
@@ -603,7 +598,7 @@ static int sleep_until(Meetings *self, Record record, int64_t done, int64_t unti
     /* Read under the lock: if the cell changes after that, the kernel finds another value and does not let the
      * thread sleep. */
     uint32_t before = (uint32_t)*cell;
-    bool is_asleep = glance(self, record, done) == NOTHING;
+    bool is_asleep = next_step(self, record, call, done) == NOTHING;
     /* Under the lock, so that the rank that publishes either finds this sleeper, or has published before. */
     record.cells[SLEEPERS] += is_asleep;
     control_block_unlock(self->block);
@@ -613,18 +608,27 @@ static int sleep_until(Meetings *self, Record record, int64_t done, int64_t unti
     return sleep_in_futex(cell, before, left_ns);
 }
 
+/* Returns 0, or -1 with an exception. */
+static int perform(Meetings *self, Record record, const PrivateCall *call, const Meeting *meeting, Step step)
+{
+    if (call)
+        return private_perform(self, record, meeting, step);
+    return reduce_together(self, record, meeting->done, meeting->kernel, meeting->divisor);
+}
+
 int meetings_look(Meetings *self, int64_t number, const Meeting *meeting, int64_t polls, int64_t sleep_ns)
 {
     Record record = record_of(self, number);
-    if (is_private(self, record))
-        return private_look(self, record, meeting, polls, sleep_ns);
+    const PrivateCall *call = is_private(self, record) ? &self->private_calls[record.turn] : NULL;
     int64_t done = meeting->done, until_ns = 0;
     for (;;) {
-        Sight sight = poll_meeting(self, record, done, polls);
-        if (sight == RESULT || sight == NO_USE)
-            return sight == RESULT;
-        if (sight == CHUNK) {
-            if (reduce_together(self, record, done, meeting->kernel, meeting->divisor) < 0)
+        /* Once all have come, the others work on private chunks, which takes less time than to sleep and to wake. */
+        bool is_soon = call && peek(&record.cells[ARRIVED]) == self->size;
+        Step step = poll_meeting(self, record, call, done, is_soon ? PATIENCE * polls : polls);
+        if (step == RESULT || step == NO_USE)
+            return step == RESULT;
+        if (step != NOTHING) {
+            if (perform(self, record, call, meeting, step) < 0)
                 return -1;
             /* The others reduce the last chunks, which takes less time than a wake-up of this rank. */
             until_ns = now_ns() + WORK_NS;
@@ -632,9 +636,9 @@ int meetings_look(Meetings *self, int64_t number, const Meeting *meeting, int64_
         }
         if (!until_ns && sleep_ns > 0)
             until_ns = now_ns() + sleep_ns;
-        int again = sleep_until(self, record, done, until_ns);
+        int again = sleep_until(self, record, call, done, until_ns);
         if (again <= 0)
-            return again < 0 ? -1 : peek(&record.cells[DONE]) == done;
+            return again < 0 ? -1 : next_step(self, record, call, done) == RESULT;
     }
 }
 

@@ -48,6 +48,16 @@ struct Meetings {
     int64_t known_free; /* the tag of a meeting whose record is known to be free */
 };
 
+/* What a rank that has arrived finds at its meeting. */
+typedef enum {
+    NOTHING, /* other ranks are missing, or reduce, or read */
+    REDUCE,  /* there are chunks to claim */
+    TAKE,    /* of private arrays: other ranks have reduced chunks */
+    LEAVE,   /* of private arrays: this rank has all chunks */
+    RESULT,
+    NO_USE, /* the arrays are reduced in another way: `SharedCall.finish_shortly` */
+} Step;
+
 typedef struct {
     int64_t *cells; /* of the record */
     int64_t tag;
@@ -81,10 +91,6 @@ static inline int64_t now_ns(void)
 
 /* -- meetings.c ----------------------------------------------------------------------------------- */
 
-/* Sleep for at most `left_ns` nanoseconds while the low half of `cell` is `before`. Returns false after a signal: Python
- * has to run its handler. */
-bool sleep_in_futex(const int64_t *cell, uint32_t before, int64_t left_ns);
-
 /* Release the lock. `is_over`: what others wait for has happened, so wake those that sleep, also in the futex at `cell`. */
 void release_and_wake(Meetings *self, Record record, int cell, bool is_over);
 
@@ -103,8 +109,11 @@ static inline bool is_private(const Meetings *self, Record record)
  * with an exception. */
 int private_reduce(Meetings *self, Record record, int kernel, int64_t divisor);
 
-/* As `meetings_look`, and leave the meeting: afterwards `private_complete` says whether it is over. */
-int private_look(Meetings *self, Record record, const Meeting *meeting, int64_t polls, int64_t sleep_ns);
+/* What this rank can do, as a hint without the lock. After LEAVE, `private_complete` says whether the call is over. */
+Step private_step(const Meetings *self, Record record, const PrivateCall *call);
+
+/* Do it: REDUCE, TAKE or LEAVE. Returns 0, or -1 with an exception. */
+int private_perform(Meetings *self, Record record, const Meeting *meeting, Step step);
 
 /* Whether the array has the result and no rank reads it any more: then the call is over. */
 int private_complete(Meetings *self, Record record);

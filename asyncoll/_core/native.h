@@ -59,7 +59,7 @@ int call_to_its_end(PyObject *callable, PyObject *argument);
 /* The injection points: the steps of all primitives, in the order in which one passes them. `points.c` has their names,
  * and asyncoll/testing/faults/core_points.py says which operation passes which. */
 enum Point {
-    LOCK_TAKEN,      /* the mutex is acquired, and the holder is not noted yet */
+    LOCK_TAKEN,      /* the mutex is acquired, and the holder has not signed yet */
     LOCK_NOTED,      /* the critical section begins */
     LOCK_RELEASED,   /* before the chosen doorbells ring */
     DOORBELL_CHOSEN, /* under the lock: its flag is taken back */
@@ -139,9 +139,9 @@ typedef struct {
     PyObject_HEAD
     Py_buffer memory; /* the mutex, the control block's own cells, the cells of its user */
     pthread_mutex_t *mutex;
-    int64_t *holder; /* local rank of the last holder; negative if the lock is lost for ever */
-    int64_t *flags;  /* FLAGGED, then a flag for each doorbell */
-    int64_t *cells;  /* those of the user */
+    volatile int64_t *holder; /* signed by the holder, UNSIGNED without one; negative if the lock is lost for ever */
+    int64_t *flags;           /* FLAGGED, then a flag for each doorbell */
+    int64_t *cells;           /* those of the user */
     Py_ssize_t cell_count;
     int64_t local_rank;
     int doorbell_count;

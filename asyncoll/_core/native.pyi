@@ -169,13 +169,14 @@ class Meetings:
         """
 
 class ShortCall(Awaitable):
-    """Implements `algorithms.seam.short_calls.BegunShortCall`."""
+    """A call that `ShortCalls` has begun."""
 
     array: np.ndarray[Any, Any] | None
-    result: Any
-    entry: Any
-    since_s: float
-    expires_s: float | None
+    block: Any  # shared memory with a copy of `array`, which takes part in its place, or None: a `Block`
+    result: Any  # what the caller gets
+    entry: Any  # `algorithms.seam.short_calls.Entry`
+    since_s: float  # when it began, as a time of `runtime.deadlines`; 0 if it has failed at once
+    expires_s: float | None  # the end of its deadline
     def look(self) -> bool: ...
     def claim(self) -> bool: ...
     def finish(self) -> Coroutine[Any, Any, Any]: ...

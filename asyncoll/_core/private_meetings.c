@@ -9,11 +9,6 @@
  */
 #include "meetings.h"
 
-#include <sched.h>
-
-/* How many times as often as usual a rank looks for the next chunk before it sleeps. */
-enum { PATIENCE = 16 };
-
 void private_begin(Meetings *self, Record record, const Py_buffer *bytes)
 {
     self->private_calls[record.turn] = (PrivateCall){.tag = record.tag, .own = bytes->buf, .bytes = bytes->len};
@@ -238,24 +233,13 @@ int private_complete(Meetings *self, Record record)
     return is_over;
 }
 
-/* -- waiting ---------------------------------------------------------------------------------------- */
+/* -- the steps ------------------------------------------------------------------------------------ */
 
-/* What a rank that has arrived can do. */
-typedef enum {
-    NOTHING, /* other ranks are missing, or reduce, or read */
-    REDUCE,
-    TAKE,
-    LEAVE,
-    END,    /* the call is over */
-    NO_USE, /* the call goes on in another way: `SharedCall.finish_shortly` */
-} Step;
-
-/* A hint without the lock. */
-static Step next_step(const Meetings *self, Record record, const PrivateCall *call)
+Step private_step(const Meetings *self, Record record, const PrivateCall *call)
 {
     /* A rank that has left must not look at the other cells: a later meeting may use them already. */
     if (call->has_left)
-        return is_returned(self, record) ? END : NOTHING;
+        return is_returned(self, record) ? RESULT : NOTHING;
     if (peek(&record.cells[ARRIVED]) != self->size)
         return NOTHING;
     if (!is_together(self, record) || peek(&part_of(record, self->rank)[PART_BUSY]) == CANNOT_READ)
@@ -268,67 +252,9 @@ static Step next_step(const Meetings *self, Record record, const PrivateCall *ca
     return peek(&record.cells[DONE]) == call->bytes ? LEAVE : NOTHING;
 }
 
-static Step poll_steps(const Meetings *self, Record record, const PrivateCall *call, int64_t polls)
-{
-    Step step = next_step(self, record, call);
-    PyThreadState *state = step == NOTHING ? PyEval_SaveThread() : NULL;
-    for (int64_t poll = 0; step == NOTHING && poll < polls; poll++) {
-        sched_yield();
-        step = next_step(self, record, call);
-    }
-    if (state)
-        PyEval_RestoreThread(state);
-    return step;
-}
-
-/* Sleep until something changes or until `until_ns`. Returns 1 if the rank should look again, 0 if not, and -1 with an
- * exception. */
-static int sleep_until(Meetings *self, Record record, int64_t until_ns)
-{
-    const PrivateCall *call = call_of(self, record);
-    int64_t *cell = record.cells + (call->has_left ? LEFT : DONE), left_ns = until_ns - now_ns();
-    if (left_ns <= 0)
-        return 0;
-    if (control_block_lock(self->block) < 0)
-        return -1;
-    uint32_t before = (uint32_t)*cell;
-    bool is_asleep = next_step(self, record, call) == NOTHING;
-    record.cells[SLEEPERS] += is_asleep; /* under the lock, so that no rank misses this sleeper */
-    control_block_unlock(self->block);
-    if (!is_asleep)
-        return 1;
-    pass_point(MEETING_ASLEEP);
-    return sleep_in_futex(cell, before, left_ns);
-}
-
-/* Returns 0, or -1 with an exception. */
-static int perform(Meetings *self, Record record, const Meeting *meeting, Step step)
+int private_perform(Meetings *self, Record record, const Meeting *meeting, Step step)
 {
     if (step == REDUCE)
         return private_reduce(self, record, meeting->kernel, meeting->divisor);
     return step == TAKE ? take_chunks(self, record) : leave(self, record);
-}
-
-int private_look(Meetings *self, Record record, const Meeting *meeting, int64_t polls, int64_t sleep_ns)
-{
-    const PrivateCall *call = call_of(self, record);
-    int64_t until_ns = 0;
-    for (;;) {
-        /* Once all have come, the others work on chunks, which takes less time than to sleep and to wake. */
-        bool have_all_come = peek(&record.cells[ARRIVED]) == self->size;
-        Step step = poll_steps(self, record, call, have_all_come ? PATIENCE * polls : polls);
-        if (step == END || step == NO_USE)
-            return step == END;
-        if (step != NOTHING) {
-            if (perform(self, record, meeting, step) < 0)
-                return -1;
-            until_ns = now_ns() + WORK_NS;
-            continue;
-        }
-        if (!until_ns && sleep_ns > 0)
-            until_ns = now_ns() + sleep_ns;
-        int again = sleep_until(self, record, until_ns);
-        if (again <= 0)
-            return again < 0 ? -1 : next_step(self, record, call) == END;
-    }
 }

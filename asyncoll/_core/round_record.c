@@ -89,9 +89,15 @@ static bool has_drawn_rank(const Rounds *self, int64_t number)
     return false;
 }
 
+/* `RoundRecord._is_free` */
+static bool is_free(const Rounds *self)
+{
+    return !self->head[HEAD_RUNNING] && !self->head[HEAD_CLOSED];
+}
+
 bool rounds_may_open(const Rounds *self, int64_t number)
 {
-    if (self->head[HEAD_RUNNING])
+    if (!is_free(self))
         return false;
     bool synchronous = waits_for_all(self, number);
     int64_t needed = ranks_needed(self->ranks, self->size, synchronous);
@@ -102,7 +108,7 @@ bool rounds_may_open(const Rounds *self, int64_t number)
 
 bool rounds_late_call_opens(const Rounds *self, int64_t number)
 {
-    return !self->head[HEAD_RUNNING] && needs_drawn(self->drawn, waits_for_all(self, number)) &&
+    return is_free(self) && needs_drawn(self->drawn, waits_for_all(self, number)) &&
            self->is_drawn[self->rank] && are_enough(count_arrived(self, number, false), self->size);
 }
 
@@ -112,7 +118,7 @@ bool rounds_late_call_opens(const Rounds *self, int64_t number)
 static void keep_results(Rounds *self, Call *call, int64_t first, int64_t last)
 {
     /* Older results are overwritten, so their blocks may have another content. */
-    call->first_missed = larger(larger(first, self->head[HEAD_LATEST] - self->history), 1);
+    call->first_missed = larger(first, oldest_whole(self->head[HEAD_LATEST], self->history));
     call->last_missed = last;
     for (int64_t number = call->first_missed; number <= last; number++)
         rounds_keep_block(self, results_of(self, number)[self->rank * KEPT_CELLS + KEPT_BLOCK]);

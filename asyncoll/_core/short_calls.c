@@ -1,6 +1,6 @@
 /* Whole short calls, an allreduce or a barrier, from the arguments of the caller to the end of its `await`.
  *
- * Implements `ShortCalls` and `BegunShortCall` of asyncoll/algorithms/seam/short_calls.py, which say what they do. A call
+ * Implements `ShortCalls` of asyncoll/algorithms/seam/short_calls.py, which says what it does. A call
  * that is unusual in any way is left to Python before it has a number: nothing has changed then. A call that has begun,
  * and has to sleep or has failed, goes on in Python, too: `go_on` makes the coroutine of the rest.
  *

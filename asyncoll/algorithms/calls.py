@@ -88,8 +88,8 @@ class Calls:
         An exception here aborts the communicator.
         """
         signature = call.signature
-        if OWN:  # a way of the program uses whole arrays
-            call = call._replace(body=with_own(call.body), overlapping=None)
+        if OWN:
+            call = with_own(call)
         try:
             pending = self._pending.enter(signature, Kind.COLLECTIVE, signature.number)
             self.unstarted = None  # not before: from here on an interruption is reported below

@@ -37,6 +37,7 @@ class HostMemory:
         group = host.group
         context = digest(group.communicator, "rounds between hosts")
         self._registry = OperationRegistry(cast(Arena, self._lease), group.size, group.rank, context)
+        host.at_failure(self._registry.close)
         self._give_back: Callable[[], None] | None = None  # the memory of the lease, once it has ended
         host.endpoint.at_depart.append(self._registry.depart)
 

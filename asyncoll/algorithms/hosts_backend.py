@@ -5,14 +5,14 @@ RPC passes through memory between the ranks of a host. Point to point goes by me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from types import TracebackType
-from typing import Any, TypeVar, cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.two_level import EXCHANGES, TwoLevelCall
 from asyncoll.algorithms.host_operations import HostMemory, HostOperations
-from asyncoll.algorithms.memory_backend import MemoryBackend, MemoryCall
+from asyncoll.algorithms.memory_backend import MemoryBackend
 from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.algorithms.rounds.announced import AnnouncedOperations
 from asyncoll.algorithms.seam.call import Call
@@ -24,9 +24,6 @@ from asyncoll.rpc.hosts_carrier import HostsCarrier
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
-from asyncoll.statistics import Traffic
-
-T = TypeVar("T")
 
 
 class HostsBackend(MessageBackend):
@@ -52,12 +49,13 @@ class HostsBackend(MessageBackend):
         return HostOperations(self._member, self.operations, self._hosts, self._rounds)
 
     def collectives(self, call: Call[Any]) -> Collectives:
-        within: Collectives
-        if self._memory is None:
+        whole, between, memory = super().collectives(call), self._between_hosts(call.signature), self._memory
+        if memory is None:
             within = MessageCall(self._host, call.signature, self._within)
-        else:
-            within = cast(Collectives, _CallOnLoop(self._memory, call.signature))
-        return TwoLevelCall(self._hosts, super().collectives(call), within, self._between_hosts(call.signature))
+            return TwoLevelCall(self._hosts, whole, within, lambda work: work, between)
+        # In memory a coroutine awaits conditions only, and the runtime's loop drives those of futures.
+        drive = partial(memory.here, describe=call.signature.__str__)
+        return TwoLevelCall(self._hosts, whole, memory.collectives_of(call.signature), drive, between)
 
     def _between_hosts(self, call: Signature) -> list[MessageCall]:
         """The lanes of the leaders of this rank's place; none if this rank is no leader."""
@@ -93,36 +91,3 @@ class HostsBackend(MessageBackend):
 
     def _in_memory(self) -> list[MemoryBackend | HostMemory]:
         return [part for part in (self._rounds, self._memory) if part is not None]
-
-
-class _CallOnLoop:
-    """A call of the ranks of a host in memory, for a coroutine of the runtime's loop.
-
-    Such a coroutine awaits futures, and one in memory only conditions of the memory: `Backend.here` drives it.
-    """
-
-    def __init__(self, memory: MemoryBackend, call: Signature) -> None:
-        self._memory = memory
-        self._call = call
-        self._collectives: MemoryCall = memory.collectives_of(call)
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._collectives.traffic
-
-    async def __aenter__(self) -> _CallOnLoop:
-        await self._drive(self._collectives.__aenter__())
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._drive(self._collectives.__aexit__(kind, error, trace))
-
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, None]]:
-        """A collective."""
-        begin = getattr(self._collectives, name)
-        return lambda *arguments: self._drive(begin(*arguments))
-
-    def _drive(self, work: Coroutine[Any, Any, T]) -> Coroutine[Any, Any, T]:
-        return self._memory.here(work, self._call.__str__)

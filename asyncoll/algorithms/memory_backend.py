@@ -208,6 +208,7 @@ class MemoryBackend:
         self._rounds: list[OneSidedRounds] = []
         self._area = RendezvousArea(lease, group.size, group.rank, digest(group.communicator, "rendezvous area"), sizes)
         self._registry = OperationRegistry(lease, group.size, group.rank, group.communicator)
+        member.at_failure(self._registry.close)
         self._devices = GroupMemory(self._area, member)
         self._pairs = PairMemory(self._area, member)
         self.device_route = DeviceRpc(member, self._pairs)

@@ -6,4 +6,5 @@ commands ── the command line        plan          ── one benchmark, sent
 tune     ── sizes in memory         dense, sparse, skewed ── the measurements            table ── prints the rows
 claims   ── of the page of benchmarks (claims.toml)              suite ── measures them on this host, and compares
 waiting, late_training, between_processes, fault_times ── the cells of the claims that need no peer
+late_ranks ── the ranks of late_training, which load torch
 """

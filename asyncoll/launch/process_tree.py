@@ -35,6 +35,8 @@ def kill_descendants() -> None:
                 os.kill(pid, signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
+            while os.waitpid(-1, os.WNOHANG)[0]:  # each look for children reads the states of all processes
+                pass
         except ChildProcessError:
             return
 

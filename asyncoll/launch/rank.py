@@ -92,13 +92,13 @@ def _report(error: BaseException, channel: socket.socket) -> None:
 def place(error: BaseException) -> str:
     """The line at which the program has raised, as in "/home/me/train.py:12"; empty if it has not.
 
-    It is the last one of the traceback that is not in Python's library, in a package or in asyncoll.
+    It is the last one of the traceback that is not in Python's library, in a package, in asyncoll or in Cython.
     """
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}"
     libraries = (os.path.dirname(MACHINERY), *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")), "<")
     trace = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in trace if not frame.filename.startswith(libraries)]
+    own = [each for each in trace if not each.filename.startswith(libraries) and not each.filename.endswith(".pyx")]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else ""
 
 

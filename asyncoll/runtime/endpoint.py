@@ -10,7 +10,6 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -305,9 +304,7 @@ class Endpoint:
         """
         known = self.failures.of(WORLD)
         if known is None:
-            assert self.arena is not None
-            rank = self.membership.culprit(loss.rank, self.arena.ranks)
-            news = self.membership.news_of(replace(loss, rank=rank))
+            news = self.membership.news_of(loss)
             # Posted before it is recorded: a signal handler may raise between the two, and a recorded failure that is
             # not posted would end no wait. Not called here: this thread may hold other locks, which a send may need.
             self._loop.call_soon_threadsafe(self._lost, news)

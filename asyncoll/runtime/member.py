@@ -9,6 +9,7 @@ from functools import partial
 from asyncoll.errors import AbortedError, AsyncollError, ClosedError, DeviceError, ProtocolError, UsageError, describe
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.executions import Identity, marked
+from asyncoll.runtime.failures import Closed, Departed, Failure
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.progress import Runner
@@ -140,6 +141,20 @@ class Member:
         """Call `handle(source, message)` for each control message of type `kind`; `source` is a rank of the world."""
         self.endpoint.router.on_control(kind, self.communicator, handle)
         self.at_end(lambda: self.endpoint.router.off_control(kind, self.communicator))
+
+    def at_failure(self, listener: Callable[[], None]) -> None:
+        """Call `listener()` on the runtime's loop when the communicator fails at all of its ranks. From any thread.
+
+        Not when it ends at this rank alone, or in order: the calls of the others go on.
+        """
+
+        def failed(failure: Failure, communicator: int) -> None:
+            del communicator
+            if not isinstance(failure, Closed | Departed):
+                # Later: the waits of this rank end before the listener, which may wait for the lock of a stopped rank.
+                asyncio.get_running_loop().call_soon(listener)
+
+        self.post(partial(self.endpoint.failures.on_failure, self.communicator, failed))
 
     def abort(self, reason: str) -> None:
         """Fail the communicator at all of its ranks with an AbortedError of this rank.

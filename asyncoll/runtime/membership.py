@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from asyncoll.transport import Loss
-from asyncoll.transport.processes import is_gone, is_stopped
+from asyncoll.transport.processes import is_gone
 from asyncoll.transport.wire import Hello, Lost
-
-_ENDING_S = 0.05  # time limit for a dying process to end
 
 
 class Membership:
     """The ranks of the world as this rank knows them: their processes, and which of them are lost.
 
     In: `introduced`, for each Hello message; `traces`. Out: `news_of`, the message that reports a lost
-    rank. The endpoint calls `culprit` and `news_of` in any thread and everything else on the runtime's loop.
+    rank. The endpoint calls `news_of` in any thread and everything else on the runtime's loop.
     """
 
     def __init__(self, hosts: Sequence[str] = ()) -> None:
@@ -40,23 +37,6 @@ class Membership:
         """The rank, with its host and process id if they are known; for error messages."""
         process = self._processes.get(rank)
         return f"rank {rank} (host {process.host}, pid {process.pid})" if process else f"rank {rank}"
-
-    def culprit(self, suspect: int, neighbours: Iterable[int]) -> int:
-        """The lost rank: a dead or stopped rank among `neighbours` if `suspect` is alive; otherwise `suspect`.
-
-        `neighbours` are the ranks of this host. A lock names its last registered owner, which is not the dead rank if
-        that rank died between taking the lock and registering (see `transport.memory.mutex`). Blocks up to 50 ms while
-        all processes seem alive, because the kernel releases the locks of a process before the process counts as dead.
-        """
-        staying = set(neighbours) - self.ended
-        known = {rank: self._processes[rank].pid for rank in staying if rank in self._processes}
-        until_s = time.monotonic() + _ENDING_S  # noqa: TID251 (there are no processes in virtual time)
-        while suspect in known:
-            lost = [rank for rank, pid in known.items() if is_gone(pid) or is_stopped(pid)]
-            if lost or time.monotonic() > until_s:  # noqa: TID251
-                return lost[0] if lost and suspect not in lost else suspect
-            time.sleep(0.001)  # noqa: TID251
-        return suspect
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process of `rank`, which is on this host, is known to have ended."""

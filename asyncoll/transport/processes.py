@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -10,11 +11,29 @@ from typing import NamedTuple
 from asyncoll.errors import UsageError
 
 WITHOUT_PROC = "a rank needs /proc, which shows processes: mount it (mount -t proc proc /proc)"
+# Fields of /proc/NUMBER/stat, counted from the state on, and bits in them.
+_FLAGS = 6  # of the kernel's main thread of the process
+_EXITING = 4  # PF_EXITING: set before the kernel releases the locks of the thread
+_SIGNALS = 28  # pending for that thread: the end of a process sends SIGKILL to each of its threads
+_KILL_PENDING = 1 << (signal.SIGKILL - 1)
 
 
 def is_gone(number: int) -> bool:
     """Whether the process or thread `number` has ended. A zombie has."""
     return state(number) in ("", "Z", "X")
+
+
+def is_ending(number: int) -> bool:
+    """Whether the process `number` has ended or cannot escape its end: the kernel ends it, or SIGKILL is pending."""
+    fields = status(number)
+    if len(fields) <= _SIGNALS or fields[0] in "ZX":
+        return True
+    return bool(int(fields[_FLAGS]) & _EXITING or int(fields[_SIGNALS]) & _KILL_PENDING)
+
+
+def has_thread(process: int, thread: int) -> bool:
+    """Whether `thread` is one of the threads of `process`."""
+    return os.path.exists(f"/proc/{process}/task/{thread}")
 
 
 def is_stopped(number: int) -> bool:

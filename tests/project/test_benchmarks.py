@@ -182,6 +182,18 @@ def test_rounds_by_formula(ranks: int, group_size: int, rounds: int) -> None:
     assert load("group_propagation").rounds_by_formula(ranks, group_size) == rounds
 
 
+@pytest.mark.parametrize("size", range(2, 70))
+def test_an_update_reaches_all_ranks_in_logarithmic_time(size: int) -> None:
+    for group_size in range(2, size + 1):
+        least, power = 0, 1
+        while power < size:
+            power *= group_size
+            least += 1
+        worst = max(load("group_propagation").propagation(size, group_size, first) for first in range(1, 13))
+        exact = size.bit_count() == group_size.bit_count() == 1
+        assert least <= worst <= least + (0 if exact else 1 if group_size >= 5 else 2)
+
+
 # -- tables ---------------------------------------------------------------------------------------
 
 

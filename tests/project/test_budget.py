@@ -25,19 +25,19 @@ LINES = {
     "algorithms": 1_210,
     "algorithms/dense": 2_620,
     "algorithms/gossip": 320,
-    "algorithms/rounds": 3_630,  # policies of the program, and their errors
-    "algorithms/seam": 290,  # calls that no whole call takes have an object, too
+    "algorithms/rounds": 3_650,  # no round opens after a failure
+    "algorithms/seam": 325,  # ranks compare the ways of the program that they take, and a way changes nothing too early
     "algorithms/sparse": 1_020,  # algorithms of the program, whose answers are checked
-    "bench": 995,  # rows that are shown as they come, and JSON of all tables, and what Ctrl-C leaves of a tuning
+    "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
     "rpc": 3_080,  # how a stub declares a stream
-    "runtime": 3_710,  # trainings that have not ended, which a rank reports as it leaves, and foreign awaits
+    "runtime": 3_700,  # what a failure at all ranks calls, and trainings that have not ended
     "tensors": 1_270,
-    "testing": 5_320,  # processes that check, records of messages, laws of one method, which part of a cell is wrong
+    "testing": 5_350,  # processes that check, what one raised, records of messages, laws of one method, late deaths
     "torch": 2_860,  # `discard` of the states of hooks, and errors that name a hook or a metric that was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
-    "transport": 6_195,  # the names of all environment variables, and of transports
+    "transport": 6_251,  # the names of all environment variables, and the search for a rank that died unsigned
     "world": 1_660,
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`

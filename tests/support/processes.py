@@ -28,6 +28,16 @@ _ASKING = threading.Lock()
 PATIENCE_S = 300  # timeout of processes: a safety net, far beyond the need of the slowest machine
 
 
+def processes_with(folder: str) -> list[str]:
+    """The command lines of the processes whose temporary files are in `folder`."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if folder.encode() in (process / "environ").read_bytes():
+                found.append((process / "cmdline").read_text())
+    return found
+
+
 class ForkedRank:
     """A rank that the template of `tests/support/template.py` has forked. It has no launcher."""
 

@@ -19,7 +19,7 @@ import pytest
 
 from asyncoll import UsageError
 from asyncoll.testing.checking import answers
-from tests.support.processes import LIGHT, PATIENCE_S
+from tests.support.processes import LIGHT, PATIENCE_S, processes_with
 
 A_STEP_IS_DONE = re.compile(rb"[1-9]\d*/\d+")  # in a bar
 COMMANDS = {  # and what they print when at least one step is done
@@ -29,7 +29,9 @@ COMMANDS = {  # and what they print when at least one step is done
     "faults --cells gil/allreduce/after -n 2 --seeds 1000 --json": '"kind": "gil"',
     "bench allreduce --sizes 4:100M": r"(?s)size \(B\).*\n +4 +1 +float32",
     "bench solo --iterations 50 --skew 10ms --sizes 4:16M --transport inproc": r"(?s)mean wait.*\n +4 +full",
+    "bench suite --quick --claim waiting --claim training": "A late rank costs microseconds: solo, times less: ",
 }
+PROCESSES_OF_TRAINING = 7  # a keeper, a launcher, a template and four ranks
 
 
 @contextlib.contextmanager
@@ -56,16 +58,6 @@ def shown(terminal: int) -> bytes:
     return b""
 
 
-def processes_with(folder: str) -> list[str]:
-    """The command lines of the processes whose temporary files are in `folder`."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if folder.encode() in (process / "environ").read_bytes():
-                found.append((process / "cmdline").read_text())
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ctrl_c_prints_what_is_done_and_leaves_nothing(command: str) -> None:
@@ -90,6 +82,25 @@ def test_ctrl_c_prints_what_is_done_and_leaves_nothing(command: str) -> None:
         assert {name for name in os.listdir("/dev/shm") if name.startswith("asyncoll")} <= memory
         if "--json" in command:
             assert all(map(json.loads, out.splitlines()))
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_the_ranks_of_a_measurement() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        environ = LIGHT | {"TMPDIR": folder, "TERM": "xterm"}
+        with bar_of("bench suite --quick --claim training", environ) as (process, terminal):
+            told = b""
+            while sum("late_ranks" in line for line in processes_with(folder)) < PROCESSES_OF_TRAINING:
+                more = shown(terminal)  # a bar shows the time, again and again
+                assert more, told
+                told += more
+            os.killpg(process.pid, signal.SIGINT)
+            while more := shown(terminal):
+                told += more
+            process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 130
+        assert b"interrupted: 0 of 1 done" in told
+        assert (os.listdir(folder), processes_with(folder)) == ([], [])
 
 
 @pytest.mark.slow

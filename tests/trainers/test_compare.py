@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +19,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from tests.support.cases import looped
-from tests.support.processes import TRAINING
+from tests.support.processes import PATIENCE_S, TRAINING, processes_with
 from trainers.__main__ import main as cli
 from trainers.compare import Compared, comparison, parse_algorithms, parse_seeds
 from trainers.plots import aligned
@@ -182,3 +184,44 @@ def test_a_failing_run_is_reported_and_the_others_go_on(
     assert finished["runs"][0]["settings"]["compute_s"] == pytest.approx(0.001)
     assert read["machine"]["torch"]
     assert (tmp_path / "score.png").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_shows_the_runs_so_far_and_leaves_no_process(tmp_path: Path) -> None:
+    options = [
+        "--seeds",
+        "99",
+        "-n",
+        "2",
+        "--rounds",
+        "3",
+        "--compute",
+        "1ms",
+        "--workload",
+        "video",
+        "--batch",
+        "2",
+        "--folder",
+    ]
+    command = ["compare", "--algorithms", "allreduce_sgd", *options, str(tmp_path / "runs")]
+    memory = {name for name in os.listdir("/dev/shm") if name.startswith("asyncoll")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "trainers", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | TRAINING | {"TMPDIR": str(tmp_path)},
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        out, err = process.communicate(timeout=PATIENCE_S)
+    assert re.match("allreduce_sgd, seed 0: .* steps/s", first), err
+    assert process.returncode == 130, err
+    assert "ratio of steps/s" in out  # the table
+    assert "Traceback" not in err
+    assert re.search(r"interrupted: \d of 99 done", err)
+    assert json.loads((tmp_path / "runs" / "compare.json").read_text())["algorithms"][0]["runs"]
+    assert processes_with(str(tmp_path)) == []
+    assert {name for name in os.listdir("/dev/shm") if name.startswith("asyncoll")} <= memory

@@ -6,6 +6,7 @@ import pytest
 
 from asyncoll.errors import ClosedError, PeerLostError
 from asyncoll.transport.lease import Lease
+from asyncoll.transport.lock_cells import signed_by
 from asyncoll.transport.memory.arena import local_world
 from asyncoll.transport.memory.mutex import RobustMutex
 
@@ -25,7 +26,7 @@ def test_a_rank_that_died_with_the_lock_of_the_directory_is_reported_and_nothing
             lease.control_block(context, 3)
         give_back = lease.end()
         directory = RobustMutex(arena._lock_of_directory(), arena.local_rank, arena.ranks)
-        directory._holder[0] = ~1  # rank 1 has died
+        directory._holder[0] = ~signed_by(1)  # rank 1 has died
         give_back()
     assert [loss.rank for loss in losses] == [1]
 

@@ -19,7 +19,7 @@ from asyncoll.algorithms.dense.rendezvous import DisagreementError, RendezvousAr
 from asyncoll.algorithms.dense.shared_call import allreduce_ways
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.seam.collectives import Collectives
-from asyncoll.algorithms.seam.short_calls import BegunCall, BegunShortCall, Entry, GeneralCalls, Plan, signature_of
+from asyncoll.algorithms.seam.short_calls import BegunCall, Entry, GeneralCalls, Plan, signature_of
 from asyncoll.algorithms.seam.ways import OWN, Shape
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime import deadlines
@@ -34,7 +34,7 @@ from asyncoll.statistics import Traffic
 from asyncoll.tensors.reductions import BFLOAT16, ReduceOp, kernel_number, reducer
 
 if TYPE_CHECKING:
-    from asyncoll._core.native import Meetings
+    from asyncoll._core.native import Meetings, ShortCall
 
 _KINDS_MAX = 1024
 LEARNT = ("allreduce", "barrier")  # whose calls are whole calls of the core
@@ -174,7 +174,7 @@ class CompiledCalls:
 
     # -- a call that has begun in the core ------------------------------------------------------------
 
-    def general(self, begun: BegunShortCall, error: BaseException | None) -> Driven[Any]:
+    def general(self, begun: ShortCall, error: BaseException | None) -> Driven[Any]:
         """The rest of a call, with a record for deadlines. Raises `error`, unless it is one of the package.
 
         One of the package is raised by the rest.
@@ -200,7 +200,7 @@ class CompiledCalls:
         work = self._general.resume(call, collectives, body, begun.since_s, begun.expires_s)
         return SharedWork(self._area.arena, work, self._member.check, call.__str__)
 
-    def interrupted(self, begun: BegunShortCall) -> None:
+    def interrupted(self, begun: ShortCall) -> None:
         """End the communicator: an exception has come between the beginning of the call and its rest."""
         call, trace = signature_of(begun.entry), self._member.trace
         if trace.sink is not None:

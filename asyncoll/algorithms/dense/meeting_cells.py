@@ -66,6 +66,14 @@ def tag_of(number: int, count: int) -> int:
     return (number % NUMBERS + 1) << 32 | count
 
 
+def is_left(tag: int, own: int, left: int, size: int) -> bool:
+    """Whether a rank may use the record for the rendezvous `own`, if the record has this `tag`, and LEFT is `left`.
+
+    All ranks have left the one before, or none has used the record yet, or another rank has opened `own` already.
+    """
+    return tag == 0 or tag == own or left == size
+
+
 def addresses_at(size: int, calls: int) -> int:
     """The first of `size` cells: the address of each rank's short arrays. The records are before it."""
     return 2 * calls * record_cells(size)

@@ -46,6 +46,7 @@ from asyncoll.algorithms.dense.meeting_cells import (
     TAG,
     WITHDRAWN,
     addresses_at,
+    is_left,
     newest_at,
     peers_at,
     record_cells,
@@ -206,11 +207,11 @@ class RendezvousArea:
     def look_ahead(self, number: int) -> None:
         """Note in `known_free` whether the first record of call `number` is free. The caller holds the lock."""
         cells, base, tag = self.control_block.cells, self.base(self.turn(number)), tag_of(number, 0)
-        is_left = cells[base + LEFT] == self.size or cells[base + TAG] in (0, tag)
+        is_free = is_left(cells[base + TAG], tag, cells[base + LEFT], self.size)
         # Call `number - calls` used the record before, and may come back to it while it is under way. If `end` has said
         # that it is over at this rank, neither it nor an earlier call has a further rendezvous at the record, because
         # this rank would have to take part.
-        if is_left and self.is_over(number - self.sizes.calls):
+        if is_free and self.is_over(number - self.sizes.calls):
             self.known_free = tag
 
     def base(self, turn: int) -> int:
@@ -328,7 +329,7 @@ class Rendezvous:
     def is_free(self) -> bool:
         """Whether all ranks have left the previous rendezvous of this record. Under the lock."""
         cells, base = self._cells, self._base
-        return cells[base + TAG] in (0, self.tag) or cells[base + LEFT] == self._area.size
+        return is_left(cells[base + TAG], self.tag, cells[base + LEFT], self._area.size)
 
     def arrive(
         self,

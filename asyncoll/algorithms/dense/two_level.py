@@ -17,13 +17,13 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from asyncoll.algorithms.dense.message_call import MessageCall
 from asyncoll.algorithms.dense.on_lane import bounds
-from asyncoll.algorithms.seam.collectives import Collectives
+from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.statistics import Traffic
 from asyncoll.tensors import reductions
@@ -56,9 +56,16 @@ class _BlockWindow:
         self.rooms: list[Array] = []  # the same for each place, where all ranks of a host get them
 
 
+T = TypeVar("T")
 W = TypeVar("W", _Window, _BlockWindow)
 # A step of one window: within the host, or between hosts.
 _Step = Callable[[W], Coroutine[Any, Any, None]]
+
+
+class Drive(Protocol):
+    """Makes coroutines of the runtime's loop from those that await the collectives within a host."""
+
+    def __call__(self, work: Coroutine[Any, Any, T], /) -> Coroutine[Any, Any, T]: ...
 
 
 class TwoLevelCall:
@@ -66,14 +73,17 @@ class TwoLevelCall:
 
     overlaps = False
 
-    def __init__(self, hosts: Hosts, whole: Collectives, within: Collectives, between: Sequence[MessageCall]) -> None:
-        """`whole` is of all ranks, and `within` of those of this host.
+    def __init__(
+        self, hosts: Hosts, whole: Collectives, within: Collectives, drive: Drive, between: Sequence[MessageCall]
+    ) -> None:
+        """`whole` is of all ranks, and `within` of those of this host: `drive` drives what awaits these.
 
         `between` has EXCHANGES lanes of the leaders of this rank's place, and none if this rank is no leader.
         """
         self.hosts = hosts
         self._whole = whole
-        self.within = within
+        self._within = within
+        self._drive = drive
         self.between = between
         self.rank = whole.rank
         self.size = whole.size
@@ -85,7 +95,10 @@ class TwoLevelCall:
         return Traffic.total(level.traffic for level in self._levels)
 
     async def __aenter__(self) -> TwoLevelCall:
-        for level in self._levels:
+        within, *others = self._levels
+        await within.__aenter__()  # waits for no rank
+        self._open.push_async_exit(lambda *error: self._drive(within.__aexit__(*error)))
+        for level in others:
             await self._open.enter_async_context(level)
         return self
 
@@ -94,12 +107,16 @@ class TwoLevelCall:
     ) -> None:
         await self._open.__aexit__(kind, error, trace)
 
+    def on_host(self, body: Body[T]) -> Coroutine[Any, Any, T]:
+        """`body`, with the collectives of the ranks of this host."""
+        return self._drive(body(self._within))
+
     async def barrier(self) -> None:
-        await self.within.barrier()
+        await self.on_host(lambda within: within.barrier())
         if self.between and self.hosts.place == 0:
             await self.between[0].barrier()
         # The ranks of a host go on once their leader has met those of the other hosts.
-        await self.within.barrier()
+        await self.on_host(lambda within: within.barrier())
 
     # -- of one array -----------------------------------------------------------------------------
 
@@ -107,7 +124,7 @@ class TwoLevelCall:
         total, carried, summed = _accumulator(x, op, dtype)
 
         async def reduce_here(window: _Window) -> None:
-            await self.within.reduce_scatter(window.shares, window.mine, summed, carried)
+            await self.on_host(lambda within: within.reduce_scatter(window.shares, window.mine, summed, carried))
 
         async def exchange(window: _Window) -> None:
             await self._leaders(window).allreduce(window.mine, summed, carried, window.whole)
@@ -120,14 +137,14 @@ class TwoLevelCall:
         total, carried, summed = _accumulator(x, op, dtype)
 
         async def reduce_here(window: _Window) -> None:
-            await self.within.reduce_scatter(window.shares, window.mine, summed, carried)
+            await self.on_host(lambda within: within.reduce_scatter(window.shares, window.mine, summed, carried))
 
         async def exchange(window: _Window) -> None:
             await self._leaders(window).reduce(window.mine, summed, carried, hosts.host[root], window.whole)
 
         async def collect(window: _Window) -> None:
             if root in hosts.here:
-                await self.within.gather(window.mine, window.shares, hosts.here.index(root))
+                await self.on_host(lambda within: within.gather(window.mine, window.shares, hosts.here.index(root)))
 
         await self._in_windows(total, reduce_here, exchange, collect, in_place=False)
         if root == self.rank:
@@ -138,7 +155,7 @@ class TwoLevelCall:
 
         async def share_out(window: _Window) -> None:
             if root in hosts.here:
-                await self.within.scatter(window.shares, window.mine, hosts.here.index(root))
+                await self.on_host(lambda within: within.scatter(window.shares, window.mine, hosts.here.index(root)))
 
         async def exchange(window: _Window) -> None:
             await self._leaders(window).broadcast(window.mine, hosts.host[root], window.whole)
@@ -147,7 +164,7 @@ class TwoLevelCall:
 
     async def _hand_out(self, window: _Window) -> None:
         """Give each rank of this host the shares of all."""
-        await self.within.allgather(window.shares)
+        await self.on_host(lambda within: within.allgather(window.shares))
 
     async def _in_windows(
         self,
@@ -207,7 +224,7 @@ class TwoLevelCall:
             wide = [block if carried == dtype else reductions.widened(block, dtype) for block in window.blocks]
             outgoing = self._for_leaders([np.concatenate([wide[rank] for rank in plan]) for plan in plans])
             window.mine = np.empty_like(outgoing[hosts.place])
-            await self.within.reduce_scatter(outgoing, window.mine, summed, carried)
+            await self.on_host(lambda within: within.reduce_scatter(outgoing, window.mine, summed, carried))
 
         async def exchange(window: _BlockWindow) -> None:
             if self.between:
@@ -248,7 +265,7 @@ class TwoLevelCall:
                 await self._leaders(window).allgather(self._sections(window))
 
         async def hand_out(window: _BlockWindow) -> None:
-            await self.within.allgather(window.rooms)
+            await self.on_host(lambda within: within.allgather(window.rooms))
             for plan, room in zip(plans, window.rooms, strict=False):
                 for rank, part in zip(plan, _parts(room, [window.sizes[rank] for rank in plan]), strict=True):
                     window.blocks[rank][...] = part
@@ -262,7 +279,7 @@ class TwoLevelCall:
         if hosts.leaders == len(hosts.here):
             incoming[hosts.place][...] = outgoing[hosts.place]
         else:
-            await self.within.alltoall(outgoing, incoming)
+            await self.on_host(lambda within: within.alltoall(outgoing, incoming))
 
     def _plans(self) -> list[list[int]]:
         """For each leader, the ranks whose blocks it carries, in the order in which these lie in its memory."""

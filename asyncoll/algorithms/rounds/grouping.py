@@ -45,22 +45,3 @@ def _order(size: int, group_size: int, turn: int) -> tuple[int, ...]:
     factor = pow(group_size, turn, padded - 1)
     order = (*(position * factor % (padded - 1) for position in range(padded - 1)), padded - 1)
     return tuple(rank for rank in order if rank < size)
-
-
-def propagation(size: int, group_size: int, first: int = 1) -> int:
-    """The number of rounds, from round `first` on, until the contribution of each rank has reached all ranks.
-
-    `group_size` must be at least 2, unless `size` is 1: with groups of one rank this does not return.
-    """
-    all_ranks = (1 << size) - 1
-    reached = [1 << rank for rank in range(size)]  # by rank: a bit for each rank whose contribution has reached it
-    rounds = 0
-    while any(mask != all_ranks for mask in reached):
-        for group in partition(size, group_size, first + rounds):
-            union = 0
-            for rank in group:
-                union |= reached[rank]
-            for rank in group:
-                reached[rank] = union
-        rounds += 1
-    return rounds

@@ -185,7 +185,7 @@ class HostRecord(RoundRecord):
         return Share(members, block, tuple([rank for rank in members if bitmap >> rank & 1]), self.blocks.weight(block))
 
     def _is_next(self, number: int) -> bool:
-        return not self.running and self.latest + 1 == number and not self.is_over()
+        return self._is_free() and self.latest + 1 == number and not self.is_over()
 
     def sections(self, number: int) -> list[Section]:
         """The groups of round `number` that have members here, in their order. Also without the lock."""
@@ -219,10 +219,10 @@ class HostRecord(RoundRecord):
 
     def _publish(self) -> None:
         """All chunks are reduced: the callers' memory is their own again."""
+        self.cells[self._at.reduced] = self.running  # before what has been used is cleared: see `unpublished`
         for block in self._table[:, COLUMN.source].tolist():
             self.blocks.drop(block)
         self._table[:, COLUMN.source : COLUMN.source_at + 1] = NONE
-        self.cells[self._at.reduced] = self.running
         self.control_block.wake()
 
     def conclude(self, number: int, outcome: RoundOutcome) -> None:

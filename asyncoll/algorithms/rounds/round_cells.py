@@ -12,6 +12,7 @@ from typing import NamedTuple
 class Head(NamedTuple):
     """The cells of the round as a whole."""
 
+    closed: int  # 1: the communicator has failed, and no rank opens a round any more
     latest: int  # the newest round that is over
     running: int  # the round that runs; 0 if none does
     claimed: int  # chunks of it that a rank has begun to reduce
@@ -113,9 +114,14 @@ def first_missed(aim: int, latest: int, history: int) -> int:
     return max(aim, latest + 1 - history)
 
 
-# A control block has in order: whether each rank is gone (`OperationRegistry` sets these), the head, a row for each
-# rank, the results of the rounds that are kept, when the last rounds have begun, how many rounds had how many
-# contributors, and the table of blocks. These functions return the first cell of each.
+def oldest_whole(latest: int, history: int) -> int:
+    """The oldest round whose result is whole: that of the round before may have lost its blocks."""
+    return max(1, latest - history)
+
+
+# A control block has in order: whether each rank is gone, the head (`OperationRegistry` sets these, and `closed`), a
+# row for each rank, the results of the rounds that are kept, when the last rounds have begun, how many rounds had how
+# many contributors, and the table of blocks. These functions return the first cell of each.
 
 
 def rows_at(size: int) -> int:

@@ -38,7 +38,7 @@ from asyncoll.algorithms.rounds.round_cells import (
     table_at,
     table_cells,
 )
-from asyncoll.algorithms.rounds.unpublished import unpublished
+from asyncoll.algorithms.rounds.unpublished import unpublished, whole_results
 from asyncoll.arguments import digest
 from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.group import Group
@@ -204,11 +204,18 @@ class RoundRecord:
 
     def may_open(self) -> bool:
         """Whether the next round, at which this rank's caller has arrived, may be opened."""
-        return not self.running and rules.may_open(self._operation, self)
+        return self._is_free() and rules.may_open(self._operation, self)
 
     def late_call_opens(self) -> bool:
         """Whether a late call of this rank opens the next round."""
-        return not self.running and rules.late_call_opens(self._operation, self, self._rank)
+        return self._is_free() and rules.late_call_opens(self._operation, self, self._rank)
+
+    def _is_free(self) -> bool:
+        """Whether the rule may let a round begin: none runs, and the communicator has not failed.
+
+        After a failure a caller that would open a round waits instead, until it hears of the failure, and raises.
+        """
+        return not self.running and not self.cells[self._head.closed]
 
     # -- the last round ---------------------------------------------------------------------------
 
@@ -219,7 +226,7 @@ class RoundRecord:
 
     def may_close(self) -> bool:
         """Whether the last round may be opened: no rank makes calls any more, and contributions are still staged."""
-        return self._is_idle() and bool(self._table[:, COLUMN.staged].any())
+        return self._is_free() and self._is_idle() and bool(self._table[:, COLUMN.staged].any())
 
     def is_over(self) -> bool:
         """Whether no rank makes calls any more, and nothing is staged."""
@@ -422,7 +429,7 @@ class RoundRecord:
 
     def kept(self, first: int, last: int) -> list[Kept]:
         """The results of rounds `first` to `last` that history still has. Their blocks are not kept for the caller."""
-        numbers = range(max(first, self.latest - self._history, 1), last + 1)
+        numbers = range(max(first, whole_results(self.latest, self._history).start), last + 1)
         return [Kept(*self._results[number % self._kept_rounds, self._rank].tolist()) for number in numbers]
 
     # -- times ------------------------------------------------------------------------------------

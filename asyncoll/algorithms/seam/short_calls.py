@@ -65,32 +65,6 @@ class Block(NamedTuple):
     memory: Array  # bytes
 
 
-class BegunShortCall(Protocol):
-    """A call that `ShortCalls` has begun."""
-
-    @property
-    def entry(self) -> Entry: ...
-
-    @property
-    def array(self) -> Array | None: ...
-
-    @property
-    def block(self) -> Block | None:
-        """Shared memory with a copy of `array`, which takes part in its place, if there is one."""
-
-    @property
-    def result(self) -> Any:
-        """What the caller gets."""
-
-    @property
-    def since_s(self) -> float:
-        """When it began, as a time of `runtime.deadlines`; 0 if it has failed at once."""
-
-    @property
-    def expires_s(self) -> float | None:
-        """The end of its deadline."""
-
-
 class ShortCalls(Protocol):
     """Starts calls of usual arguments and in usual circumstances, at the least cost. It leaves all others alone.
 

@@ -10,10 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
-from asyncoll.algorithms.seam.collectives import Body, Collectives
-from asyncoll.errors import UsageError
+import numpy as np
+
+from asyncoll.algorithms.seam.call import Call
+from asyncoll.algorithms.seam.collectives import Collectives
+from asyncoll.errors import UsageError, describe
+from asyncoll.runtime.signature import Signature
 from asyncoll.tensors.reductions import Array, ReduceOp
 
 R = TypeVar("R")
@@ -63,6 +68,7 @@ def begin(ways: Sequence[Way[R]], shape: Shape, *arguments: Any) -> R:
 
 OWN: list[Way[Any]] = []  # while it is not empty, the compiled core declines all calls
 _REDUCTIONS = ("allreduce", "reduce")  # their calls name what the bits mean
+_GENERAL = -1  # the number of a way of the package
 _OF_AN_ARRAY = (*_REDUCTIONS, "broadcast")
 
 
@@ -72,9 +78,10 @@ def added(way: Way[Any]) -> Iterator[None]:
 
     All ranks add the same ways, in the same order, around the same calls: otherwise these fail with MismatchError,
     which compares the names. `way.call` is "allreduce", "reduce" or "broadcast"; other calls may consist of these.
-    `way.begin` gets the `Collectives` of the call and the arguments of that method. It declines at all ranks or at
-    none. Otherwise it returns a coroutine that awaits methods of these `Collectives` only. Tensors of devices have
-    arrived, and are copied back afterwards.
+    `way.begin` gets the `Collectives` of the call and the arguments of that method. The array is read-only until it
+    returns. It declines at all ranks or at none: before a call that it could take, all ranks compare in a short step
+    which way each of them takes, and fail if they differ. Otherwise it returns a coroutine that awaits methods of
+    these `Collectives` only. Tensors of devices have arrived, and are copied back afterwards.
 
     Raises UsageError for a way that cannot be tried.
     """
@@ -96,37 +103,70 @@ def _check(way: Way[Any]) -> None:
         raise UsageError(f"{named}: leave out `counts_link` and `compiled`, which are for ways of the package")
 
 
-def with_own(body: Body[R]) -> Body[R]:
-    """`body`, whose collectives try first the ways that the program has now."""
-    ways = tuple(OWN)
-    return lambda collectives: body(cast(Collectives, _WithOwn(collectives, ways)))
+def with_own(call: Call[R]) -> Call[R]:
+    """`call`, whose collectives try first the ways that the program has now. These use whole arrays."""
+    ways, body = tuple(OWN), call.body
+    return call._replace(
+        body=lambda collectives: body(cast(Collectives, _WithOwn(collectives, ways, call.signature))), overlapping=None
+    )
 
 
 class _WithOwn:
-    """`collectives` that try `ways` first."""
+    """The `collectives` of a call that try `ways` first."""
 
-    def __init__(self, collectives: Collectives, ways: Sequence[Way[Any]]) -> None:
+    def __init__(self, collectives: Collectives, ways: Sequence[Way[Any]], call: Signature) -> None:
         self._collectives = collectives
         self._ways = ways
+        self._call = call
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._collectives, name)
 
     def allreduce(self, x: Array, op: ReduceOp, dtype: str) -> Coroutine[Any, Any, None]:
-        return self._begin("allreduce", dtype, x, op, dtype)
+        return self._carry_out("allreduce", dtype, x, op, dtype)
 
     def reduce(self, x: Array, op: ReduceOp, dtype: str, root: int) -> Coroutine[Any, Any, None]:
-        return self._begin("reduce", dtype, x, op, dtype, root)
+        return self._carry_out("reduce", dtype, x, op, dtype, root)
 
     def broadcast(self, x: Array, root: int) -> Coroutine[Any, Any, None]:
-        return self._begin("broadcast", "", x, root)
+        return self._carry_out("broadcast", "", x, root)
 
-    def _begin(self, call: str, dtype: str, x: Array, *arguments: Any) -> Coroutine[Any, Any, None]:
-        collectives = self._collectives
-        general = Way(call, "", lambda _, *arguments: getattr(collectives, call)(*arguments), "")
-        ways = [way for way in self._ways if way.call == call]
-        shape = Shape(x.nbytes, dtype, has_parts=x.size >= collectives.size)
-        return begin((*ways, general), shape, collectives, x, *arguments)
+    async def _carry_out(self, verb: str, dtype: str, x: Array, *arguments: Any) -> None:
+        tried: list[int] = []
+        ways = [way._replace(begin=partial(self._try, tried, way)) for way in self._ways if way.call == verb]
+        general = Way(verb, "", lambda *arguments: (_GENERAL, getattr(self._collectives, verb)(*arguments)), "")
+        shape = Shape(x.nbytes, dtype, has_parts=x.size >= self._collectives.size)
+        taken, work = begin((*ways, general), shape, x, *arguments)
+        try:
+            if tried:  # at all ranks or at none: they have the same shape
+                await self._check_agreement(taken)
+        except BaseException:
+            work.close()
+            raise
+        await work
+
+    def _try(self, tried: list[int], way: Way[Any], x: Array, *arguments: Any) -> tuple[int, Any] | None:
+        """What `way` begins, and its number. It cannot change the array here, where it may still decline."""
+        tried.append(self._ways.index(way))
+        shown = x.view()
+        shown.flags.writeable = False
+        try:
+            work = way.begin(self._collectives, shown, *arguments)
+        except Exception as error:
+            remedy = "it may raise nothing before its coroutine, nor change the array, which is read-only until then"
+            raise UsageError(f"the way {way.name!r} of {self._call} raised {describe(error)}: {remedy}") from error
+        shown.flags.writeable = x.flags.writeable
+        return None if work is None else (tried[-1], work)
+
+    async def _check_agreement(self, taken: int) -> None:
+        """Raise UsageError at all ranks unless all of them take the way number `taken`."""
+        numbers = [np.full(1, taken) for _ in range(self._collectives.size)]
+        await self._collectives.allgather(numbers)
+        names = ["a way of the package" if it == _GENERAL else self._ways[it.item()].name for it in numbers]
+        if len(set(names)) > 1:
+            told = ", ".join(f"rank {rank} takes {name}" for rank, name in enumerate(names))
+            remedy = "let `begin` decline by what all ranks know alike, such as the operation, the dtype and the length"
+            raise UsageError(f"the ranks take different ways for {self._call} ({told}): {remedy}")
 
 
 # -- for people ----------------------------------------------------------------------------------
@@ -137,7 +177,7 @@ def limits(way: Way[Any]) -> str:
     over, up_to = way.over, way.up_to
     least = f"from {size(over + 1)}" if over % 2 else f"over {size(over)}"
     most = f"under {size(up_to + 1)}" if up_to % 2 else f"up to {size(up_to)}"
-    return " ".join([least] * (over > 0) + [most] * (up_to < MANY)) or "any"
+    return " ".join([least] * (over >= 0) + [most] * (up_to < MANY)) or "any"
 
 
 def size(nbytes: int) -> str:

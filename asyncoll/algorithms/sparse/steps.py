@@ -85,11 +85,12 @@ async def deal_parts(collectives: Collectives, given: Part, edges: Array) -> Par
     if not isinstance(collectives, TwoLevelCall):
         parts = await _alltoall(collectives, _split(given, regions.values()))
         return sum_parts(parts, *regions[collectives.rank])
-    hosts, within, between = collectives.hosts, collectives.within, collectives.between
+    hosts, between = collectives.hosts, collectives.between
     slices = dict(zip(regions, _split(given, regions.values()), strict=True))
     of_teams = [join([slices[rank] for rank in sorted(team)]) for team in hosts.teams]
     idle = [nothing(given)] * (len(hosts.here) - hosts.leaders)
-    here = sum_parts(await _alltoall(within, [*of_teams, *idle]), 0, int(edges[-1]))
+    parts = await collectives.on_host(lambda within: _alltoall(within, [*of_teams, *idle]))
+    here = sum_parts(parts, 0, int(edges[-1]))
     if not between:
         return here
     parts = await _alltoall(between[0], _split(here, [regions[rank] for rank in hosts.team]))
@@ -104,7 +105,7 @@ async def sum_on_host(collectives: Collectives, given: Part, count: int) -> Part
     if not isinstance(collectives, TwoLevelCall):
         return given
     regions = [(start, stop) for start, stop in bounds(count, len(collectives.hosts.here))]
-    parts = await _alltoall(collectives.within, _split(given, regions))
+    parts = await collectives.on_host(lambda within: _alltoall(within, _split(given, regions)))
     return sum_parts(parts, *regions[collectives.hosts.place])
 
 

@@ -39,6 +39,7 @@ DEATH_S = 0.1  # after a death, every survivor must have raised within this time
 FREEZE_S = 1.0
 MIXED = "shm-mixed"  # shared memory, and every second rank does without the compiled core
 _AT_CORE_POINTS = ("kill", "stop")  # the faults that strike at the injection points of the compiled core
+_LINGERING_S = 0.3
 _LETTERS = "abcdefgh"  # names of hosts
 _PARTS = ("fault", "operation", "moment")  # of the name of a cell
 _PASSINGS = 20  # the fault strikes when the victim passes the point for a drawn time, up to this
@@ -62,6 +63,7 @@ class FaultKind:
     told: tuple[str, ...] = ()
     within_s: float = 0.0  # every survivor must raise within this time after the fault
     lasts_s: float = 0.0  # duration of the fault
+    lingers_s: float = 0.0  # a process that has ended looks alive to the locks of the others for this time
     stops: bool = False  # the processes of the lost ranks are stopped, and continue when all others have ended
     leaves_a_child: bool = False  # the victim leaves a child process, which the driver kills
     of_host: bool = False  # all ranks of the victim's host are lost
@@ -72,6 +74,7 @@ class FaultKind:
 
 KINDS: dict[str, FaultKind] = {
     "kill": FaultKind(Kill, ("PeerLostError",), DEATH_S),
+    "linger": FaultKind(Kill, ("PeerLostError",), DEATH_S + _LINGERING_S, lingers_s=_LINGERING_S),
     "orphan": FaultKind(Orphan, ("PeerLostError",), DEATH_S, leaves_a_child=True),
     "exit": FaultKind(lambda: Exit(3), ("PeerLostError",), DEATH_S),
     "raise": FaultKind(lambda: Raise(TroubleError("a fault")), ("AbortedError",), DEATH_S),
@@ -216,7 +219,8 @@ def _on_a_host(transport: str, size: int) -> Iterator[tuple[str, str, str]]:
     yield from itertools.product(of_runs, STAGED, (*MOMENTS, *STAGING_POINTS))
     yield from itertools.product(kinds, PROGRAMS, MOMENTS)
     if transport != "zmq":
-        for kind, point in itertools.product(_AT_CORE_POINTS, core_points()):
+        lingering = itertools.product(["linger"], core_points()[:1])  # between taking and signing a lock
+        for kind, point in itertools.chain(itertools.product(_AT_CORE_POINTS, core_points()), lingering):
             for operation in operations_passing(point, size, mixed=transport == MIXED):
                 yield kind, operation, point
 

@@ -1,8 +1,9 @@
 """Injection points: numbered moments inside a call, at which a fault can strike.
 
 A rank passes an injection point when it sends a message, when it receives one, immediately before it takes a lock of
-shared memory, and immediately after it has taken it. `InjectionPoints` counts them by wrapping methods of `Transport`,
-`Receiver` and `Arena` for the time of a block, and by `ControlBlock.passing`, which the compiled core calls, too.
+shared memory, and immediately after it has taken it; in Python also when it has not signed the lock yet, for which the
+compiled core has a point of its own. `InjectionPoints` counts them by wrapping methods of `Transport`, `Receiver` and
+`Arena` and the lock in Python for the time of a block, and by `ControlBlock.passing`, which the core calls, too.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from unittest import mock
 
 from asyncoll.communicator import Communicator
 from asyncoll.transport import ControlBlock
+from asyncoll.transport.memory import mutex
 
 R = TypeVar("R")
 
@@ -66,6 +68,7 @@ class InjectionPoints(CountedPoints):
             enter(mock.patch.object(endpoint.transport, send, self._passing(getattr(endpoint.transport, send))))
         enter(mock.patch.object(endpoint, "received", self._passing(endpoint.received)))
         if (arena := endpoint.arena) is not None:
+            enter(mock.patch.object(mutex, "_try_lock", self._taking(mutex._try_lock)))
             make = arena.control_block  # the control blocks that are made inside the block are watched, too
             enter(mock.patch.object(arena, "control_block", lambda *args: self._watch_lock(make(*args))))
             for control_block in list(arena._control_blocks.values()):  # type: ignore[attr-defined]
@@ -77,6 +80,15 @@ class InjectionPoints(CountedPoints):
             return method(*args)
 
         return passing
+
+    def _taking(self, try_lock: Callable[..., int]) -> Callable[..., int]:
+        def taking(lock: Any) -> int:
+            failure = try_lock(lock)
+            if not failure:
+                self._pass()
+            return failure
+
+        return taking
 
     def _watch_lock(self, control_block: ControlBlock) -> ControlBlock:
         before = control_block.passing

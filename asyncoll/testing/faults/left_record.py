@@ -49,7 +49,7 @@ def left_of(rounds: OneSidedRounds) -> Left:
         return rounds.arena.view(address, rounds._layout.lengths[0]).view(dtype).copy()
 
     results = {}
-    for kept in record.kept(record.latest - rounds.operation.history, record.latest):
+    for kept in record.kept(1, record.latest):
         results[kept.number] = array_at(record.blocks.address(kept.block)) if kept.block else np.zeros(count, dtype)
     staged = sum(map(array_at, record.unpublished()), np.zeros(count, dtype))
     return Left(record.latest, results, record.staged().ticket, record.published, staged)

@@ -28,6 +28,7 @@ from asyncoll.testing.faults.checked_calls import OPERATIONS, echo
 from asyncoll.testing.faults.injection_points import InjectionPoints
 from asyncoll.testing.faults.injectors import Fault, FaultPlace, OfProcess, fault
 from asyncoll.testing.faults.left_record import left_records
+from asyncoll.testing.faults.lingering import linger
 from asyncoll.testing.faults.programs import PROGRAMS, EarlyReturn
 from asyncoll.testing.faults.staged_calls import STAGED
 from asyncoll.world.join import connect
@@ -50,6 +51,8 @@ def be_rank(cell: Cell, rank: int, channel: socket.socket, began_s: float) -> No
         if cell.kind == "signal":
             # SystemExit in the main thread, wherever that is: many programs end like this on SIGTERM.
             signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
+        if KINDS[cell.kind].lingers_s:
+            linger(KINDS[cell.kind].lingers_s)
         part = _CellPart(cell, rank, channel)
         if cell.operation == JOINING and rank in cell.lost:
             threading.Thread(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -170,19 +171,30 @@ def _launch(case: Case, transport: str) -> list[Any]:
 
 def _run_job(arguments: list[str]) -> None:
     """Run `asyncoll launch` as a process: `launch()` needs the main thread, and its output cannot be captured."""
-    done = subprocess.run(
-        [sys.executable, "-m", "asyncoll", "launch", *arguments],
-        env=os.environ | {"ASYNCOLL_PRELOAD": "asyncoll.testing.laws"},  # not torch: its import takes a second
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"the job failed with exit code {done.returncode}:\n{done.stdout.rstrip()}")
+    with tempfile.TemporaryDirectory(prefix="asyncoll-") as folder:
+        report = Path(folder) / "report.json"
+        done = subprocess.run(
+            [sys.executable, "-m", "asyncoll", "launch", "--json", str(report), *arguments],
+            env=os.environ | {"ASYNCOLL_PRELOAD": "asyncoll.testing.laws"},  # not torch: its import takes a second
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        if done.returncode != 0:
+            output = f"the job failed with exit code {done.returncode}:\n{done.stdout.rstrip()}"
+            raise RuntimeError(_raised(report) or output)
     print(done.stdout, end="", file=sys.stderr)  # a job that succeeds prints warnings at most
+
+
+def _raised(report: Path) -> str:
+    """The rank that failed first, its exception and the place of that; empty if it was not an exception."""
+    first = json.loads(report.read_text())["first"] if report.exists() else None
+    if not (first and first["traceback"]):
+        return ""
+    return f"rank {first['rank']} failed: {first['error']}" + (f" ({first['place']})" if first["place"] else "")
 
 
 def rank_main() -> None:

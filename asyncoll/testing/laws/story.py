@@ -18,11 +18,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from asyncoll import kinds
 from asyncoll.algorithms.dense.by_size import DOUBLING_MAX_BYTES
 from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES
 from asyncoll.algorithms.rounds.policies import register_policy
 from asyncoll.algorithms.rounds.reduction import Reduction
-from asyncoll.cli_base import Kinds
 from asyncoll.communicator import Communicator
 from asyncoll.errors import UsageError
 from asyncoll.tensors.reductions import Array
@@ -31,13 +31,13 @@ from asyncoll.testing.laws import methods
 from asyncoll.testing.laws.tensors import ContributionLayout, Tensors
 from asyncoll.transport.messages.simulated import Network, Pause
 
-KINDS = Kinds.OF_ROUNDS
+KINDS = kinds.OF_ROUNDS
 GOSSIP = "gossip"
 DENSE = "dense"
 SPARSE = "sparse"
 TRAINING = "training"
 ENDING = "ending"
-ALL_KINDS = Kinds.ALL
+ALL_KINDS = kinds.ALL
 _WITH_HISTORY = ("solo", "majority", "quorum", "policy")
 _ROUNDS = 12
 _ITEM_BYTES = 8

@@ -29,7 +29,15 @@ from asyncoll.transport.memory.doorbell import Doorbell, TurnQueue
 from asyncoll.transport.memory.heap import Heap
 from asyncoll.transport.memory.mutex import LockPolicy, RobustMutex
 from asyncoll.transport.memory.pages import check_room, commit, give_back, mib, too_much
-from asyncoll.transport.memory.segment import HEAD_BYTES, Segment, capacity_of, close_segment, make_segment, map_segment
+from asyncoll.transport.memory.segment import (
+    HEAD_BYTES,
+    PROCESS_OFFSET,
+    Segment,
+    capacity_of,
+    close_segment,
+    make_segment,
+    map_segment,
+)
 
 # Addresses in the segment of local rank 0, between its header and its heap.
 _LOCK = 64  # of the mutex of the directory
@@ -118,6 +126,8 @@ class HostArena:
             self.segments = [
                 map_segment(segment.memory, self._capacity, own=segment is segments[local_rank]) for segment in segments
             ]
+            self.locks.processes = [segment[PROCESS_OFFSET:][:8].view(np.int64) for segment in self.segments]
+            self.locks.processes[local_rank][0] = os.getpid()
             if local_rank == 0:
                 RobustMutex.initialize(self._lock_of_directory())
             self._descriptors = undo.pop_all()
@@ -337,6 +347,9 @@ class HostArena:
         forks.unregister(self)
         for doorbell in self._doorbells:
             doorbell.close()
+        if self._parent is None and self.locks.processes:
+            self.locks.processes[self.local_rank][0] = 0
+        self.locks.processes.clear()
         self._control_blocks.clear()
         self.segments.clear()
         self._descriptors.close()

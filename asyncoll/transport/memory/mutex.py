@@ -8,19 +8,21 @@ from __future__ import annotations
 import ctypes
 import errno
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import NoReturn
 
 from asyncoll.errors import AsyncollError, PeerLostError
+from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Loss
-from asyncoll.transport.lock_cells import HOLDER_OFFSET, MUTEX_BYTES
-from asyncoll.transport.processes import is_gone, is_stopped
+from asyncoll.transport.lock_cells import HOLDER_OFFSET, MUTEX_BYTES, UNSIGNED, signed_by
+from asyncoll.transport.processes import has_thread, is_ending, is_gone, is_stopped
 
-# The cell of the holder contains the local rank of the last one; or ~local_rank of a holder that has died; or
-# _INTERRUPTED - local_rank of a holder that an exception has interrupted. A negative value means that the lock is lost
-# for ever.
+# The cell of the holder contains UNSIGNED or the signature of the holder; or ~cell, if the holder died with that in it;
+# or _INTERRUPTED - local_rank of a holder that an exception has interrupted. A negative value means that the lock is
+# lost for ever.
 _INTERRUPTED = -(1 << 32)
 _PROCESS_SHARED = 1
 _ROBUST = 1
@@ -36,6 +38,7 @@ _timed_lock = ctypes.CDLL(None).pthread_mutex_timedlock
 # The bits of the futex word, the first 32 bits of the mutex, that contain the thread id of the owner. This is the
 # kernel's format for robust futexes, so no C library can choose another one.
 _OWNER_BITS = (1 << 30) - 1
+_LOOK_S = 0.001  # between two looks for the process that has died
 # pthread_mutex_timedlock uses the wall clock, which may be set while a thread waits. Short waits bound the error.
 _WAIT_SLICE_S = 0.05
 
@@ -48,7 +51,9 @@ class LockPolicy:
     """How the locks of an arena treat a lost owner. All locks of an arena share one object."""
 
     def __init__(self, patience_s: float = math.inf) -> None:
-        self.patience_s = patience_s  # how long `acquire` waits for a lock whose owner is stopped
+        self.patience_s = patience_s  # how long `acquire` waits for a lock whose owner is stopped; 0 after a loss
+        # By local rank: a cell with the process id, or with 0 while the rank uses no lock. Empty: they are not known.
+        self.processes: list[Array] = []
         # It reports a loss, and returns the error to raise.
         self.report: Callable[[Loss], AsyncollError] = lambda loss: PeerLostError(
             loss.rank, loss.cause, last_seen_s=loss.last_seen_s
@@ -62,11 +67,12 @@ class RobustMutex:
     locks the mutex, as EOWNERDEAD. That thread marks the holder cell, so that all later threads find out too. (POSIX
     has a state ENOTRECOVERABLE for this purpose, but glibc's trylock does not release a mutex in that state.)
 
-    An owner writes its local rank just after it has acquired the lock. If it dies between the two, the cell names the
-    previous owner: `Membership.culprit` corrects that.
+    An owner signs the cell just after it has acquired the lock, and takes its signature back just before it releases
+    the lock. So a signature names the dead owner for certain. An owner that dies unsigned is found among the processes
+    of the host: one of them ends, so the search lasts until one is seen to end.
     """
 
-    __slots__ = ("_futex", "_holder", "_local_rank", "_mutex", "_policy", "_ranks", "release")
+    __slots__ = ("_futex", "_holder", "_local_rank", "_mutex", "_policy", "_ranks", "_signature")
 
     def __init__(
         self, memory: memoryview, local_rank: int, ranks: Sequence[int], policy: LockPolicy | None = None
@@ -81,9 +87,9 @@ class RobustMutex:
         self._futex = memory[:4].cast("I")
         self._holder = memory[HOLDER_OFFSET:MUTEX_BYTES].cast("q")
         self._local_rank = local_rank
+        self._signature = signed_by(local_rank)
         self._ranks = ranks
         self._policy = policy or LockPolicy()
-        self.release = partial(_unlock, self._mutex)  # a method would cost another Python frame for each release
 
     @staticmethod
     def initialize(memory: memoryview) -> None:
@@ -103,7 +109,12 @@ class RobustMutex:
         failure = _try_lock(self._mutex)
         if failure or self._holder[0] < 0:
             self.resume(failure)
-        self._holder[0] = self._local_rank
+        self._holder[0] = self._signature
+
+    def release(self) -> None:
+        if self._holder[0] == self._signature:  # not after `abandon`: the lock stays lost
+            self._holder[0] = UNSIGNED
+        _unlock(self._mutex)
 
     def resume(self, failure: int) -> None:
         """Acquire the lock after a trylock that returned `failure`, which is 0 if the lock is held, but lost."""
@@ -116,12 +127,12 @@ class RobustMutex:
         """Implements `Mutex.abandon`. The futex word, unlike the holder cell, tells for certain who owns the lock."""
         if self._futex[0] & _OWNER_BITS == threading.get_native_id():
             self._holder[0] = _INTERRUPTED - self._local_rank
-            self.release()
+            _unlock(self._mutex)
 
     def give_back(self) -> None:
         """Release the lock if this thread holds it: it has changed nothing. A dead owner stays on record."""
         if self._futex[0] & _OWNER_BITS == threading.get_native_id():
-            self.release()
+            _unlock(self._mutex)
 
     def _acquire_slowly(self, failure: int) -> None:
         """Acquire the lock after a failed trylock, whose error is `failure`."""
@@ -146,41 +157,69 @@ class RobustMutex:
         """
         waited_since_s = _now()
         while (failure := self._wait_one_slice()) == errno.ETIMEDOUT:
-            waited_s, holder = _now() - waited_since_s, self._holder[0]
+            waited_s, owner = _now() - waited_since_s, self._futex[0] & _OWNER_BITS
             if (
                 waited_s >= self._policy.patience_s
-                and 0 <= holder < len(self._ranks)
-                and (cause := self._why_never_released())
+                and (cause := self._why_never_released(owner))
+                and (rank := self._rank_of_thread(owner)) is not None
             ):
+                error = self._policy.report(Loss(self._ranks[rank], cause, waited_s))
                 self._policy.patience_s = 0.0  # one loss ends the world: do not wait for the next stopped owner
-                raise self._policy.report(Loss(self._ranks[holder], cause, waited_s))
+                raise error
         return failure
 
-    def _why_never_released(self) -> str:
-        """Return why the owner will never release the lock; empty if it may.
+    def _why_never_released(self, owner: int) -> str:
+        """Return why the thread `owner` will never release the lock; empty if it may.
 
         The kernel does not report the death of an owner whose process unmapped the memory before it ended. So once a
         rank is known to be lost, this also looks whether the owner's thread still exists.
         """
-        owner = self._futex[0] & _OWNER_BITS
         if is_stopped(owner):
             return "its process was stopped while it was changing shared memory"
         if owner and self._policy.patience_s == 0.0 and is_gone(owner):
             return "it ended while it was changing shared memory"
         return ""
 
+    def _rank_of_thread(self, owner: int) -> int | None:
+        """The local rank of the thread `owner`, which has the lock; None if it has released it, or is not found."""
+        holder = self._holder[0]
+        if self._futex[0] & _OWNER_BITS != owner:
+            return None  # it has gone on, and the signature may be that of another one
+        if holder != UNSIGNED:
+            rank = holder - signed_by(0)
+            return rank if 0 <= rank < len(self._ranks) else None
+        return next((rank for rank, pid in self._others() if has_thread(pid, owner) or is_gone(pid)), None)
+
     def _wait_one_slice(self) -> int:
         until = time.clock_gettime(time.CLOCK_REALTIME) + _WAIT_SLICE_S
         fraction, whole = math.modf(until)
         return int(_timed_lock(self._mutex, ctypes.byref(_TimeSpec(int(whole), int(1e9 * fraction)))))
 
-    def _raise_lost(self) -> None:
+    def _raise_lost(self) -> NoReturn:
         holder = self._holder[0]
-        self.release()
-        rank, event = ~holder, "it died"
+        _unlock(self._mutex)
         if holder <= _INTERRUPTED:
             rank, event = _INTERRUPTED - holder, "an exception interrupted it"
+        else:
+            rank, event = self._dead_rank(~holder), "it died"
         raise self._policy.report(Loss(self._ranks[rank], f"{event} while it was changing shared memory"))
+
+    def _dead_rank(self, signature: int) -> int:
+        """The local rank of an owner that died with `signature` in the cell. Blocks while it looks alive."""
+        if signature != UNSIGNED:
+            return signature - signed_by(0)
+        # Where a loss is known, the report returns that one.
+        while self._policy.patience_s and (others := self._others()) and not sys.is_finalizing():
+            for rank, pid in others:
+                if is_ending(pid):
+                    return rank
+            time.sleep(_LOOK_S)  # noqa: TID251 (there are no processes in virtual time)
+        return self._local_rank  # no other rank is left: a thread of this one has ended
+
+    def _others(self) -> list[tuple[int, int]]:
+        """The local rank and the process id of each other rank that uses locks."""
+        pids = enumerate(int(cell[0]) for cell in self._policy.processes)
+        return [(rank, pid) for rank, pid in pids if pid and rank != self._local_rank]
 
 
 def _now() -> float:

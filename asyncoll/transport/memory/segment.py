@@ -25,10 +25,11 @@ from asyncoll.transport.control_block import DOORBELLS
 from asyncoll.transport.memory.pages import check_room
 from asyncoll.transport.system_calls import anonymous_file
 
-LAYOUT = 1  # the version of the header and of the directory of control blocks
+LAYOUT = 2  # the version of the header, of the directory of control blocks and of their locks
 HEAD_BYTES = 1 << 17  # of each segment: its header, and for local rank 0 the directory of control blocks and its lock
 _MAGIC = b"asyncoll"
 _HEADER = struct.Struct("<8sIIQ")  # magic, layout, local rank, capacity
+PROCESS_OFFSET = 32  # of the process id of the rank, in 8 bytes; 0 while the rank uses no lock of shared memory
 _ADDRESS_SPACE = 1 << 45  # bytes for the segments of all ranks together: a fourth of a process's 47 bits
 _PROT_NONE, _MAP_FIXED = 0, 16  # constants of mmap that Python does not export
 _map = ctypes.CDLL(None, use_errno=True).mmap

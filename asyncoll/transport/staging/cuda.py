@@ -1,7 +1,7 @@
 """The devices of CUDA, by torch. This module imports torch, so it is imported when there is a tensor of CUDA.
 
-**Nothing here has run on a GPU.** `tests/support/emulated_cuda.py` emulates the parts of torch that are used here;
-what it cannot show is what a driver does: real copies, locks, the reuse of memory.
+`tests/support/emulated_cuda.py` emulates the parts of torch that are used here. What a driver does, real copies, locks
+and the reuse of memory, only a GPU shows: docs/design/staging.md.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory of a GPU that the processes of a host read from each other: raw blocks of CUDA, by torch and CUDA IPC.
 
-**Nothing here has run on a GPU.** `tests/transport/staging/test_ipc.py` checks what needs none: errors of the
+`tests/transport/staging/test_ipc.py` checks what needs no GPU: errors of the
 driver, handles, and the bits of reductions. Handles are plain bytes. Blocks come from `cudaMalloc`, because torch's
 allocator moves and frees the memory of tensors, and torch's own sharing of tensors is private, and needs file
 descriptors with expandable segments.

@@ -1,6 +1,6 @@
 """Whether the processes of this host can read each other's memory of a GPU: two of them try it.
 
-**Nothing here has run on a GPU.** The other process is this module as a program: `python -m ... INDEX HANDLE`.
+The other process is this module as a program: `python -m ... INDEX HANDLE`.
 """
 
 from __future__ import annotations

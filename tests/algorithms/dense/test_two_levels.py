@@ -286,7 +286,7 @@ def test_the_layout():
 def test_a_share_of_a_short_window_has_room(rest):
     """It may be larger than one of a full window, as fewer leaders have a share."""
     hosts = Hosts.of([rank // 200 for rank in range(400)], 0)
-    call = TwoLevelCall(hosts, SimpleNamespace(rank=0, size=400), None, [])
+    call = TwoLevelCall(hosts, SimpleNamespace(rank=0, size=400), None, None, [])
     windows = call._windows(np.zeros(2 * (1 << 20) + rest, "f4"), in_place=False)
     assert [window.mine.size for window in windows] == [window.shares[0].size for window in windows]
 
@@ -350,7 +350,7 @@ def test_no_exchange_of_a_window_outlives_its_call(error, name):
 
     async def main(comm):
         within, between = Within(error), Between()
-        call = TwoLevelCall(Hosts.of("aaab", 0), between, within, [between] * EXCHANGES)
+        call = TwoLevelCall(Hosts.of("aaab", 0), between, within, lambda work: work, [between] * EXCHANGES)
         with pytest.raises(ZeroDivisionError if error else TimeoutError):
             async with asyncio.timeout(1), call:
                 await CALLS[name](call)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asyncoll import AVG
-from asyncoll.algorithms.rounds.grouping import partition, propagation
+from asyncoll.algorithms.rounds.grouping import partition
 from asyncoll.testing import Network, run_ranks
 
 JITTER = Network(latency_s=1e-4, jitter_s=2e-3)
@@ -49,18 +49,6 @@ def test_groups_partition_the_ranks(size):
             assert len(groups) == math.ceil(size / group_size)
             assert max(map(len, groups)) - min(map(len, groups)) <= 1
             assert max(map(len, groups)) <= group_size
-
-
-@pytest.mark.parametrize("size", range(2, 70))
-def test_an_update_reaches_all_ranks_in_logarithmic_time(size):
-    for group_size in range(2, size + 1):
-        least, power = 0, 1
-        while power < size:
-            power *= group_size
-            least += 1
-        worst = max(propagation(size, group_size, first) for first in range(1, 13))
-        exact = size.bit_count() == group_size.bit_count() == 1
-        assert least <= worst <= least + (0 if exact else 1 if group_size >= 5 else 2)
 
 
 @pytest.mark.parametrize(("size", "group_size"), [(4, 2), (6, 4), (9, 3), (13, 4), (7, 7), (5, 1)])

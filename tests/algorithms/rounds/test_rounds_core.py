@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -239,6 +240,47 @@ def test_the_rules_read_the_same_cells_alike_in_python_and_in_c(seed):
             record.cells[record._mine.here] = latest
             opens = record.late_call_opens()
             assert rounds._begin_compiled([x.copy()], 1.0).number == (latest + 1 if opens else 0)
+
+
+def rules_of_each_kind(size):
+    """An operation for each rule by which rounds of `size` ranks may begin, with and without synchronous rounds."""
+    for every in (0, 2):
+        for opening, option, numbers in (
+            (Opening.SOLO, "candidates", [1]),
+            (Opening.MAJORITY, "candidates", range(1, size + 1)),
+            (Opening.QUORUM, "quorum", range(1, size + 1)),
+        ):
+            for number in numbers:
+                yield Operation("x", (("float64", 1),), SUM, opening, sync_every=every, **{option: number})
+
+
+@needs_core
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_the_rules_are_alike_in_python_and_in_c_in_every_small_state(size):
+    """Each rank is absent, has arrived, or is gone; round 6 waits for all of them, if the kind has such."""
+    absent, here, gone = range(3)
+    for operation in rules_of_each_kind(size):
+        with local_world(size, [_core.native]) as arenas:
+            ranks = [Rank(arena, operation).rounds for arena in arenas]
+            ranks[0]._rounds.blocks.provide(size + 1)
+            before = ranks[0]._rounds.cells.tolist()
+            for state in itertools.product((absent, here, gone), repeat=size):
+                for number, (rank, rounds) in itertools.product((5, 6), enumerate(ranks)):
+                    record, compiled = rounds._rounds, rounds._compiled
+                    cells = record.cells
+                    for cell, value in enumerate(before):
+                        cells[cell] = value
+                    cells[record._head.latest] = number - 1
+                    for each, row in enumerate(record._row):
+                        cells[row.here] = number * (state[each] == here)
+                        cells[each] = state[each] == gone
+                    compiled.plan(number, operation.drawn(number, size), tuple(operation.groups(number, size)))
+                    case = operation, state, number, rank
+                    if state[rank] == here:
+                        assert compiled.is_needed(number) is record.may_open(), case
+                    else:
+                        opens = record.late_call_opens()
+                        assert rounds._begin_compiled([np.ones(1)], 1.0).number == number * opens, case
 
 
 @needs_core

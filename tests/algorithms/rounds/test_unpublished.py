@@ -16,19 +16,20 @@ from functools import partial
 import numpy as np
 import pytest
 
-from asyncoll import SUM, _core
+from asyncoll import SUM, AbortedError, _core
 from asyncoll.algorithms.rounds import round_record
 from asyncoll.algorithms.rounds.compiled_rounds import rounds_in_memory
 from asyncoll.algorithms.rounds.one_sided import Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
-from asyncoll.algorithms.rounds.round_cells import Head, RankCells
+from asyncoll.algorithms.rounds.round_cells import Head, RankCells, kept_rounds
 from asyncoll.algorithms.rounds.round_record import Memory
-from asyncoll.algorithms.rounds.unpublished import unpublished
+from asyncoll.algorithms.rounds.unpublished import unpublished, whole_results
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.operands import bundle
+from asyncoll.testing import run_ranks
 from asyncoll.testing.faults.left_record import left_of
 from asyncoll.transport.memory.arena import local_world
 from tests.support.places import SCRIPTS
@@ -43,7 +44,7 @@ def cells(ticket=0, taken=0, staged=False, source=False, latest=0, running=0):
     row = RankCells(*[0] * len(RankCells._fields))._replace(
         ticket=ticket, taken=taken, staged_at=STAGED * staged, source_at=SOURCE * source
     )
-    return Head(latest, running, 0, 0, 0), row
+    return Head(0, latest, running, 0, 0, 0), row
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,15 @@ def cells(ticket=0, taken=0, staged=False, source=False, latest=0, running=0):
 )
 def test_where_a_contribution_is_at_each_step_of_a_round(when, left, published, addresses):
     assert unpublished(*left, published) == addresses, when
+
+
+def test_which_results_are_whole():
+    """All that are kept but the oldest, in whose place the next round writes its own."""
+    assert list(whole_results(0, 3)) == []
+    assert list(whole_results(2, 3)) == [1, 2]
+    assert list(whole_results(9, 3)) == [6, 7, 8, 9]
+    assert list(whole_results(9, 0)) == [9]
+    assert all(len(whole_results(9, history)) == kept_rounds(history) - 1 for history in range(9))
 
 
 class World:
@@ -222,6 +232,50 @@ def test_a_death_anywhere_in_a_round_loses_and_doubles_nothing(core, kind, lengt
         assert world.judged > size * CALLS
         assert world.called == [CALLS] * size
         assert world.latest > 3
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("kind", OPERATIONS)
+@pytest.mark.parametrize("core", [pytest.param("c", marks=needs_core), "python"])
+def test_no_rank_opens_a_round_of_a_failed_communicator(core, kind, length):
+    """A caller that would open one waits, until it hears of the failure. The running round is carried out."""
+    (padding, registered), size = LENGTHS[length], 3
+    operation = Operation("g", (("float64", padding + size * CALLS),), SUM, **OPERATIONS[kind])
+    with local_world(size, [_core.native if core == "c" else None]) as arenas:
+        world = World(arenas, operation, 1, registered=registered)
+        for _ in range(2 * CALLS):
+            world.act()
+        record = world.rounds[0]._rounds
+        newest = max(record.latest, record.running)
+        registry = OperationRegistry(arenas[1], size, 1, 7)
+        registry.close()
+        for _ in range(6 * size * CALLS):
+            world.act()
+        assert (record.latest, record.running) == (newest, 0)
+        assert not record.may_close()
+        assert any(left.ticket > left.published for left in map(left_of, world.rounds))
+        for rest, _ in world.waiting.values():
+            rest.close()
+        late = OperationRegistry(arenas[2], size, 2, 7).enter(1, 2, 100)
+        assert late.cells[size] == 1, "an operation that is made later is open"
+
+
+@pytest.mark.parametrize("transport", ["shm", "shm-mixed"])
+def test_a_failure_closes_the_rounds(transport):
+    async def main(comm):
+        await comm.solo_allreduce(np.ones(1))
+        await comm.barrier()
+        if comm.rank == 1:
+            comm.abort("enough")
+        with contextlib.suppress(AbortedError):
+            while True:
+                await comm.solo_allreduce(np.ones(1))
+        (rounds,) = comm._core.backend.operations
+        async with asyncio.timeout(10):
+            while not rounds._rounds.cells[comm.size]:
+                await asyncio.sleep(0.001)
+
+    run_ranks(3, main, transport)
 
 
 # -- real processes --------------------------------------------------------------------------------

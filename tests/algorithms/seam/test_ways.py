@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from asyncoll import MAX, SUM, MismatchError, UsageError, _core
+from asyncoll import MAX, SUM, AbortedError, MismatchError, UsageError, _core
 from asyncoll.algorithms.choice import tables
 from asyncoll.algorithms.dense import compiled, shared_call
 from asyncoll.algorithms.seam import ways
@@ -203,6 +203,47 @@ def test_ranks_of_other_ways_fail_instead_of_reducing_what_is_there(world):
     run(world, 3, main)
 
 
+@looped("world", [*CARRIERS, "simulated"])
+@looped("size", [2, 5])
+def test_a_way_that_declines_at_some_ranks_is_named_at_all_of_them(world, size):
+    def unlike(collectives, *arguments):
+        return TOY.begin(collectives, *arguments) if collectives.rank else None
+
+    async def main(comm):
+        with pytest.raises((UsageError, AbortedError)) as caught:
+            await comm.allreduce(np.ones(300, np.int8))
+        return str(caught.value)
+
+    with ways.added(TOY._replace(begin=unlike)):
+        told = run(world, size, main)
+    for text in told:
+        assert "allreduce #1 of 300 int8, SUM, way 'int8, gathered' at test_ways.py" in text
+        assert "rank 0 takes a way of the package, rank 1 takes int8, gathered" in text
+        assert "let `begin` decline by what all ranks know alike" in text
+
+
+@looped("world", [*CARRIERS, "simulated"])
+@looped("size", SIZES)
+def test_a_way_cannot_change_the_array_before_its_coroutine(world, size):
+    def greedy(collectives, x, op, dtype):
+        if collectives.rank == size - 1:
+            x += 1
+
+    async def main(comm):
+        x = np.ones(300, np.int8)
+        with pytest.raises((UsageError, AbortedError)) as caught:
+            await comm.allreduce(x)
+        assert (x == 1).all()
+        return str(caught.value)
+
+    with ways.added(TOY._replace(begin=greedy)):
+        told = run(world, size, main)
+    for text in told:
+        assert "the way 'int8, gathered' of allreduce #1 of 300 int8" in text
+        assert "raised ValueError: output array is read-only" in text
+        assert "nor change the array, which is read-only until then" in text
+
+
 @looped("ranks", [1, 4])
 def test_a_way_of_the_program_is_in_the_printed_table(ranks):
     def printed():
@@ -233,7 +274,7 @@ def test_the_table_is_printed_as_json_with_the_sizes_of_the_environment(monkeypa
     monkeypatch.setenv("ASYNCOLL_SIZES", "short=128")
     done = CliRunner().invoke(program, ["doctor", "--ways", "--json"], env={"WORLD_SIZE": "3"}, catch_exceptions=False)
     row = json.loads(done.output)["allreduce, on one host"][0]
-    assert (row["bytes"], row["way"]) == ("up to 128 bytes", "meeting")
+    assert (row["bytes"], row["way"]) == ("over 0 bytes up to 128 bytes", "meeting")
     assert row["in C"] == ("whole calls" if _core.native else "")
     with pytest.raises(UsageError, match="short=5"):
         tables(3, {"ASYNCOLL_SIZES": "short=5"})
@@ -243,7 +284,7 @@ def test_the_table_is_printed_as_json_with_the_sizes_of_the_environment(monkeypa
     "over, up_to, text",
     [
         (-1, ways.MANY, "any"),
-        (0, 1 << 20, "up to 1 MiB"),
+        (0, 1 << 20, "over 0 bytes up to 1 MiB"),
         (1 << 20, ways.MANY, "over 1 MiB"),
         ((1 << 20) - 1, (1 << 21) - 1, "from 1 MiB under 2 MiB"),
         (1 << 10, 100_000, "over 1 KiB up to 100000 bytes"),

@@ -9,20 +9,22 @@ import sys
 import numpy as np
 
 import asyncoll
+from asyncoll import _core
 from asyncoll.runtime import pending
-from asyncoll.transport.lock_cells import HOLDER_OFFSET
+from asyncoll.testing.faults.lingering import linger
 from asyncoll.transport.memory import mutex
 from asyncoll.transport.processes import is_gone
 
 
 def exit_with_a_lock() -> None:
-    """That of rank 0 before, when this rank has not written yet that it has it."""
+    """The next one of shared memory, when this rank has not signed yet that it has it."""
+    if _core.native is not None:
+        _core.native.watch(lambda point: os._exit(0) if point == "lock-taken" else None)
     take = mutex._try_lock
 
     def take_and_exit(lock: ctypes.Array) -> int:
         if failure := take(lock):
             return failure
-        ctypes.c_int64.from_buffer(lock, HOLDER_OFFSET).value = 0
         os._exit(0)
 
     mutex._try_lock = take_and_exit
@@ -44,6 +46,8 @@ async def ends(pids: list[int]) -> None:
 
 async def main(comm: asyncoll.Communicator) -> None:
     fault, elements = sys.argv[1], int(sys.argv[2])
+    if len(sys.argv) > 3:
+        linger(float(sys.argv[3]))
     pids = (await comm.allgather(np.array([os.getpid()]))).ravel()
     try:
         await comm.barrier()

@@ -323,6 +323,7 @@ def test_every_point_of_the_compiled_core_has_a_cell_and_every_cell_a_point():
     cells = select("*/*/*-*", None, range(1), "shm", 4)
     assert {cell.moment for cell in cells if cell.kind == "kill"} == points
     assert {cell.moment for cell in cells if cell.kind == "stop"} == points
+    assert {cell.moment for cell in cells if cell.kind == "linger"} == {"lock-taken"}
     assert not [cell for cell in select("*", None, range(1), "zmq", 4) if cell.is_at_core_point]
     for transport, size in (("shm-mixed", 4), ("shm", 8)):  # no rank reads the private memory of another
         struck = {cell.moment for cell in select("*/*/*-*", None, range(1), transport, size)}
@@ -536,6 +537,7 @@ PROGRAM_CELLS = ("return/init_allreduce/inside", "interrupt/init_solo/inside", "
 PROGRAM_CELLS += ("return/ddp_solo/inside", "raise/ddp_solo/before", "signal/ddp_solo/inside", "kill/ddp_solo/inside")
 
 CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-counted", "kill/solo/round-taken")
+CORE_CELLS += ("linger/solo/lock-taken",)
 
 
 @pytest.mark.slow

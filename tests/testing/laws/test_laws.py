@@ -687,11 +687,19 @@ def test_a_forged_record_of_a_process_is_noticed(monkeypatch, temporary):
 
 
 @pytest.mark.slow
-def test_the_output_of_a_failed_process_is_shown(monkeypatch, temporary):
+def test_the_error_of_a_failed_process_is_shown(monkeypatch, temporary):
     monkeypatch.setattr("asyncoll.testing.laws.draw", lambda *of: replace(draw(*of), seed=-1))  # which its ranks refuse
-    with pytest.raises(LawBroken, match=r"(?s)exit code 1:.*rank \d failed.*seeds count from 0.*replay: ") as broken:
+    with pytest.raises(LawBroken, match=r"rank \d failed: .*seeds count from 0.*\n  replay: ") as broken:
         check_laws("solo", 2, 0, transport="zmq-processes")
     assert broken.value.law == "completion"
+    assert "Traceback" not in str(broken.value)
+
+
+@pytest.mark.slow
+def test_the_output_of_a_killed_process_is_shown(monkeypatch, temporary):
+    monkeypatch.setattr(case_runs, "_TIMEOUT_S", 1e-3)
+    with pytest.raises(LawBroken, match=r"(?s)the job failed with exit code 124:\n.*replay: "):
+        check_laws("solo", 2, 0, transport="zmq-processes")
 
 
 @pytest.mark.parametrize("kind", [DENSE, SPARSE])

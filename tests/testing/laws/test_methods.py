@@ -84,7 +84,9 @@ def test_indices_that_repeat_are_an_error_with_a_replay(transport, file):
     assert "--kind sparse:own.py:repeating " in broken.value.replay
 
 
-@pytest.mark.parametrize("transport", ["simulated", "hosts", "zmq", "shm"])
+@pytest.mark.parametrize(
+    "transport", ["simulated", "hosts", "zmq", "shm", pytest.param("shm-processes", marks=pytest.mark.slow)]
+)
 def test_a_policy_that_raises_is_a_short_verdict(transport, file, capfd):
     """Neither the command nor the process that checks prints more."""
     laws = ["laws", "--kind", "policy:own.py:failing", "--seeds", "0:3", "--sizes", "3", "--transport", transport]

@@ -18,9 +18,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
+import numpy as np
 import pytest
 import uvloop
 
+from asyncoll import _core
 from asyncoll.errors import ClosedError, DeadlineError, PeerLostError, ProtocolError, UsageError
 from asyncoll.testing.contract import check_arena
 from asyncoll.transport import joining
@@ -28,11 +30,12 @@ from asyncoll.transport.control_block import Wait
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.lock_cells import MUTEX_BYTES
 from asyncoll.transport.memory import arena as arena_module
-from asyncoll.transport.memory import fd_passing, inproc, pages
+from asyncoll.transport.memory import fd_passing, inproc, mutex, pages
 from asyncoll.transport.memory.arena import HostArena, local_world
 from asyncoll.transport.memory.fd_passing import ArenaUnavailable
 from asyncoll.transport.memory.mutex import LockPolicy, RobustMutex
 from asyncoll.transport.memory.segment import HEAD_BYTES, make_segment
+from asyncoll.transport.processes import is_ending
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 from tests.support.places import SCRIPTS
 from tests.support.processes import PATIENCE_S
@@ -143,6 +146,18 @@ def test_a_thread_that_locks_twice_gets_an_error():
         lock.acquire()
 
 
+@pytest.mark.parametrize("native", dict.fromkeys((None, _core.native)), ids=lambda native: "core" if native else "python")
+def test_a_lock_that_an_exception_has_lost_stays_lost_after_its_release(native):
+    """A signal handler takes the lock that its thread has. The error of that ends the critical section in order."""
+    with local_world(2, (native,)) as arenas:
+        mine, other = (arena.control_block(1, 1) for arena in arenas)
+        for _ in range(2):
+            with pytest.raises(PeerLostError, match="rank 0 is gone: an exception interrupted it"), mine, mine:
+                pytest.fail("the lock is lost")
+        with pytest.raises(PeerLostError, match="rank 0 is gone: an exception interrupted it"), other:
+            pytest.fail("the lock is lost")
+
+
 def test_the_lock_of_a_dead_owner_always_raises():
     mine, other = make_lock()
     in_a_thread(other.acquire).join()  # for a robust mutex, a thread that ends is an owner that dies
@@ -181,6 +196,93 @@ def test_waiting_for_a_stopped_owner_raises():
             assert caught.value.rank == 6
             assert caught.value.last_seen_s > 0
         owner.kill()
+
+
+# A thread takes the lock and ends before it signs. The process lives on for as long as the kernel may take to end one.
+DIE_UNSIGNED = """
+import mmap, os, sys, threading, time
+from asyncoll.transport.lock_cells import MUTEX_BYTES
+from asyncoll.transport.memory import mutex
+memory = mmap.mmap(int(sys.argv[1]), mmap.PAGESIZE)
+lock = mutex.RobustMutex(memoryview(memory)[:MUTEX_BYTES], int(sys.argv[2]), ())
+thread = threading.Thread(target=mutex._try_lock, args=(lock._mutex,))
+thread.start()
+thread.join()
+print("dead", flush=True)
+time.sleep(0.3)
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "victim"), [(2, 1), (3, 2), (4, 1), (5, 3)])
+def test_a_death_between_taking_and_signing_is_never_blamed_on_a_rank_that_lives(size, victim):
+    """Neither on the previous owner of the lock, nor on any other one, however long the dead process looks alive."""
+    descriptor = os.memfd_create("lock")
+    os.truncate(descriptor, mmap.PAGESIZE)
+    view = memoryview(mmap.mmap(descriptor, mmap.PAGESIZE))[:MUTEX_BYTES]
+    RobustMutex.initialize(view)
+    policy, ranks = LockPolicy(), range(10, 10 + size)
+    locks = [RobustMutex(view, local_rank, ranks, policy) for local_rank in range(size)]
+    previous = locks[(victim + 1) % size]
+    previous.acquire()
+    previous.release()
+    with contextlib.ExitStack() as ends:
+        command = [sys.executable, "-c", DIE_UNSIGNED, str(descriptor), str(victim)]
+        dying = ends.enter_context(subprocess.Popen(command, pass_fds=[descriptor], stdout=subprocess.PIPE))
+        living = ends.enter_context(subprocess.Popen(["sleep", str(PATIENCE_S)]))
+        ends.callback(living.kill)
+        os.close(descriptor)
+        pids = [dying.pid if rank == victim else living.pid for rank in range(size)]
+        policy.processes = [np.array([pid]) for pid in pids]
+        assert dying.stdout.readline() == b"dead\n"
+        for _ in range(2):  # also for who finds it later
+            with pytest.raises(PeerLostError, match="it died while it was changing shared memory") as caught:
+                locks[0].acquire()
+            assert caught.value.rank == 10 + victim
+
+
+def test_a_signature_names_a_dead_owner_at_once_whatever_looks_alive():
+    mine, other = make_lock()
+    mine._policy.processes = [np.array([os.getpid()])] * 2
+    in_a_thread(other.acquire).join()
+    with pytest.raises(PeerLostError) as caught:
+        mine.acquire()
+    assert caught.value.rank == 6
+
+
+def test_the_search_for_an_unsigned_owner_ends_where_another_loss_is_known():
+    mine, other = make_lock()
+    mine._policy.processes = [np.array([os.getpid()])] * 2
+    in_a_thread(mutex._try_lock, other._mutex).join()
+    mine._policy.report = lambda loss: PeerLostError(6, "its connection closed")
+    timer = threading.Timer(0.05, lambda: setattr(mine._policy, "patience_s", 0.0))
+    timer.start()
+    with pytest.raises(PeerLostError, match="its connection closed"):
+        mine.acquire()
+    timer.join()
+
+
+def test_a_rank_that_has_left_is_not_suspected(two):
+    mine, other = two
+    pids = mine.locks.processes
+    assert [int(cell[0]) for cell in pids] == [os.getpid()] * 2
+    other.close()
+    assert [int(cell[0]) for cell in pids] == [os.getpid(), 0]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_process_is_ending_once_it_cannot_go_on(ends):
+    with subprocess.Popen(["sleep", str(PATIENCE_S)]) as process:
+        if ends:
+            process.send_signal(signal.SIGSTOP)  # a stopped process lives
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+            assert not is_ending(process.pid)
+        assert not is_ending(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert is_ending(process.pid)
+    assert is_ending(process.pid)
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -558,7 +660,7 @@ def small(segment):
     ("change", "reason"),
     [
         (lambda segment: os.pwrite(segment.memory, b"?", 3), "rank 10 cannot use the memory of rank 11: its header is"),
-        (lambda segment: os.pwrite(segment.memory, b"\2", 8), "its header is"),
+        (lambda segment: os.pwrite(segment.memory, b"\xff", 8), "its header is"),
         (unsealed, "its size is not sealed"),
         (small, "it has 4096 bytes, and not"),
     ],

@@ -1,4 +1,4 @@
-"""The devices of CUDA, on an emulation: nothing here has run on a GPU."""
+"""The devices of CUDA, on an emulation. `benchmarks/gpu.py` checks them on a GPU."""
 
 from __future__ import annotations
 
