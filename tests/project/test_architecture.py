@@ -333,6 +333,7 @@ REPLACED = {
         "asyncoll.testing.laws.draw": _LAW,
         "sweep.answers": "worlds are checked in this process, whose collectives are broken",
         "case_runs._run_job": "the record of a process is forged before it is read",
+        "case_runs._TIMEOUT_S": "every process takes too long",
     },
     "world/test_meeting_again.py": {
         "join._joining": "the moment at which a rank has met",

@@ -146,7 +146,10 @@ def test_a_thread_that_locks_twice_gets_an_error():
         lock.acquire()
 
 
-@pytest.mark.parametrize("native", dict.fromkeys((None, _core.native)), ids=lambda native: "core" if native else "python")
+CORES = dict.fromkeys((None, _core.native))
+
+
+@pytest.mark.parametrize("native", CORES, ids=lambda native: "core" if native else "python")
 def test_a_lock_that_an_exception_has_lost_stays_lost_after_its_release(native):
     """A signal handler takes the lock that its thread has. The error of that ends the critical section in order."""
     with local_world(2, (native,)) as arenas:
