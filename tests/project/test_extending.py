@@ -59,7 +59,7 @@ CHANGES = {
     "transport/wire.py": [("    seed: int\n", "    followers: int\n")],
     "communicator.py": [("\n    def quorum_allreduce(", METHOD)],
     "blocking.py": [("    quorum_allreduce = _with", HANDLE)],
-    "cli_base.py": [(")  # of rounds", ', "led"')],
+    "kinds.py": [(")\nALL =", ', "led"')],
     "testing/laws/story.py": [
         ('"full": self.size}', '"led": self.size // 2 + 1, '),
         ('self.kind in ("candidates", "policy")', '=self.kind in ("candidates", "policy", "led")'),
