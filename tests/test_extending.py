@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from asyncoll.extending import Part, SparseAlgorithm, register_policy, register_
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.training import OkTopkSGD
 from tests.support.cases import SIZES, looped
-from tests.support.processes import PATIENCE_S
+from tests.support.processes import LIGHT, PATIENCE_S
 
 TRANSPORTS = ["inproc", "zmq", "shm", "shm-mixed"]
 
@@ -214,7 +215,13 @@ def test_a_rank_without_the_policy_of_an_announced_operation_ends_the_job_and_na
     (tmp_path / "program.py").write_text(PROGRAM)
     launch = ["-m", "asyncoll", "launch", "-n", "3", "--transport", "zmq", "program.py"]
     done = subprocess.run(
-        [sys.executable, *launch], cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        [sys.executable, *launch],
+        cwd=tmp_path,
+        env=os.environ | LIGHT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 1
     assert "cannot take part in policy allreduce 'policy'" in done.stdout + done.stderr

@@ -281,6 +281,7 @@ REPLACED = {
     "bench/test_claims.py": {
         "suite.measure": "cells with which a claim holds, or does not",
         "between_processes.name": "shorter arrays",
+        "between_processes.rows_of": "fewer launches of several hosts: each loads torch",
     },
     "algorithms/test_cancellation.py": {"join.meet": "the moment at which the ranks have met"},
     "algorithms/dense/test_collectives.py": {

@@ -117,7 +117,7 @@ def state(optimizer: torch.optim.Optimizer) -> str:
 
 def network(seed: int = 1) -> nn.Sequential:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` keeps a traceback for each device
         return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
@@ -167,7 +167,7 @@ class Digits:
 
     def __init__(self, rank: int, size: int, batch: int, seed: int) -> None:
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             self.model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
         images, labels = _digits()
         self._order = np.random.default_rng(0).permutation(len(images))

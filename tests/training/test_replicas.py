@@ -91,7 +91,7 @@ def test_all_ranks_end_with_one_model_including_buffers(algorithm: str, size: in
     shared_memory = (list(ALGORITHMS).index(algorithm) + SIZES.index(size)) % 2 == 0
 
     async def main(comm: asyncoll.Communicator) -> tuple[State, State]:
-        torch.manual_seed(comm.rank)
+        torch.default_generator.manual_seed(comm.rank)
         model = Mixed()
         before = whole(model)
         gradient = batches(comm, model)
@@ -111,7 +111,7 @@ def test_all_ranks_end_with_one_model_including_buffers(algorithm: str, size: in
 @pytest.mark.parametrize("is_all_frozen", [False, True])
 def test_frozen_parameters_equal_those_of_rank_0_to_the_bit(is_all_frozen: bool, algorithm: str, size: int) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[bytes, bytes]:
-        torch.manual_seed(comm.rank)
+        torch.default_generator.manual_seed(comm.rank)
         model = torch.nn.Sequential(torch.nn.Linear(4, 50), torch.nn.Linear(50, 1))
         (model if is_all_frozen else model[0]).requires_grad_(False)
         before = bits(model[0].weight)
@@ -138,7 +138,7 @@ def test_every_rank_starts_with_the_optimizer_of_rank_0(
 
     def outcome(loaded: set[int]) -> list[tuple[State, str]]:
         async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             model = Mixed()
             optimizer = optimizing(model)
             if comm.rank in loaded:
@@ -231,14 +231,14 @@ def test_a_loop_left_in_a_synchronous_round_leaves_one_model(algorithm: str, siz
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "sparse"])
 def test_one_rank_is_plain_training_including_buffers(algorithm: str, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[State, str]:
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         model = Mixed()
         optimizer = optimizing(model)
         await trained(ALGORITHMS[algorithm](comm, model, optimizer), batches(comm, model), ROUNDS)
         return whole(model), state(optimizer)
 
     async def plain(comm: asyncoll.Communicator) -> tuple[State, str]:
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         model = Mixed()
         optimizer = optimizing(model)
         gradient = batches(comm, model)
@@ -394,7 +394,7 @@ def test_a_fused_optimizer_loaded_for_another_memory_format_steps_as_a_plain_one
 ) -> None:
     def outcome(is_fused: bool) -> list[torch.Tensor]:
         async def main(comm: asyncoll.Communicator) -> torch.Tensor:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             model = Channels()
             optimizer = optimizing(model)
             optimizer.param_groups[0]["fused"] = is_fused
@@ -407,7 +407,7 @@ def test_a_fused_optimizer_loaded_for_another_memory_format_steps_as_a_plain_one
                     await gradient(0)
                     optimizer.step()
                     optimizer.zero_grad()
-            torch.manual_seed(1)
+            torch.default_generator.manual_seed(1)
             await trained(AllreduceSGD(comm, model, optimizer), gradient, 2)
             return model.convolution.weight.detach().clone()
 
@@ -463,7 +463,7 @@ def kept(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Kept:
 @looped(("losses", "source"), [([0, 0, 0], None), ([2, 0, 0], 1), ([0, 0, 5], 0), ([3, 1, 2], 1), ([2, 2, 2], 0)])
 def test_the_rank_that_lost_least_is_the_source(losses: list[int], source: int | None, optimizing: Optimizing) -> None:
     async def main(comm: asyncoll.Communicator) -> tuple[Kept, Kept]:
-        torch.manual_seed(comm.rank)
+        torch.default_generator.manual_seed(comm.rank)
         model = torch.nn.Linear(2, 3)
         optimizer = optimizing(model)
         flat = asyncoll.flatten(model)
