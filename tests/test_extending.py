@@ -162,8 +162,8 @@ def test_the_error_of_a_policy_ends_the_communicator_and_names_both(policy, told
     errors = {}
 
     async def main(comm):
-        await asyncio.sleep(0.01 * comm.rank)
         try:
+            await comm.barrier()  # all have joined
             await comm.policy_allreduce(np.ones(1), policy=policy)
         except AbortedError as error:
             errors[comm.rank] = error

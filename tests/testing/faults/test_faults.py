@@ -154,7 +154,7 @@ def test_control_blocks_that_are_made_inside_the_block_are_watched():
                 pass
         return injection_points.count
 
-    assert run_ranks(1, main, transport="shm") == [2]
+    assert run_ranks(1, main, transport="shm") == [3]  # before the lock, before its signature, and after it
     assert world(1, main, memory=True) == [2]
 
 
