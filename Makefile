@@ -90,7 +90,7 @@ docs: core
 screen-tests: $(VENV)/.extra-screen core
 	PATH=$(abspath $(BIN)):$$PATH $(BIN)/python -m pytest -q screen_tests
 
-# Measures the claims of docs/benchmarks.md beside their peers, and writes the page: an hour, on a machine that does
+# Measures the claims of docs/benchmarks.md beside their peers, and writes the page: two hours, on a machine that does
 # nothing else; several hosts need root. `make benchmarks CLAIM=rpc` measures one.
 CLAIM :=
 benchmarks: $(VENV)/.extra-peers core

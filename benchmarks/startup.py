@@ -16,7 +16,8 @@ from pathlib import Path
 
 from common import Record, parser
 
-SCRIPT = "import os, torch\nprint('rank', os.environ['RANK'], torch.__version__, flush=True)\n"
+# One write: torchrun has its ranks write without a buffer, so that the ends of two lines may meet.
+SCRIPT = "import os, torch\nos.write(1, f'rank {os.environ[\"RANK\"]} {torch.__version__}\\n'.encode())\n"
 ASYNCOLL = [sys.executable, "-m", "asyncoll", "launch", "-n"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node"]
 
