@@ -33,10 +33,10 @@ demo: core
 # Without -X dev: asyncio's debug mode takes a third of the time, and checks nothing in a world on one loop. Tests of
 # programs with several threads turn it on. Without PYTHONMALLOC=debug: it takes a tenth of the time, and `make sanitize`
 # checks the memory of the core more strictly. Warnings are errors in any case. mypy uses one core, so it runs beside the
-# tests. A fourth worker uses the processors while tests wait.
+# tests. A third worker uses the processors while tests wait.
 test: style core
 	@$(BIN)/mypy & types=$$!; \
-	$(BIN)/python -m pytest -n 4 --dist worksteal; tests=$$?; \
+	$(BIN)/python -m pytest -n 3 --dist worksteal; tests=$$?; \
 	wait $$types || { echo "mypy found errors: see above"; exit 1; }; \
 	exit $$tests
 
