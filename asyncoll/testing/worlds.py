@@ -40,6 +40,7 @@ from asyncoll.world.world import World
 
 T = TypeVar("T")
 _HEARD_S = 0.05  # a failed rank stays this long, so that the others fail with its cause before they are cancelled
+_CAUSE_S = 1.0  # one that has heard of an abort waits so long for the end of the rank that has aborted
 Main = Callable[[Communicator], Coroutine[Any, Any, T]]
 Carriers = tuple[Sequence[Transport], Sequence[Arena | None]]  # the transport and the arena of each rank
 
@@ -139,9 +140,9 @@ def simulate(
     operation, ...), `call` (its text, with the line of the program; of a round: its kind and the name of the operation;
     empty if it is of none), `round` (0 if it is of none), the ranks `from` and `to`, `bytes` of payload, and the
     virtual seconds `departs_s` and `arrives_s`, which is null if the message never arrives. Each is written as it
-    departs, so the record of a world that fails ends there. Unlike `SimReport.messages`, it
-    has messages that had not arrived at the end. Messages in shared memory are none. The player on the page
-    Simulation of the documentation replays the file.
+    departs, so the record of a world that fails ends there. Unlike `SimReport.messages`, it has messages that had not
+    arrived at the end. Messages in shared memory are none. The player on the page Simulation of the documentation
+    replays the file.
 
     Raises the first error of a rank, as `run_ranks`. Raises DeadlockError, with a list of the pending calls, when all
     ranks wait and no timer is set. Raises UsageError before the run if `record` cannot be written.
@@ -206,7 +207,8 @@ async def _run_all(
                 )
                 endpoints[transport.rank] = endpoint
                 world = World(endpoint, SharedLoop(), departs=departs)
-                tasks.append(ranks.create_task((_run_alone if departs else _run_rank)(world, main, errors)))
+                run = _run_alone(world, main, errors) if departs else _run_rank(world, main, errors, tasks)
+                tasks.append(ranks.create_task(run))
                 if isinstance(transport, SimulatedTransport):
                     transport.on_crash(tasks[-1].cancel)
             for crash in crashes:
@@ -231,7 +233,7 @@ async def _run_alone(world: World, main: Main[T], errors: list[BaseException]) -
         return None  # type: ignore[return-value]  # `_run_all` raises
 
 
-async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) -> T:
+async def _run_rank(world: World, main: Main[T], errors: list[BaseException], tasks: Sequence[asyncio.Task[T]]) -> T:
     try:
         async with world as comm:
             try:
@@ -241,8 +243,19 @@ async def _run_rank(world: World, main: Main[T], errors: list[BaseException]) ->
                 raise
     except Exception as error:
         errors.append(error)  # of leaving the world, unless `main` has raised it
-        await asyncio.sleep(_HEARD_S)
+        await _until_heard(error, tasks)
         raise
+
+
+async def _until_heard(error: Exception, tasks: Sequence[asyncio.Task[T]]) -> None:
+    """Wait until the others, which the end of this task cancels, have failed with its cause, and the cause has come.
+
+    The rank that has aborted raises the cause itself, unless its program goes on.
+    """
+    if isinstance(error, AbortedError) and (aborting := tasks[error.rank]) is not asyncio.current_task():
+        await asyncio.wait([aborting], timeout=_CAUSE_S)
+    else:
+        await asyncio.sleep(_HEARD_S)
 
 
 def _has_crashed(transport: Any) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from asyncoll import MIN, Communicator, DeadlockError, UsageError, connect, offload
+from asyncoll import MIN, AbortedError, Communicator, DeadlockError, UsageError, connect, offload
 from asyncoll.testing import Cut, Network, Pause, run_ranks, simulate
 from tests.support.cases import SIZES
 from tests.support.processes import PATIENCE_S
@@ -55,6 +55,30 @@ def test_a_cancellation_that_the_kit_has_not_made_comes_out(world):
 
     with pytest.raises(asyncio.CancelledError):
         world(1, main)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.9])
+def test_the_cause_of_an_abort_comes_out_however_late_its_rank_raises_it(seconds):
+    async def main(comm):
+        if comm.rank == 1:
+            comm.abort("it fails soon")
+            await asyncio.sleep(seconds)
+            raise OSError("the cause")
+        await comm.barrier()
+
+    with pytest.raises(OSError, match="the cause"):
+        simulate(3, main)
+
+
+def test_a_rank_that_goes_on_after_its_abort_ends_with_the_others():
+    async def main(comm):
+        if comm.rank == 1:
+            comm.abort("enough")
+            await asyncio.sleep(1000)
+        await comm.barrier()
+
+    with pytest.raises(AbortedError, match="enough"):
+        simulate(3, main)
 
 
 def test_errors_have_no_context_of_the_test_kit():
