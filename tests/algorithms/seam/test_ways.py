@@ -231,15 +231,20 @@ def test_a_way_cannot_change_the_array_before_its_coroutine(world, size):
 
     async def main(comm):
         x = np.ones(300, np.int8)
-        with pytest.raises((UsageError, AbortedError)) as caught:
+
+        async def calls():
+            await comm.barrier()  # all have joined
             await comm.allreduce(x)
+
+        with pytest.raises((UsageError, AbortedError)) as caught:
+            await calls()
         assert (x == 1).all()
         return str(caught.value)
 
     with ways.added(TOY._replace(begin=greedy)):
         told = run(world, size, main)
     for text in told:
-        assert "the way 'int8, gathered' of allreduce #1 of 300 int8" in text
+        assert "the way 'int8, gathered' of allreduce #2 of 300 int8" in text
         assert "raised ValueError: output array is read-only" in text
         assert "nor change the array, which is read-only until then" in text
 
