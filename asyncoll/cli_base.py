@@ -101,7 +101,7 @@ def ranks_option(least: int = 1, most: int | None = RANKS_MAX, **settings: Any) 
     return click.option("-n", "--ranks", "ranks", metavar="N", type=Count(least, most), **settings)
 
 
-class Seeds(click.ParamType[range]):
+class Seeds(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """FROM:TO without TO, or a count N, which is 0:N."""
 
     name = "FROM:TO"
@@ -125,7 +125,7 @@ def seeds_option(default: str, meaning: str) -> Callable[[Any], Any]:
     return lambda command: several(one(command))
 
 
-class RankCounts(click.ParamType[list[int]]):
+class RankCounts(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """Numbers of ranks: 1-3,7 is 1, 2, 3 and 7."""
 
     name = "RANKS,..."
@@ -145,7 +145,7 @@ class RankCounts(click.ParamType[list[int]]):
         return sizes
 
 
-class Kinds(click.ParamType[list[str]]):
+class Kinds(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """Kinds of worlds, which may name a method after a colon."""
 
     name = "KIND,..."
