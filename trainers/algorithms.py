@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import click
 
 import asyncoll
+from asyncoll.algorithms.rounds.policies import policies, policy_of
 from asyncoll.testing import Waiting
+from asyncoll.testing.laws.methods import run_file
 from asyncoll.training import (
     ADPSGD,
     DCASGD,
@@ -42,6 +44,24 @@ class _Reduction(click.Choice[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if isinstance(value, asyncoll.ReduceOp) else asyncoll.ReduceOp(super().convert(value, param, ctx))
+
+
+class _Start(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """When a round starts: a rule, or the policy NAME that the Python file FILE registers."""
+
+    name = "solo|majority|quorum|FILE:NAME"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        file, _, name = value.rpartition(":")
+        if not file and name not in ("solo", "majority", "quorum"):
+            self.fail(f"{value!r:.80} is none of {self.name}", param, ctx)
+        try:
+            if file:
+                run_file(file)
+                policy_of(name)
+        except asyncoll.UsageError as error:
+            self.fail(str(error), param, ctx)
+        return name
 
 
 class Option(NamedTuple):
@@ -82,7 +102,9 @@ class Algorithm:
         }
 
 
-def _eager(options: Mapping[str, Any], ranks: int) -> Waiting:
+def _eager(options: Mapping[str, Any], ranks: int) -> Waiting | None:
+    if options["partial"] in policies():
+        return None
     quorum = options["quorum"] or ranks // 2 + 1
     return Waiting(options["partial"], quorum, options["candidates"], options["sync_every"])
 
@@ -113,7 +135,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         "Eager-SGD: partial allreduces of gradients, which do not wait for slow ranks.",
         "Li et al., PPoPP 2020, section 5",
         (
-            Option("partial", click.Choice(["solo", "majority", "quorum"]), "The rule by which a round starts."),
+            Option("partial", _Start(), "The rule by which a round starts, or the policy NAME that FILE registers."),
             Option("candidates", POSITIVE, "Ranks drawn for each round; the first of them to arrive starts it."),
             Option("quorum", POSITIVE, "Ranks that a round waits for (by default more than half)."),
             Option(

@@ -27,6 +27,7 @@ from trainers.settings import flags
 TABLE_WIDTH = 160  # at most: a table is as wide as its content
 OF_ONE_RUN = {"seed", "report", "plot", "trace", "checkpoints", "checkpoint_every"}
 _OF_ALL = {"workload", "full", "data", "rounds", "target", "compute_s", "imbalance", *OF_ONE_RUN}  # runs
+_BETWEEN_OPTIONS = re.compile(r"(?<!\.py):")  # FILE.py:NAME is one value
 _NOT_IN_A_NAME = re.compile(r"[^\w.=-]+")
 
 
@@ -75,7 +76,7 @@ def parse_seeds(text: str) -> range:
 
 
 def _parse_algorithm(label: str) -> Compared:
-    name, *options = label.split(":")
+    name, *options = _BETWEEN_OPTIONS.split(label)
     if name not in ALGORITHMS:
         raise click.UsageError(f"{name!r} is not an algorithm: {', '.join(ALGORITHMS)}")
     arguments = [argument for option in options for argument in _arguments(option)]

@@ -19,6 +19,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from tests.support.cases import looped
+from tests.support.places import SCRIPTS
 from tests.support.processes import PATIENCE_S, TRAINING, processes_with
 from trainers.__main__ import main as cli
 from trainers.compare import Compared, comparison, parse_algorithms, parse_seeds
@@ -27,6 +28,7 @@ from trainers.report import Point, Report
 from trainers.runs import Run
 from trainers.settings import Settings
 
+POLICY = f"{SCRIPTS / 'trainers/waits_for_all.py'}:all"
 REPORT = Report(
     algorithm="allreduce_sgd",
     settings=Settings.of("allreduce_sgd").plain(),
@@ -75,6 +77,12 @@ def cells(*algorithms: Compared) -> dict[str, dict[str, str]]:
     [
         ("eager_sgd", "eager_sgd", "eager_sgd", []),
         ("eager_sgd:partial=majority", "eager_sgd:partial=majority", "eager_sgd", ["--partial", "majority"]),
+        (
+            f"eager_sgd:partial={POLICY}:candidates=2",
+            f"eager_sgd:partial={POLICY}:candidates=2",
+            "eager_sgd",
+            ["--partial", POLICY, "--candidates", "2"],
+        ),
         (
             " wagma_sgd:fixed:group_size=2:learning_rate=0.1",
             "wagma_sgd:fixed:group_size=2:learning_rate=0.1",

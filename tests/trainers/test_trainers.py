@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import click
 import pytest
 import torch
 from click.testing import CliRunner
@@ -19,6 +20,7 @@ import asyncoll
 from asyncoll.testing import Waiting, expected_round_s, least_round_s, run_ranks, simulate
 from asyncoll.training import EagerSGD
 from tests.support.cases import looped
+from tests.support.places import SCRIPTS
 from trainers.__main__ import main as cli
 from trainers.algorithms import ALGORITHMS
 from trainers.consensus import Consensus
@@ -354,7 +356,9 @@ def test_settings_follow_what_is_given_then_the_workload_then_the_algorithm() ->
         (["eager_sgd", "--imbalance", "one-random:soon"], "'soon' is not a duration"),
         (["eager_sgd", "--imbalance", "real", "--compute", "10ms"], "leave out --compute"),
         (["eager_sgd", "--imbalance", "k-random:3:10ms"], "3 ranks of each round, and there are 1"),
-        (["eager_sgd", "--partial", "some"], "'some' is not one of"),
+        (["eager_sgd", "--partial", "some"], "'some' is none of solo|majority|quorum|FILE:NAME"),
+        (["eager_sgd", "--partial", "none.py:half"], "there is no file 'none.py'"),
+        (["eager_sgd", "--partial", f"{__file__}:unheard"], "no policy 'unheard' is registered"),
         (["allreduce_sgd", "--partial", "solo"], "No such option"),
         (["wagma_sgd", "--partial", "solo"], "No such option"),
         (["eager_sgd", "--group-size", "2"], "No such option"),
@@ -389,7 +393,7 @@ def test_settings_follow_what_is_given_then_the_workload_then_the_algorithm() ->
         (["compare"], "Missing option '--algorithms'"),
         (["compare", "--algorithms", "some_sgd"], "'some_sgd' is not an algorithm"),
         (["compare", "--algorithms", "eager_sgd,eager_sgd"], "eager_sgd more than once"),
-        (["compare", "--algorithms", "eager_sgd:partial=some"], "'some' is not one of"),
+        (["compare", "--algorithms", "eager_sgd:partial=some"], "'some' is none of"),
         (["compare", "--algorithms", "allreduce_sgd:partial=solo"], "allreduce_sgd:partial=solo: No such option"),
         (["compare", "--algorithms", "eager_sgd", "--seeds", "0"], "--seeds: '0' are no seeds: use FROM:TO"),
         (["compare", "--algorithms", "eager_sgd", "--imbalance", "some"], "'some' is none of"),
@@ -427,6 +431,16 @@ def test_one_process_alone_trains_and_reports(tmp_path: Path) -> None:
     assert read["ranks"] == 1
     assert math.isclose(read["settings"]["clip_norm"], 1.0)
     assert read["settings"]["accumulate"] == 2
+
+
+def test_a_policy_of_a_file_starts_the_rounds() -> None:
+    words = ["--partial", f"{SCRIPTS / 'trainers/waits_for_all.py'}:all"]
+    given = click.Command("eager_sgd", params=flags("eager_sgd")).make_context("eager_sgd", words).params
+    settings = Settings.of("eager_sgd", **given | {"rounds": 3, "compute_s": 0.001})
+    report = run_experiment(3, "eager_sgd", settings)
+    assert report.active == {3: 3}
+    assert report.steps_per_s_bound is None  # nothing is known of the policy
+    assert report.settings["partial"] == "all"
 
 
 def test_a_trace_has_backward_and_the_step_of_each_round(tmp_path: Path) -> None:
