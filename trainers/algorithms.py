@@ -6,16 +6,17 @@ The command line, the settings, `list`, `compare` and the tests of the program f
 from __future__ import annotations
 
 import inspect
+import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
 
 import asyncoll
-from asyncoll.algorithms.rounds.policies import policies, policy_of
+from asyncoll.extending import policies
 from asyncoll.testing import Waiting
-from asyncoll.testing.laws.methods import run_file
 from asyncoll.training import (
     ADPSGD,
     DCASGD,
@@ -55,12 +56,12 @@ class _Start(click.ParamType):  # type: ignore[type-arg]  # generic since click 
         file, _, name = value.rpartition(":")
         if not file and name not in ("solo", "majority", "quorum"):
             self.fail(f"{value!r:.80} is none of {self.name}", param, ctx)
-        try:
-            if file:
-                run_file(file)
-                policy_of(name)
-        except asyncoll.UsageError as error:
-            self.fail(str(error), param, ctx)
+        if file and not Path(file).is_file():
+            self.fail(f"there is no file {file!r:.200}", param, ctx)
+        if file:
+            runpy.run_path(file)
+            if name not in policies():
+                self.fail(f"{file!r:.200} registers no policy {name!r:.80}, but {', '.join(policies())}", param, ctx)
         return name
 
 

@@ -245,6 +245,7 @@ TORCH = {"bench", "tensors", "testing", "torch", "torch.hooks", "training", "tra
 }
 ZMQ = {"transport.messages", "doctor"}
 DOORS = (
+    "asyncoll.extending",
     "asyncoll.notebook",
     "asyncoll.ray",
     "asyncoll.rpc",

@@ -358,7 +358,7 @@ def test_settings_follow_what_is_given_then_the_workload_then_the_algorithm() ->
         (["eager_sgd", "--imbalance", "k-random:3:10ms"], "3 ranks of each round, and there are 1"),
         (["eager_sgd", "--partial", "some"], "'some' is none of solo|majority|quorum|FILE:NAME"),
         (["eager_sgd", "--partial", "none.py:half"], "there is no file 'none.py'"),
-        (["eager_sgd", "--partial", f"{__file__}:unheard"], "no policy 'unheard' is registered"),
+        (["eager_sgd", "--partial", f"{__file__}:unheard"], "registers no policy 'unheard'"),
         (["allreduce_sgd", "--partial", "solo"], "No such option"),
         (["wagma_sgd", "--partial", "solo"], "No such option"),
         (["eager_sgd", "--group-size", "2"], "No such option"),

@@ -22,7 +22,7 @@ def split(text: str) -> tuple[str, str]:
         return kind, ""
     file, _, name = method.rpartition(":")
     if file:
-        run_file(file)
+        _run(file)
     if kind in ("policy", "training"):
         policy_of(name)
     elif kind != "sparse":
@@ -33,11 +33,10 @@ def split(text: str) -> tuple[str, str]:
 
 
 @cache
-def run_file(file: str) -> None:
-    """Run a Python file that registers methods, once in a process. Raises UsageError if it is none."""
+def _run(file: str) -> None:
     if not Path(file).is_file():
-        raise UsageError(f"there is no file {file!r:.200}: use FILE:NAME, such as floor.py:floor")
+        raise UsageError(f"--kind: there is no file {file!r}: use KIND:FILE:NAME, such as policy:floor.py:floor")
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or spec.loader is None:
-        raise UsageError(f"{file!r:.200} is no Python file")
+        raise UsageError(f"--kind: {file!r} is no Python file")
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
