@@ -57,6 +57,8 @@ class Command(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
+            if ctx.obj is not None:
+                ctx.obj()  # from here on Ctrl-C is KeyboardInterrupt
             if self.checks_environment:
                 from asyncoll.transport import settings  # raises UsageError for a wrong ASYNCOLL_CORE
 

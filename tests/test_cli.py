@@ -15,7 +15,7 @@ from click.testing import CliRunner
 import asyncoll
 from asyncoll.cli import EXIT_CODES, main
 from asyncoll.testing.laws.story import ALL_KINDS
-from tests.support.places import SCRIPTS
+from tests.support.places import SCRIPTS, STUBS
 from tests.support.processes import LIGHT, PATIENCE_S
 
 COMMAND = [sys.executable, "-m", "asyncoll"]
@@ -56,6 +56,31 @@ def test_a_deleted_folder_is_refused_where_processes_or_torch_need_one(tmp_path,
     assert run.returncode == 2
     assert "Error: the current folder has been deleted: go to one that exists (cd)" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("asyncoll.errors", ["laws"]),
+        ("click", ["launch", "-n", "1", "-m", "this"]),
+        ("asyncoll.launch.launcher", ["launch", "-n", "1", "-m", "this"]),
+        ("numpy", ["doctor"]),
+        ("asyncoll.transport.keys", ["key", "no.key"]),
+        ("numpy", ["laws", "--seeds", "0:1"]),
+        ("asyncoll.testing.faults.matrix", ["faults", "--sample", "1"]),
+        ("asyncoll.bench.commands", ["bench", "tune"]),
+        ("numpy", ["bench", "allreduce", "--sizes", "4"]),
+    ],
+    ids=str,
+)
+def test_an_interrupt_during_an_import_ends_a_command(tmp_path, module, arguments):
+    """In whatever module the command is, from its first line on."""
+    variables = {"PYTHONPATH": str(STUBS / "interrupts"), "INTERRUPTED_IMPORT": module}
+    run = subprocess.run(
+        [*COMMAND, *arguments], env=os.environ | variables, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout, run.stderr, [*tmp_path.iterdir()]) == (130, "", "", [])
 
 
 @pytest.mark.parametrize(
