@@ -11,7 +11,7 @@ from html import escape
 from asyncoll.bench.claims import Cells, Claim, show
 
 WIDTH, LEFT, RIGHT = 400, 4, 70  # a phone's width; beside the longest bar there is room for its number
-BAR, GAP, LABEL, LEGEND, CAPTION = 10, 3, 18, 22, 24
+BAR, GAP, LABEL, LEGEND, CAPTION, ROW = 10, 3, 18, 22, 24, 26
 UNITS = {0: "s", -3: "ms", -6: "us", -9: "ns"}
 COLOURS = ("one", "two", "three", "four")
 SIZES = "margin: 0; max-width: 28rem; min-width: 0"  # the page makes its drawings wider than a phone
@@ -75,10 +75,12 @@ def _dots(rows: Rows, _: str) -> tuple[list[str], int]:
     values = [value for _, found in rows for _, value in found] or [1.0]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
 
-    def at(value: float) -> float:
-        return 20 + (math.log10(value) - low) / max(1, high - low) * (WIDTH - 40)
+    first = LEFT + 16 + 7 * max((len(row) for row, _ in rows), default=0)  # right of the labels
 
-    height = len(rows) * (LABEL + 16) + 18
+    def at(value: float) -> float:
+        return first + (math.log10(value) - low) / max(1, high - low) * (WIDTH - 20 - first)
+
+    height = len(rows) * ROW + 18
     parts = []
     for power in range(low, high + 1):
         x = at(10.0**power)
@@ -86,9 +88,9 @@ def _dots(rows: Rows, _: str) -> tuple[list[str], int]:
         place = f'x="{x:.1f}" y="{height - 2}" text-anchor="middle"'
         parts.append(f'    <text class="quiet" {place}>{_tick(power)}</text>')
     for line, (row, found) in enumerate(rows):
-        y = line * (LABEL + 16)
-        parts.append(f'    <text x="{LEFT}" y="{y + 13}">{escape(row)}</text>')
-        parts += [f'    <circle class="{COLOURS[place]}" cx="{at(v):.1f}" cy="{y + 24}" r="5"/>' for place, v in found]
+        y = line * ROW + ROW // 2
+        parts.append(f'    <text x="{LEFT}" y="{y + 4}">{escape(row)}</text>')
+        parts += [f'    <circle class="{COLOURS[place]}" cx="{at(v):.1f}" cy="{y}" r="5"/>' for place, v in found]
     return parts, height
 
 

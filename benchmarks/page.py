@@ -156,12 +156,16 @@ def commits_since(run: Record, folders: Sequence[str]) -> int:
     return int(git("rev-list", "--count", "--no-merges", *since, "--", *folders))
 
 
+def counted(commits: int) -> str:
+    return f"{commits} commit{'s' * (commits > 1)}"
+
+
 def tell_ages(claims: dict[str, Claim]) -> int:
     ages = {name: age(claim) for name, claim in claims.items()}
     for name, commits in ages.items():
         if commits:
             print(
-                f"{name}: {commits} commits since in {', '.join(claims[name].measures)}: make benchmarks CLAIM={name}"
+                f"{name}: {counted(commits)} since in {', '.join(claims[name].measures)}: make benchmarks CLAIM={name}"
             )
     return int(any(ages.values()))
 
@@ -177,7 +181,7 @@ def marked(markdown: str) -> str:
     for claim in load().values():
         heading = f"## {claim.heading}\n"
         if commits := age(claim):
-            markdown = markdown.replace(heading, f"{heading}\n*Older than the code: {commits} commits since.*\n")
+            markdown = markdown.replace(heading, f"{heading}\n*Older than the code: {counted(commits)} since.*\n")
     return markdown
 
 
