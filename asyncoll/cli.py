@@ -30,7 +30,8 @@ _COUNT = Count(1, 1024)
 EXIT_CODES = {
     "0": "success: all ranks of launch have succeeded, no law is broken, no cell has failed, no element is wrong",
     "1": "laws: a law is broken; faults: a cell has failed; bench: an element is wrong, or a claim does not hold; "
-    "doctor: no job of this host can run; launch: the rank that failed first has raised an exception",
+    "doctor: no job of this host can run; launch: the rank that failed first has raised an exception; or no space is "
+    "left for the output",
     "2": "wrong options, values or variables; nothing was started",
     "124": "launch --timeout: the time is over",
     "130": "Ctrl-C",

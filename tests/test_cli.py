@@ -83,6 +83,21 @@ def test_an_interrupt_during_an_import_ends_a_command(tmp_path, module, argument
     assert (run.returncode, run.stdout, run.stderr, [*tmp_path.iterdir()]) == (130, "", "", [])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--version"], ["launch", "--help"], ["doctor", "--json"]], ids=" ".join)
+def test_a_full_disk_is_one_line(arguments):
+    with open("/dev/full", "w") as full:
+        run = subprocess.run([*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (run.returncode, run.stderr) == (1, "Error: the output cannot be written: No space left on device\n")
+
+
+@pytest.mark.slow
+def test_a_closed_output_stops_no_command():
+    laws = [*COMMAND, "laws", "--kind", "solo", "--seeds", "0:1", "--sizes", "2"]
+    run = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *laws], stderr=subprocess.PIPE, text=True)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from asyncoll.algorithms.rounds.policies import policy_of
 from asyncoll.algorithms.sparse.sparse_operations import sparse_algorithms
-from asyncoll.errors import UsageError
+from asyncoll.errors import UsageError, describe
 
 
 def split(text: str) -> tuple[str, str]:
@@ -39,4 +39,7 @@ def _run(file: str) -> None:
     spec = importlib.util.spec_from_file_location(Path(file).stem, file)
     if spec is None or spec.loader is None:
         raise UsageError(f"--kind: {file!r} is no Python file")
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except Exception as error:
+        raise UsageError(f"--kind: {file!r} raised {describe(error)}: run it with python to see where") from error

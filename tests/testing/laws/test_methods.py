@@ -106,14 +106,17 @@ def test_a_policy_that_raises_is_a_short_verdict(transport, file, capfd):
         ("sparse:", "'' is no sparse algorithm"),
         ("solo:own", "only the kinds sparse, policy and training take a name"),
         ("policy:text.txt:own", "'text.txt' is no Python file"),
+        ("policy:raises.py:own", "'raises.py' raised ZeroDivisionError: division by zero: run it with python"),
+        ("policy:wrong.py:own", "'wrong.py' raised SyntaxError"),
     ],
 )
 def test_a_name_that_is_none_is_an_error(kind, told, file, tmp_path):
-    (tmp_path / "text.txt").write_text("")
+    for name, text in {"text.txt": "", "raises.py": "1 / 0", "wrong.py": "1 +"}.items():
+        (tmp_path / name).write_text(text)
     with pytest.raises(UsageError, match=told):
         check_laws(kind, 3, 0)
     result = CliRunner().invoke(main, ["laws", "--kind", kind, "--seeds", "0:2"])
-    assert result.exit_code != 0
+    assert result.exit_code == 2
     assert told in str(result.exception) + result.output
 
 
