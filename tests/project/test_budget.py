@@ -34,7 +34,7 @@ LINES = {
     "rpc": 3_080,  # how a stub declares a stream
     "runtime": 3_700,  # what a failure at all ranks calls, and trainings that have not ended
     "tensors": 1_270,
-    "testing": 5_404,  # deaths at each step of a record and late ones, what they leave, and the cause of an abort
+    "testing": 5_406,  # deaths at each step and late ones, what they leave, the cause of an abort, files that raise
     "torch": 2_861,  # `discard` and policies of the states of hooks, and errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_251,  # the names of all environment variables, and the search for a rank that died unsigned
