@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -29,7 +29,7 @@ from torch.distributed import distributed_c10d
 
 from asyncoll.arguments import digest
 from asyncoll.blocking import BlockingCommunicator, join
-from asyncoll.errors import ClosedError, UsageError, reason_to_leave
+from asyncoll.errors import AsyncollError, ClosedError, UsageError, reason_to_leave
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.runtime.group import Group
 from asyncoll.world.environment import Environment, place_of
@@ -47,8 +47,9 @@ class _JoinedWorld:
     comm: BlockingCommunicator
     process: int
     number: int  # of the worlds that have shared a store; the same at all ranks
-    served: Any  # the store, if it would end with the default group of this process; otherwise None
+    store: Any  # the store, if it would end with the default group of this process; otherwise None
     made: Counter[int] = field(default_factory=Counter)  # groups of each name and ranks, by their digest
+    waits: list[Callable[[], None]] = field(default_factory=list)  # of `wait_on_leaving`
 
 
 _world: _JoinedWorld | None = None
@@ -96,7 +97,7 @@ def _leave_forgotten(world: _JoinedWorld) -> None:
     global _world
     if not distributed_c10d.is_initialized():
         _world = None
-        _keep(world.served)
+        _keep(world.store)
         world.comm._leave(ClosedError("init_process_group was interrupted"))
 
 
@@ -122,7 +123,7 @@ def subgroup(name: str, ranks: Sequence[int]) -> BlockingCommunicator:
 
 
 def leave(comm: BlockingCommunicator) -> None:
-    """Leave the group of `comm`, and the world if it is that of all ranks. Not collective.
+    """Leave the group of `comm`, and the world if it is that of all ranks. Not collective but after a `discard()`.
 
     Leaving the world waits until the collectives under way are over, and ends sends and receives. Leaving a group waits
     for nothing: its collectives go on, and its sends and receives do until all ranks have left it. While an exception
@@ -130,6 +131,12 @@ def leave(comm: BlockingCommunicator) -> None:
     left, the world is aborted. Without effect in a forked child.
     """
     _leave(comm, sys.exc_info()[1])
+
+
+def wait_on_leaving(wait: Callable[[], None]) -> None:
+    """Call `wait` as this rank leaves the world in order. It waits for ranks that may need this one until then."""
+    if _world is not None:
+        _world.waits.append(wait)
 
 
 def abort(comm: BlockingCommunicator) -> None:
@@ -174,7 +181,10 @@ def _leave(comm: BlockingCommunicator, error: BaseException | None) -> None:
         if comm._core.member.endpoint is world.comm._core.member.endpoint:  # not of an earlier world
             comm._end(reason_to_leave(error))
         return
-    _keep(world.served)
+    _keep(world.store)
+    while error is None and world.waits:
+        with contextlib.suppress(AsyncollError):  # a rank that is gone needs nothing
+            world.waits.pop(0)()
     # First: if a signal handler raises in it, the next call waits for the end.
     comm._leave(error)
     with _lock:

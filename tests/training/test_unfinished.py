@@ -298,6 +298,16 @@ def test_after_it_programs_end_as_ever(forked_world: Callable[..., list[ForkedRa
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_a_rank_may_be_late_when_others_discard_the_training(
+    forked_world: Callable[..., list[ForkedRank]], transport: str
+) -> None:
+    """By message its rounds need the ranks that wait in `destroy_process_group`."""
+    ranks = forked_world(os.environ | {"ASYNCOLL_TRANSPORT": transport}, 3, SCRIPT, "eager_sgd", "apart")
+    assert [rank.end() for rank in ranks] == [(0, "ended\n", "")] * 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("facade", FACADES)
 def test_the_error_of_a_program_is_all_that_it_prints(
     forked_world: Callable[..., list[ForkedRank]], facade: str

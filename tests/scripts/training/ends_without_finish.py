@@ -1,8 +1,9 @@
 """A rank whose training ends in one way: `ends_without_finish.py FACADE END`.
 
 Facades are `run`, `connect`, `init`, and the hooks `eager_sgd` and `dc_s3gd`. Ends are `finish`, `discard`, `none`,
-`raise` (an exception of the program), `exit` (`sys.exit`), `stay` (the program never leaves its world) and `forked` (a
-child of the rank ends with the interpreter, and the rank by `finish`).
+`raise` (an exception of the program), `exit` (`sys.exit`), `stay` (the program never leaves its world), `forked` (a
+child of the rank ends with the interpreter, and the rank by `finish`) and `apart` (by `discard`; all but rank 0 make
+their last steps when rank 0 has called it).
 """
 
 import asyncio
@@ -69,19 +70,24 @@ def hooked():
     make = {"eager_sgd": hooks.EagerSGDState, "dc_s3gd": hooks.DCS3GDState}[FACADE]
     state = make(ddp, optimizer)
     ddp.register_comm_hook(state, getattr(hooks, FACADE))
-    for _ in range(STEPS):
+    store = dist.distributed_c10d._get_default_store()
+    for number in range(STEPS):
+        if END == "apart" and number == STEPS // 2 and dist.get_rank():
+            store.wait(["discarded"])
         ddp(torch.ones(4, 3)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    dist.barrier()
+    if END != "apart":
+        dist.barrier()
     if END == "forked":
         if not os.fork():
             sys.exit(0)
         os.wait()
     if END in ("finish", "forked"):
         state.finish()
-    if END == "discard":
+    if END in ("discard", "apart"):
         state.discard()
+        store.set("discarded", "")
     end_otherwise()
     if END == "stay":
         return

@@ -537,6 +537,7 @@ STAGED_CELLS += ("signal/staged_allgather/begun", "kill/staged_solo/begun")
 
 PROGRAM_CELLS = ("return/init_allreduce/inside", "interrupt/init_solo/inside", "raise/torch_all_reduce/after")
 PROGRAM_CELLS += ("return/ddp_solo/inside", "raise/ddp_solo/before", "signal/ddp_solo/inside", "kill/ddp_solo/inside")
+PROGRAM_CELLS += ("slow/ddp_solo/inside",)
 
 CORE_CELLS = ("kill/allreduce/lock-taken", "kill/registered_allreduce/meeting-counted", "kill/solo/round-taken")
 CORE_CELLS += ("linger/solo/lock-taken",)
