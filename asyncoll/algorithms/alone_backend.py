@@ -19,6 +19,7 @@ from asyncoll.errors import DeviceError, UsageError
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import ignore
 from asyncoll.runtime.shared_work import Immediate
+from asyncoll.runtime.signature import Site
 from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp, check_reduction
 
 T = TypeVar("T")
@@ -94,9 +95,8 @@ class AloneBackend(WithoutMemory):
             self._member.failed(describe(), error)
             raise
 
-    async def open(self, operation: Operation, site: str) -> Rounds:
-        text = f"{operation} at {site}"
-        rounds = LoneRounds(operation, lambda: text, self._member.runner, self._member.trace)
+    async def open(self, operation: Operation, site: Site) -> Rounds:
+        rounds = LoneRounds(operation, lambda: f"{operation} at {site}", self._member.runner, self._member.trace)
         self.operations.add(rounds)
         return rounds
 

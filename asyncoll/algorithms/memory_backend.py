@@ -39,7 +39,7 @@ from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.memory_carrier import MemoryCarrier
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.shared_work import SharedWork
-from asyncoll.runtime.signature import Signature
+from asyncoll.runtime.signature import Signature, Site
 from asyncoll.tensors.reductions import Array, ReduceOp
 from asyncoll.tensors.staged import Staged
 from asyncoll.transport import Arena
@@ -279,24 +279,28 @@ class MemoryBackend:
     def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
         return self._work(work, what=describe).finish()
 
-    async def open(self, operation: Operation, site: str) -> Rounds:
+    async def open(self, operation: Operation, site: Site) -> Rounds:
         """Make `operation`, or join it if another rank has made it.
 
         Ranks of a host need no announcement. A rank finds the operation in the registry at its first call; until then
         the others need nothing of it.
         """
-        member, text = self._member, f"{operation} at {site}"
+        member = self._member
         group, endpoint = member.group, member.endpoint
+
+        def describe() -> str:
+            return f"{operation} at {site}"
+
         context = digest(member.communicator, "persistent", operation.name)
         # Before the registry is entered: a rank that finds the entry may ask at once for the call of this rank.
-        endpoint.executions.described[context] = lambda _: (group.members, text)
+        endpoint.executions.described[context] = lambda _: (group.members, describe())
         member.at_end(lambda: endpoint.executions.described.pop(context, None))
         try:
             memory = Memory(cast(Arena, self._lease), self._registry, group)
-            setting = Setting(memory, text.__str__, member.trace, lambda: bool(endpoint.membership.lost))
+            setting = Setting(memory, describe, member.trace, lambda: bool(endpoint.membership.lost))
             rounds = rounds_in_memory(setting, operation, self._area.sizes.long)
         except DisagreementError as disagreement:
-            _dispute(member, context, 1, text, disagreement.rank)
+            _dispute(member, context, 1, describe(), disagreement.rank)
             await self._registry.failure()
             raise
         self.operations.add(rounds)

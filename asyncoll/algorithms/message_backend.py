@@ -16,7 +16,7 @@ from asyncoll.errors import ProtocolError
 from asyncoll.rpc.carrier import Carrier
 from asyncoll.rpc.message_carrier import MessageCarrier
 from asyncoll.runtime.member import Member
-from asyncoll.runtime.signature import Signature
+from asyncoll.runtime.signature import Signature, Site
 from asyncoll.tensors.staged import Staged
 
 T = TypeVar("T")
@@ -76,8 +76,8 @@ class MessageBackend(WithoutMemory):
     def here(self, work: Coroutine[Any, Any, T], describe: Callable[[], str]) -> Coroutine[Any, Any, T]:
         return work
 
-    async def open(self, operation: Operation, site: str) -> Rounds:
-        return self._announced.open(operation, self._member.group.rank, site)
+    async def open(self, operation: Operation, site: Site) -> Rounds:
+        return self._announced.open(operation, self._member.group.rank, str(site))
 
     def retire(self) -> None:
         for port in self._announced.ports:

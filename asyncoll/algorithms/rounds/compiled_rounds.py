@@ -76,7 +76,7 @@ def rounds_in_memory(setting: Setting, operation: Operation, prompt_max: int) ->
 
     Raises what `OneSidedRounds` does.
     """
-    return begin(ROUNDS_WAYS, Shape(BlockLayout.of(operation).nbytes), setting, operation, prompt_max)
+    return begin(ROUNDS_WAYS, Shape(operation.nbytes), setting, operation, prompt_max)
 
 
 def _compiled(setting: Setting, operation: Operation, prompt_max: int) -> OneSidedRounds | None:
@@ -85,7 +85,7 @@ def _compiled(setting: Setting, operation: Operation, prompt_max: int) -> OneSid
     if core is None or not is_known(core, operation):
         return None
     rounds = CompiledRounds(setting, operation, core)
-    rounds.is_prompt = rounds.is_prompt and BlockLayout.of(operation).nbytes <= prompt_max
+    rounds.is_prompt = operation.nbytes <= prompt_max
     return rounds
 
 
@@ -103,7 +103,7 @@ ROUNDS_WAYS: tuple[Way[OneSidedRounds], ...] = (
 def is_known(core: NativeCore, operation: Operation) -> bool:
     """Whether the core carries out `operation`: it knows its options, the form of its rule, and its reductions."""
     rule = operation.rule
-    known = operation.options().keys() <= DECLARED and rule == Rule(ranks=rule.ranks, drawn=rule.drawn)
+    known = operation.options.keys() <= DECLARED and rule == Rule(ranks=rule.ranks, drawn=rule.drawn)
     return known and all(core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout)
 
 
@@ -140,8 +140,6 @@ class CompiledRounds(OneSidedRounds):
         self._is_short = self._layout.nbytes <= SHORT_BYTES
         self._compiled = rounds_of(core, arena, group, operation, self._layout, self._rounds)
         setting.trace.compiled(lambda append: self._compiled.trace(append, self._opened))
-        # Ranks that share a thread use the coroutine, which has checkpoints between its steps.
-        self.is_prompt = not self._control_block.interleaved
         self.at_once = self._whole_calls(core) if self._rounds.reduces_at_once else None
 
     def _whole_calls(self, core: NativeCore) -> AtOnce | None:
@@ -174,8 +172,6 @@ class CompiledRounds(OneSidedRounds):
         return self._wait_compiled(turn, answer, own)
 
     async def call(self, contribution: Contribution) -> Delivery:
-        if self._is_short:
-            return await super().call(contribution)
         answer = self.begin(contribution)
         return answer if isinstance(answer, Delivery) else await answer
 

@@ -118,7 +118,7 @@ class RoundsBackend(Backend, Protocol):
     def operations(self) -> Directory:
         """The wait-avoiding operations that this rank knows."""
 
-    async def open(self, operation: Operation, site: str) -> Rounds:
+    async def open(self, operation: Operation, site: Site) -> Rounds:
         """Make `operation`, which `operations` does not have, and add it there; `site` is that of its first call.
 
         Raises MismatchError if another rank knows a different operation of that name. Raises UsageError if this host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, ClassVar, NamedTuple
 
 from asyncoll.algorithms.rounds.grouping import partition
@@ -95,10 +95,12 @@ class Operation:
         return self.weighted or self.op in (ReduceOp.AVG, ReduceOp.AVG_ACTIVE)
 
     @classmethod
+    @cache
     def defaults(cls) -> dict[str, Any]:
         """The fields that have defaults, by name: the options of operations."""
         return {rule.name: rule.default for rule in fields(cls) if rule.default is not MISSING}
 
+    @cached_property
     def options(self) -> dict[str, Any]:
         """The options that differ from their defaults."""
         return {name: value for name, default in self.defaults().items() if (value := getattr(self, name)) != default}
@@ -140,10 +142,14 @@ class Operation:
             return [tuple(range(size))]
         return partition(size, self.group_size, 1 if self.fixed else number)
 
-    def __str__(self) -> str:
+    @cached_property
+    def _text(self) -> str:
         arrays = " + ".join(f"{count} {dtype}" for dtype, count in self.layout)
-        more = "".join(f", {name}={value}" for name, value in self.options().items())
+        more = "".join(f", {name}={value}" for name, value in self.options.items())
         return f"{self.verb} {self.name!r} of {arrays}, {self.op.name}{more}"
+
+    def __str__(self) -> str:
+        return self._text
 
 
 class RoundCall(NamedTuple):

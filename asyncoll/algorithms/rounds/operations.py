@@ -255,7 +255,7 @@ class Operations:
 
     async def _find_or_open(self, call: RoundCall) -> Rounds:
         spec, site, operations = call.operation, call.site, self._backend.operations
-        return operations.find(spec, self.member.group.rank, site) or await self._backend.open(spec, str(site))
+        return operations.find(spec, self.member.group.rank, site) or await self._backend.open(spec, site)
 
     def join(self, name: str, x: object, site: Site) -> Coroutine[Any, Any, Reduction | None]:
         """Start the call by which this rank joins the operation `name`. Returns a coroutine that waits for the others.

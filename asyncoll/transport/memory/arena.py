@@ -365,8 +365,8 @@ class HostArena:
 
 def _entry_of(entries: Array, context: int) -> int | None:
     """The index of the entry of control block `context`; None if there is none."""
-    known = np.flatnonzero((entries[:, 0] == context) & (entries[:, 2] != 0))
-    return int(known[0]) if len(known) else None
+    (known,) = (entries[:, 0] == context).nonzero()
+    return next((entry for entry in known.tolist() if entries[entry, 2]), None)
 
 
 def _copy(undo: contextlib.ExitStack, descriptor: int) -> int:
