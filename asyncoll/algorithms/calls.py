@@ -133,50 +133,43 @@ class Calls:
         """
         return self._sends[dest].next(tag)
 
-    def send_directly(self, call: Signature, dest: int, tag: int, data: Array) -> bool:
-        """Carry out `call`, which sends `data` to `dest`, in the calling thread.
-
-        Returns False if the call needs the runtime's loop: then `start_send` must follow, with the same `call`.
-        """
-        member, source, pending = self._member, self._member.group.rank, None
-        try:
-            pending = self._enter_pair(call, source, dest)
-            if not member.send_directly(call, pair_context(member.communicator, source, dest, tag), dest, data):
-                return False
-        finally:
-            if pending is None:
-                self._pending.drop(call)
-            else:
-                self._pending.leave(pending)
-        traffic = Traffic()
-        traffic.sent(data.nbytes)
-        self.ledger.enter(call.operation, traffic)
-        if (trace := self._trace).sink is not None:
-            key = trace.begin(call, call.nbytes, at_s=pending.since_s)
-            trace.tell(What.ARRIVE, call, key, at_s=pending.since_s)
-            trace.tell(What.END, call, key, call.number)
-        return True
-
     def start_send(
-        self, call: Signature, dest: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
-    ) -> Coroutine[Any, Any, T]:
-        """Start `call`, which sends to `dest`. `staged` has its tensor, if that is on a device."""
-        source = self._member.group.rank
+        self, call: Signature, dest: int, tag: int, data: Array, body: Body[None], staged: Sequence[Staged] = ()
+    ) -> Coroutine[Any, Any, None]:
+        """Start `call`, which sends `data` to `dest`. `staged` has its tensor, if that is on a device.
+
+        A short message is sent in the calling thread, and is over then. `body` sends any other on the runtime's loop.
+        """
+        member, source = self._member, self._member.group.rank
         # Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of
         # the communicator's calls.
-        context = pair_context(self._member.communicator, source, dest, tag)
+        context = pair_context(member.communicator, source, dest, tag)
 
-        def begin() -> Coroutine[Any, Any, T]:
+        def begin() -> Coroutine[Any, Any, None]:
             pending = self._enter_pair(call, source, dest)
+            if not staged and member.send_directly(call, context, dest, data):
+                self._sent_directly(call, pending, data.nbytes)
+                return member.runner.done(None)
             pair = self._backend.pair(call, context, dest, staged[0] if staged else None)
             if pair.overlaps:
                 staged[0].defer(may_share=True)
             if staged:
                 return self._start_staged(Call(call, body, staged=staged), pair, pending, lambda work, _: work)
             work = self._carry_out(call, pair, body, pending)
-            return self._member.runner.start(self._traced(call, pending, work))
+            return member.runner.start(self._traced(call, pending, work))
 
         return self._begin(call, begin)
+
+    def _sent_directly(self, call: Signature, pending: PendingCall, nbytes: int) -> None:
+        """`call`, which has sent so many bytes, is over."""
+        self._pending.leave(pending)
+        traffic = Traffic()
+        traffic.sent(nbytes)
+        self.ledger.enter(call.operation, traffic)
+        if (trace := self._trace).sink is not None:
+            key = trace.begin(call, call.nbytes, at_s=pending.since_s)
+            trace.tell(What.ARRIVE, call, key, at_s=pending.since_s)
+            trace.tell(What.END, call, key, call.number)
 
     def start_receive(
         self, call: Signature, source: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()

@@ -33,7 +33,9 @@ def choose_backend(member: Member) -> RoundsBackend:
         return MemoryBackend(member, arena)
     host_of = [member.endpoint.host_of[rank] for rank in ranks]
     if member.endpoint.shares_memory and 1 < len(set(host_of)) < len(ranks):
-        return HostsBackend(member, Hosts.of(host_of, member.group.rank))
+        return HostsBackend(
+            member, Hosts.of(host_of, member.group.rank), arena if member.endpoint.all_have_arenas else None
+        )
     return MessageBackend(member)
 
 

@@ -24,18 +24,18 @@ from asyncoll.rpc.hosts_carrier import HostsCarrier
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.signature import Signature
+from asyncoll.transport import Arena
 
 
 class HostsBackend(MessageBackend):
     """The `Backend` on two levels."""
 
-    def __init__(self, member: Member, hosts: Hosts) -> None:
+    def __init__(self, member: Member, hosts: Hosts, common: Arena | None) -> None:
+        """`common` is this rank's arena if every rank has one: then rounds meet in the memory of each host."""
         self._hosts = hosts
         self._host = member.among(hosts.here)
         arena = member.endpoint.arena
-        # All ranks decide alike, so that they understand each other's signals.
-        all_have_arenas = arena is not None and member.endpoint.all_have_arenas
-        self._rounds = HostMemory(self._host, arena) if arena is not None and all_have_arenas else None
+        self._rounds = HostMemory(self._host, common) if common is not None else None
         super().__init__(member)
         self._team = member.among(hosts.team) if hosts.is_leader else None
         has_neighbours = len(hosts.here) > 1

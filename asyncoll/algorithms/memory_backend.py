@@ -218,7 +218,7 @@ class MemoryBackend:
         member.post(partial(endpoint.failures.on_failure, group.communicator, self._failed))
         self._recent: deque[Signature | Entry] = deque(maxlen=_RECENT)
         self._work: Callable[..., SharedWork[Any]] = partial(SharedWork, lease, check=member.check)
-        self._compiled: CompiledCalls | None = None
+        self._learn: dict[str, Callable[[Signature], None]] = {}  # by operation: those whose kinds the core learns
         endpoint.at_depart.append(self._registry.depart)
         endpoint.executions.described[group.communicator] = self._describe
         endpoint.membership.last_calls.append(self._last_call)
@@ -229,14 +229,16 @@ class MemoryBackend:
         if core is None:
             return NoShortCalls()
         closing, failures = member.endpoint, member.endpoint.failures
-        self._compiled = CompiledCalls(core, self._area, general, member, closing, failures, note, self.collectives_of)
-        return self._compiled.calls
+        compiled = CompiledCalls(core, self._area, general, member, closing, failures, note, self.collectives_of)
+        self._learn = dict.fromkeys(LEARNT, compiled.learn)
+        return compiled.calls
 
     def collectives(self, call: Call[Any]) -> MemoryCall:
         if call.overlapping is not None:
             return begin(device_ways(self._area.sizes), Shape(call.overlapping.mirror.nbytes), self, call)
-        if self._compiled is not None and call.signature.operation in LEARNT:
-            self._compiled.learn(call.signature)
+        learn = self._learn.get(call.signature.operation)
+        if learn is not None:
+            learn(call.signature)
         return self.collectives_of(call.signature)
 
     def in_device_memory(self, call: Call[Any]) -> MemoryCall | None:

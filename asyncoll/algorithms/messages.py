@@ -53,9 +53,7 @@ class Messages:
 
         def start() -> Coroutine[Any, Any, None]:
             call = self._signature(x, self._calls.number_send(dest, tag), detail, site)
-            if not staged and self._calls.send_directly(call, dest, tag, x.flat):
-                return self._member.runner.done(None)
-            return self._calls.start_send(call, dest, tag, body, staged)
+            return self._calls.start_send(call, dest, tag, x.flat, body, staged)
 
         return self._start(detail, start)
 

@@ -93,8 +93,9 @@ async def _perform_as_it_arrives(
 
 def _performer(area: RendezvousArea, rendezvous: Rendezvous, operand: Summand, slots: list[Array], end: int) -> Perform:
     native, rank, piece = area.arena.native, area.rank, area.sizes.piece
-    if native is None or not operand.kernel:
+    if not operand.kernel:
         return _python_performer(rendezvous, operand, slots, rank, piece, end)
+    assert native is not None, "a kernel is one of the core"
     pieces = native.Pieces(
         rendezvous.control_block,
         *rendezvous.step_cells(),

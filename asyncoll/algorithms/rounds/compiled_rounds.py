@@ -29,7 +29,7 @@ from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.progress import CALLS_PER_TURN
 from asyncoll.runtime.trace import Event
-from asyncoll.tensors.reductions import ReduceOp
+from asyncoll.tensors.reductions import ReduceOp, kernel_number
 from asyncoll.transport import Arena
 from asyncoll.transport.control_block import until
 
@@ -82,8 +82,10 @@ def rounds_in_memory(setting: Setting, operation: Operation, prompt_max: int) ->
 def _compiled(setting: Setting, operation: Operation, prompt_max: int) -> OneSidedRounds | None:
     """Declines what the core does not carry out."""
     core = setting.memory.arena.native
-    if core is None or not is_known(core, operation):
+    kernels = [kernel_number(operation.op, dtype, core) for dtype, _ in operation.layout]
+    if not (is_known(operation) and all(kernels)):
         return None
+    assert core is not None, "a kernel is one of the core"
     rounds = CompiledRounds(setting, operation, core)
     rounds.is_prompt = operation.nbytes <= prompt_max
     return rounds
@@ -100,11 +102,10 @@ ROUNDS_WAYS: tuple[Way[OneSidedRounds], ...] = (
 )
 
 
-def is_known(core: NativeCore, operation: Operation) -> bool:
-    """Whether the core carries out `operation`: it knows its options, the form of its rule, and its reductions."""
+def is_known(operation: Operation) -> bool:
+    """Whether the core knows the options of `operation`, and the form of its rule."""
     rule = operation.rule
-    known = operation.options.keys() <= DECLARED and rule == Rule(ranks=rule.ranks, drawn=rule.drawn)
-    return known and all(core.find_kernel(operation.op.value, dtype) for dtype, _ in operation.layout)
+    return operation.options.keys() <= DECLARED and rule == Rule(ranks=rule.ranks, drawn=rule.drawn)
 
 
 def rounds_of(
@@ -140,9 +141,9 @@ class CompiledRounds(OneSidedRounds):
         self._is_short = self._layout.nbytes <= SHORT_BYTES
         self._compiled = rounds_of(core, arena, group, operation, self._layout, self._rounds)
         setting.trace.compiled(lambda append: self._compiled.trace(append, self._opened))
-        self.at_once = self._whole_calls(core) if self._rounds.reduces_at_once else None
+        self.at_once = self._whole_calls() if self._rounds.reduces_at_once else None
 
-    def _whole_calls(self, core: NativeCore) -> AtOnce | None:
+    def _whole_calls(self) -> AtOnce | None:
         """`Rounds.at_once` in the core; None if calls of the operation are left to Python."""
         operation, order, engine = self.operation, self._order, self._engine
         if operation.group_size or operation.history or operation.weighted or len(operation.layout) > 1:

@@ -264,10 +264,10 @@ def test_no_rank_opens_a_round_of_a_failed_communicator(core, kind, length):
 def test_a_failure_closes_the_rounds(transport):
     async def main(comm):
         await comm.solo_allreduce(np.ones(1))
-        await comm.barrier()
-        if comm.rank == 1:
-            comm.abort("enough")
-        with contextlib.suppress(AbortedError):
+        with contextlib.suppress(AbortedError):  # which may come before a rank has left the barrier
+            await comm.barrier()
+            if comm.rank == 1:
+                comm.abort("enough")
             while True:
                 await comm.solo_allreduce(np.ones(1))
         (rounds,) = comm._core.backend.operations
