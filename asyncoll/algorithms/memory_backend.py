@@ -252,10 +252,6 @@ class MemoryBackend:
         self._recent.append(call.signature)
         return OverlappedCall(self._member, self._area, call.signature, call.overlapping, self._devices)
 
-    def of_mirror(self, call: Call[Any]) -> MemoryCall:
-        """Collectives that use the call's tensor at the host, once it has arrived."""
-        return self.collectives_of(call.signature)
-
     def collectives_of(self, call: Signature) -> MemoryCall:
         self._recent.append(call)
         return MemoryCall(self._member, self._area, call)
@@ -394,5 +390,10 @@ def device_ways(sizes: Sizes) -> tuple[Way[MemoryCall], ...]:
             "a part is reduced while the next one arrives",
             over=max(sizes.staged, sizes.short),
         ),
-        Way(call, "mirror", MemoryBackend.of_mirror, "a copy at the host, used once it is whole"),
+        Way(
+            call,
+            "mirror",
+            lambda backend, call: backend.collectives_of(call.signature),
+            "a copy at the host, used once it is whole",
+        ),
     )

@@ -26,6 +26,7 @@ from asyncoll.rpc import protocol
 from asyncoll.rpc.carrier import ARRAYS_MAX, Carrier
 from asyncoll.rpc.device_place import Arrivals
 from asyncoll.rpc.device_route import DeviceRoute, Showing
+from asyncoll.runtime.progress import see
 from asyncoll.tensors.reductions import Array
 from asyncoll.tensors.staged import Staged
 
@@ -107,7 +108,7 @@ class Sender:
             await asyncio.wait([task])
         except asyncio.CancelledError:
             showing.give_up()
-            task.add_done_callback(_ignore)
+            task.add_done_callback(see)
             raise
         return not task.cancelled() and task.result()
 
@@ -169,9 +170,3 @@ async def _end(tasks: Collection[asyncio.Task[Any]]) -> None:
         task.cancel()
     if under_way:
         await asyncio.wait(under_way)
-
-
-def _ignore(task: asyncio.Task[bool]) -> None:
-    """Nobody is told of its error."""
-    if not task.cancelled():
-        task.exception()

@@ -97,13 +97,10 @@ class Endpoint:
     async def start(self) -> None:
         """Connect to all peers, on the runtime's loop. Raises PeerLostError for a rank that does not come in time."""
         self._loop = asyncio.get_running_loop()
+        self.now_s = self._loop.time  # of the runtime's loop, in seconds; virtual time in a simulated world
         if self.arena is not None:
             self.arena.on_loss(self.lost_in_memory)
         await self.transport.start(self)
-
-    def now_s(self) -> float:
-        """The time of the runtime's loop in seconds; virtual time in a simulated world."""
-        return self._loop.time()
 
     def waiting(self) -> list[str]:
         """One line for each wait of this rank, for the report of a deadlock."""

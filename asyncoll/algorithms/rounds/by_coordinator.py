@@ -63,7 +63,7 @@ class CoordinatedRounds(WaitAvoiding):
         # The round before did not include these. They are sent before any later contribution, because a result tells
         # the number of contributions included, which identifies them only if they arrive in the order of `_sent`.
         for sent in self._sent:
-            self._port.send(armed.coordinator, number, LATE, sent.payload)
+            self._port.send(armed.drawn[0], number, LATE, sent.payload)
         return armed
 
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:

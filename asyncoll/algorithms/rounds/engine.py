@@ -264,15 +264,11 @@ class NextRound(ABC):
 
 
 class CoordinatedRound(NextRound):
-    """One rank, the coordinator, is told of every event, and carries out the round for all."""
-
-    @property
-    def coordinator(self) -> int:
-        return self.drawn[0]
+    """One rank, the coordinator, is told of every event, and carries out the round for all: the first drawn one."""
 
     def here(self, event: int) -> list[Instruction]:
-        # The coordinator tells itself too, by message. Its later events must not overtake its earlier contributions.
-        return [Tell(self.coordinator, event)]
+        # To the coordinator, which tells itself too: its later events must not overtake its earlier contributions.
+        return [Tell(self.drawn[0], event)]
 
     def signalled(self, rank: int, step: int) -> list[Instruction]:
         if step != LATE:
