@@ -25,13 +25,13 @@ LINES = {
     "algorithms": 1_165,
     "algorithms/dense": 2_590,
     "algorithms/gossip": 320,
-    "algorithms/rounds": 3_653,  # no round opens after a failure, and a program sees the names of its policies
+    "algorithms/rounds": 3_645,  # no round opens after a failure, and a program sees the names of its policies
     "algorithms/seam": 315,  # ranks compare the ways of the program that they take, and a way changes nothing too early
     "algorithms/sparse": 1_024,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
-    "rpc": 3_080,  # how a stub declares a stream
+    "rpc": 3_077,  # how a stub declares a stream
     "runtime": 3_700,  # what a failure at all ranks calls, and trainings that have not ended
     "tensors": 1_270,
     "testing": 5_406,  # deaths at each step and late ones, what they leave, the cause of an abort, files that raise
