@@ -1,0 +1,48 @@
+"""What is explored: protocols of asyncoll in small worlds. `SHORT` takes seconds, and the tests run it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from asyncoll.testing.explore.agreement import AgreementProgram
+from asyncoll.testing.explore.explorer import Model
+from asyncoll.testing.explore.network import Network, Packed
+
+
+class Case(NamedTuple):
+    """The agreement in one world, with at most so many deaths, and other faults."""
+
+    program: AgreementProgram
+    deaths: int
+    others: int = 0
+
+    @property
+    def model(self) -> Model[Packed]:
+        return Network(self.program, self.deaths, self.others)
+
+    def __str__(self) -> str:
+        program = self.program
+        parts = [f"epochs: {program.size} ranks", f"{self.deaths} deaths"]
+        parts += [f"{program.candidates} candidates"] if program.candidates else []
+        parts += ["no death is certain"] if not program.is_certain else []
+        others = [*["false suspicions"] * program.suspects, *["answers that the store owes"] * program.fails]
+        return ", ".join(parts + ([f"{self.others} {' or '.join(others)}"] if others else []))
+
+
+SHORT = (
+    Case(AgreementProgram(1, candidates=2), 1),
+    Case(AgreementProgram(2, suspects=True, fails=True), 2, 2),
+    Case(AgreementProgram(2, candidates=1, is_certain=False), 2),
+    Case(AgreementProgram(3), 3),
+    Case(AgreementProgram(3, is_certain=False), 2),
+    Case(AgreementProgram(3, fails=True), 2, 1),
+    Case(AgreementProgram(3, candidates=1), 0),
+)
+LONG = (
+    Case(AgreementProgram(2, candidates=1, fails=True), 2, 1),
+    Case(AgreementProgram(2, candidates=2), 1),
+    Case(AgreementProgram(3, candidates=1), 2),
+    Case(AgreementProgram(4), 3),
+    Case(AgreementProgram(4, is_certain=False), 2),
+    Case(AgreementProgram(4, fails=True), 2, 1),
+)
