@@ -62,7 +62,7 @@ class Agreement:
 
     @property
     def is_changing(self) -> bool:
-        """Whether the ranks agree on the next epoch. The runtime tells `Overdue` again and again meanwhile."""
+        """Whether the ranks agree on the next epoch. The runtime tells `ChangeOverdue` again and again meanwhile."""
         return not self.is_evicted and (
             self.is_candidate or self.is_wanted or any(member in self.lost for member in self.members)
         )
@@ -77,7 +77,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class LostRank:
     """This rank has noticed, or was told, that `rank` is lost. The rank may live all the same, or be this one."""
 
     rank: int
@@ -92,7 +92,7 @@ class Linked:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedNext:
     """The program of this rank wants the epoch after `epoch`. All programs must want it, or a member be lost."""
 
     epoch: int
@@ -107,14 +107,14 @@ class Heard:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class StoreAnswered:
     """The store has answered the compare-and-set: this is what the entry holds."""
 
     decision: Decision
 
 
 @dataclass(frozen=True, slots=True)
-class Unanswered:
+class StoreSilent:
     """The store has not answered the compare-and-set, and may have carried it out. It is repeated when overdue."""
 
 
@@ -126,11 +126,11 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Overdue:
+class ChangeOverdue:
     """The agreement has lasted two times ASYNCOLL_FREEZE_S, or as long again. A candidate always waits."""
 
 
-Event: TypeAlias = Lost | Linked | Wanted | Heard | Answered | Unanswered | Found | Overdue
+Event: TypeAlias = LostRank | Linked | WantedNext | Heard | StoreAnswered | StoreSilent | Found | ChangeOverdue
 
 
 # -- actions --------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class CompareAndSet:
-    """Write the entry of the epoch if there is none; the answer is `Answered` or `Unanswered`."""
+    """Write the entry of the epoch if there is none; the answer is `StoreAnswered` or `StoreSilent`."""
 
     decision: Decision
 
@@ -157,7 +157,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ReportLoss:
     """Another rank has told a loss that this one had not noticed: communicators fail, and the loss is passed on."""
 
     rank: int
@@ -178,7 +178,7 @@ class Evict:
     decision: Decision
 
 
-Action: TypeAlias = Send | CompareAndSet | Read | Report | Install | Evict
+Action: TypeAlias = Send | CompareAndSet | Read | ReportLoss | Install | Evict
 Step: TypeAlias = tuple[Agreement, list[Action]]
 
 
@@ -190,22 +190,22 @@ def step(state: Agreement, event: Event) -> Step:
     if state.is_evicted:
         return state, []
     match event:
-        case Lost(rank, is_dead):
+        case LostRank(rank, is_dead):
             return _act(_without(state, {rank}, {rank} if is_dead else ()))
         case Linked(rank):
             is_new = rank not in state.members and rank not in state.lost
             return _act(replace(state, linked=state.linked | {rank}) if is_new else state)
-        case Wanted(epoch):
+        case WantedNext(epoch):
             return _act(replace(state, is_wanted=True) if epoch == state.epoch else state)
         case Heard(source, message):
             return _hear(state, source, message) if isinstance(message, Ready) else _learn(state, message, ())
         case Found(decision):
             return _find(state, decision)
-        case Answered(decision):  # those that it names wait for this rank to tell it
+        case StoreAnswered(decision):  # those that it names wait for this rank to tell it
             return _learn(state, decision, decision.members)
-        case Unanswered():
+        case StoreSilent():
             return replace(state, is_asking=False), []
-        case Overdue():
+        case ChangeOverdue():
             return _overdue(state)
         case _:
             assert_never(event)
@@ -227,7 +227,7 @@ def _hear(state: Agreement, source: int, ready: Ready) -> Step:
     state, actions = _act(replace(state, ready=tuple((rank, known[rank]) for rank in sorted(known))))
     if ready.epoch > state.epoch + 1:  # the sender is in an epoch that this rank has not been told
         actions = [*actions, Read(state.epoch + 1)]
-    return state, [*(Report(rank, rank in ready.dead) for rank in sorted(new)), *actions]
+    return state, [*(ReportLoss(rank, rank in ready.dead) for rank in sorted(new)), *actions]
 
 
 def _act(state: Agreement) -> Step:

@@ -232,6 +232,7 @@ MODULES_MAX, PACKAGES_MAX = 13, 13  # at the top of asyncoll/; `kinds` spares th
 FILE_NAMES_MAX, CLASS_NAMES_MAX = 6, 6  # names that are used more than once; `_Name` counts as `Name`
 SANS_IO = (
     "transport.wire",
+    "runtime.epochs",
     "runtime.matching",
     "runtime.schedule",
     "algorithms.gossip.graphs",

@@ -32,13 +32,13 @@ LINES = {
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
     "rpc": 3_077,  # how a stub declares a stream
-    "runtime": 3_700,  # what a failure at all ranks calls, and trainings that have not ended
+    "runtime": 3_890,  # the agreement on the next epoch, what a failure calls, and trainings that have not ended
     "tensors": 1_270,
-    "testing": 5_406,  # deaths at each step and late ones, what they leave, the cause of an abort, files that raise
+    "testing": 5_927,  # the explorer of protocols, deaths at each step of a record, and files that raise
     "torch": 2_861,  # `discard` and policies of the states of hooks, and errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_251,  # the names of all environment variables, and the search for a rank that died unsigned
-    "world": 1_660,
+    "world": 1_790,  # the store that decides on epochs, in three kinds
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`
 # What a way depends on beside the sizes in the tables: a function that asks one of these in a condition chooses a way.

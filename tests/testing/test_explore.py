@@ -11,19 +11,19 @@ import pytest
 from asyncoll.runtime import epochs
 from asyncoll.runtime.epochs import (
     Agreement,
-    Answered,
+    ChangeOverdue,
     CompareAndSet,
     Evict,
     Found,
     Heard,
     Install,
-    Lost,
-    Overdue,
+    LostRank,
     Read,
+    StoreAnswered,
 )
-from asyncoll.testing.explore import BrokenError, CounterexampleError, Network, explore, wander
-from asyncoll.testing.explore.agreement import AgreementProgram
+from asyncoll.testing.explore import BrokenError, CounterexampleError, NodeNetwork, explore, wander
 from asyncoll.testing.explore.cases import SHORT
+from asyncoll.testing.explore.epoch_program import AgreementProgram
 
 # -- the explorer ---
 
@@ -148,11 +148,11 @@ class Letters:
 def test_messages_keep_their_order_and_a_crash_loses_the_last_ones():
     program = Letters()
     program.seen.clear()
-    explore(Network(program, crashes=1))
+    explore(NodeNetwork(program, crashes=1))
     assert {nodes[1] for nodes in program.seen} == {"", "a", "ab"}
     assert (None, "a") in program.seen
     program.seen.clear()
-    explore(Network(program, crashes=0))
+    explore(NodeNetwork(program, crashes=0))
     assert {nodes[0] for nodes in program.seen} == {"", "sent"}
 
 
@@ -171,13 +171,13 @@ def test_the_agreement_holds_in_larger_worlds(seed):
     size = int(draw.choice([2, 3, 4, 5, 6, 7, 8, 9, 13, 17]))
     certain, suspects, fails = (bool(each) for each in draw.integers(2, size=3))
     program = AgreementProgram(size, int(draw.integers(3)), certain, suspects, fails)
-    assert wander(Network(program, int(draw.integers(1, size)), int(draw.integers(3))), draw)
+    assert wander(NodeNetwork(program, int(draw.integers(1, size)), int(draw.integers(3))), draw)
 
 
 def outcomes(program, crashes, faults=0):
     """What is true of the ends of some ways."""
     found = set()
-    model = Network(program, crashes, faults)
+    model = NodeNetwork(program, crashes, faults)
     check = model.is_settled
 
     def is_settled(state):
@@ -207,15 +207,15 @@ def without_the_store(state, event):
     state, actions = epochs.step(state, event)
     asked = [action for action in actions if isinstance(action, CompareAndSet)]
     if asked:
-        state, further = epochs.step(state, Answered(asked[0].decision))
+        state, further = epochs.step(state, StoreAnswered(asked[0].decision))
         actions = [action for action in actions if action not in asked] + further
     return state, actions
 
 
 def without_comparing(state, event):
     """The coordinator takes its proposal for the decision, whatever the entry holds."""
-    if isinstance(event, Answered) and state.rank not in event.decision.members:
-        event = Answered(replace(event.decision, members=state.living))
+    if isinstance(event, StoreAnswered) and state.rank not in event.decision.members:
+        event = StoreAnswered(replace(event.decision, members=state.living))
     return epochs.step(state, event)
 
 
@@ -235,7 +235,7 @@ def keeps_the_evicted(state, event):
 
 
 def never_looks(state, event):
-    return (state, []) if isinstance(event, Overdue) else epochs.step(state, event)
+    return (state, []) if isinstance(event, ChangeOverdue) else epochs.step(state, event)
 
 
 def names_who_is_not_linked(state, event):
@@ -260,7 +260,7 @@ def goes_back(state, event):
 
 def forgets_early_messages(state, event):
     """A member ignores who is ready for an epoch that it does not know, and never looks into the store."""
-    if isinstance(event, Overdue):
+    if isinstance(event, ChangeOverdue):
         return state, []
     after, actions = epochs.step(state, event)
     return after, [action for action in actions if not isinstance(action, Read)]
@@ -280,7 +280,7 @@ def forgets_early_messages(state, event):
 )
 def test_a_fault_of_the_agreement_is_found(program, faults, rule):
     with pytest.raises(CounterexampleError, match=rule):
-        explore(Network(program, *faults), most=200_000)
+        explore(NodeNetwork(program, *faults), most=200_000)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +307,7 @@ def majority_without_the_dead(state, event):
     state, actions = epochs.step(state, event)
     asked = [action for action in actions if isinstance(action, CompareAndSet)]
     if asked and 2 * len(state.living) > len(set(state.members) - state.dead):
-        state, further = epochs.step(state, Answered(asked[0].decision))
+        state, further = epochs.step(state, StoreAnswered(asked[0].decision))
         return state, [*actions, *further]
     return replace(state, is_asking=False), [action for action in actions if action not in asked]
 
@@ -315,13 +315,13 @@ def majority_without_the_dead(state, event):
 def test_a_majority_of_those_that_are_not_certainly_dead_makes_two_worlds():
     """0 and 1 decide without 2, and die; 2 takes itself for all that are left."""
     with pytest.raises(CounterexampleError, match="its entry is another") as error:
-        explore(Network(CutWorld(3, step=majority_without_the_dead), 2), most=500_000)
+        explore(NodeNetwork(CutWorld(3, step=majority_without_the_dead), 2), most=500_000)
     assert "epoch 2 has the members 0, 1" in str(error.value)
 
 
 def test_a_trace_is_in_plain_words():
     with pytest.raises(CounterexampleError) as error:
-        explore(Network(AgreementProgram(2, suspects=True, step=without_comparing), 0, 1))
+        explore(NodeNetwork(AgreementProgram(2, suspects=True, step=without_comparing), 0, 1))
     first, *moves = str(error.value).splitlines()
     assert first.startswith("broken: rank ")
     assert moves[0].endswith(("takes rank 1 for lost", "takes rank 0 for lost"))
@@ -333,4 +333,4 @@ def test_a_rank_that_goes_back_is_found():
     state = Agreement(0, 3, (0, 1), lost=frozenset({1}))
     with pytest.raises(BrokenError, match="goes back from epoch 3 to 2"):
         program.receive(0, state, 1, epochs.Decision(2, (0, 1)))
-    assert program.happen(0, state, Lost(1)) is not None
+    assert program.happen(0, state, LostRank(1)) is not None

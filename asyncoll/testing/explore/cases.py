@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from asyncoll.testing.explore.agreement import AgreementProgram
+from asyncoll.testing.explore.channels import NodeNetwork, Packed
+from asyncoll.testing.explore.epoch_program import AgreementProgram
 from asyncoll.testing.explore.explorer import Model
-from asyncoll.testing.explore.network import Network, Packed
 
 
-class Case(NamedTuple):
+class ExploredWorld(NamedTuple):
     """The agreement in one world, with at most so many deaths, and other faults."""
 
     program: AgreementProgram
@@ -18,7 +18,7 @@ class Case(NamedTuple):
 
     @property
     def model(self) -> Model[Packed]:
-        return Network(self.program, self.deaths, self.others)
+        return NodeNetwork(self.program, self.deaths, self.others)
 
     def __str__(self) -> str:
         program = self.program
@@ -30,19 +30,19 @@ class Case(NamedTuple):
 
 
 SHORT = (
-    Case(AgreementProgram(1, candidates=2), 1),
-    Case(AgreementProgram(2, suspects=True, fails=True), 2, 2),
-    Case(AgreementProgram(2, candidates=1, is_certain=False), 2),
-    Case(AgreementProgram(3), 3),
-    Case(AgreementProgram(3, is_certain=False), 2),
-    Case(AgreementProgram(3, fails=True), 2, 1),
-    Case(AgreementProgram(3, candidates=1), 0),
+    ExploredWorld(AgreementProgram(1, candidates=2), 1),
+    ExploredWorld(AgreementProgram(2, suspects=True, fails=True), 2, 2),
+    ExploredWorld(AgreementProgram(2, candidates=1, is_certain=False), 2),
+    ExploredWorld(AgreementProgram(3), 3),
+    ExploredWorld(AgreementProgram(3, is_certain=False), 2),
+    ExploredWorld(AgreementProgram(3, fails=True), 2, 1),
+    ExploredWorld(AgreementProgram(3, candidates=1), 0),
 )
 LONG = (
-    Case(AgreementProgram(2, candidates=1, fails=True), 2, 1),
-    Case(AgreementProgram(2, candidates=2), 1),
-    Case(AgreementProgram(3, candidates=1), 2),
-    Case(AgreementProgram(4), 3),
-    Case(AgreementProgram(4, is_certain=False), 2),
-    Case(AgreementProgram(4, fails=True), 2, 1),
+    ExploredWorld(AgreementProgram(2, candidates=1, fails=True), 2, 1),
+    ExploredWorld(AgreementProgram(2, candidates=2), 1),
+    ExploredWorld(AgreementProgram(3, candidates=1), 2),
+    ExploredWorld(AgreementProgram(4), 3),
+    ExploredWorld(AgreementProgram(4, is_certain=False), 2),
+    ExploredWorld(AgreementProgram(4, fails=True), 2, 1),
 )

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from asyncoll.runtime import epochs
 from asyncoll.runtime.epochs import (
     Agreement,
-    Answered,
+    ChangeOverdue,
     CompareAndSet,
     Decision,
     Event,
@@ -23,16 +23,16 @@ from asyncoll.runtime.epochs import (
     Heard,
     Install,
     Linked,
-    Lost,
-    Overdue,
+    LostRank,
     Read,
     Ready,
     Send,
-    Unanswered,
-    Wanted,
+    StoreAnswered,
+    StoreSilent,
+    WantedNext,
 )
+from asyncoll.testing.explore.channels import Nodes, Outcome
 from asyncoll.testing.explore.explorer import BrokenError
-from asyncoll.testing.explore.network import Nodes, Outcome
 
 Entries: TypeAlias = tuple[Decision, ...]  # what the store holds: that of epoch 2 first
 Rule: TypeAlias = Callable[[Agreement, Event], epochs.Step]
@@ -82,12 +82,12 @@ class AgreementProgram:
                 entries = (*entries, message)
             return entries, [(source, entries[message.epoch - 2])]
         if source == self._store:
-            return self._perform(state, Answered(message), ())
+            return self._perform(state, StoreAnswered(message), ())
         return self._perform(state, Heard(source, message), ())
 
     def happen(self, node: int, state: Any, event: Any) -> Outcome:
         if isinstance(event, _Look):
-            return self._perform(state, Overdue(), event.entries)
+            return self._perform(state, ChangeOverdue(), event.entries)
         return self._perform(state, event, ())
 
     def _perform(
@@ -136,15 +136,17 @@ class AgreementProgram:
         yield from self._losses(state, nodes)
         if not state.is_candidate:
             if state.epoch == 1 and self.candidates and not state.is_wanted:
-                yield Wanted(1), False
+                yield WantedNext(1), False
             for rank in range(self.size, self._store):
                 if nodes[rank] is not None and nodes[rank].is_candidate and rank not in state.linked:
                     yield Linked(rank), False
         # One that shows nothing new may as well come later: otherwise there are eight times as many states.
-        if state.is_changing and (len(nodes[self._store]) >= state.epoch or len(self.step(state, Overdue())[1]) > 1):
+        if state.is_changing and (
+            len(nodes[self._store]) >= state.epoch or len(self.step(state, ChangeOverdue())[1]) > 1
+        ):
             yield _Look(nodes[self._store]), False
         if self.fails and state.is_asking:
-            yield Unanswered(), True
+            yield StoreSilent(), True
 
     def _losses(self, state: Agreement, nodes: Nodes) -> Iterator[tuple[Hashable, bool]]:
         lives = {rank for rank in self.mortal if nodes[rank] is not None}
@@ -161,11 +163,11 @@ class AgreementProgram:
                 accused.add(rank)
         for rank in sorted(set(self.mortal) - state.lost):
             if rank not in lives:
-                yield Lost(rank, self.is_certain), False
+                yield LostRank(rank, self.is_certain), False
             elif rank in accused:
-                yield Lost(rank), False
+                yield LostRank(rank), False
             elif self.suspects and rank != state.rank and not nodes[rank].is_evicted and rank in state.members:
-                yield Lost(rank), True
+                yield LostRank(rank), True
 
     # -- rules --
 
@@ -197,25 +199,25 @@ class AgreementProgram:
         if node == self._store:
             return f"the store receives the compare-and-set of rank {source}: {_text(event)}"
         if source == self._store:
-            return _words(node, Answered(event))
+            return _words(node, StoreAnswered(event))
         return _words(node, event if source is None else Heard(source, event))
 
 
 def _words(rank: int, event: Any) -> str:
     match event:
-        case Lost(other, is_dead):
+        case LostRank(other, is_dead):
             return f"rank {rank} takes rank {other} for {'dead' if is_dead else 'lost'}"
         case Linked(other):
             return f"rank {rank} is linked with candidate {other}"
-        case Wanted(epoch):
+        case WantedNext(epoch):
             return f"the program of rank {rank} wants the epoch after {epoch}"
         case Heard(source, message):
             return f"rank {rank} hears of rank {source}: {_text(message)}"
-        case Answered(decision):
+        case StoreAnswered(decision):
             return f"the store answers rank {rank}: {_text(decision)}"
         case Found(decision):
             return f"rank {rank} finds in the store: {_text(decision)}"
-        case Unanswered():
+        case StoreSilent():
             return f"the store does not answer rank {rank}"
         case _:
             return f"the wait of rank {rank} is overdue"

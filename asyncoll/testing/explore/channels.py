@@ -19,7 +19,7 @@ Nodes: TypeAlias = Sequence[Any]  # the state of each node; None after its crash
 Packed: TypeAlias = tuple[int, ...]
 
 
-class Program(Protocol):
+class NodeProgram(Protocol):
     """What the nodes do. Pure functions: the same arguments give the same answer. States, messages and events hash."""
 
     @property
@@ -56,12 +56,12 @@ class Program(Protocol):
         ...
 
 
-class Crash(NamedTuple):
+class NodeCrash(NamedTuple):
     node: int
     kept: tuple[tuple[int, int], ...]  # dest, and the number of messages on the way to it that still arrive
 
 
-class Receipt(NamedTuple):
+class MessageArrives(NamedTuple):
     node: int
     source: int
     message: int
@@ -86,14 +86,14 @@ class _Interned:
         return number
 
 
-class Network:
-    """A `Model` of the nodes of a program, with at most so many crashes, and faults of `Program.events`.
+class NodeNetwork:
+    """A `Model` of the nodes of a program, with at most so many crashes, and faults of `NodeProgram.events`.
 
     A state is a tuple of numbers, of the state of each node, of the messages in each channel, and the faults that are
     left. Since the program is pure, each of its answers is asked for once.
     """
 
-    def __init__(self, program: Program, crashes: int, faults: int = 0) -> None:
+    def __init__(self, program: NodeProgram, crashes: int, faults: int = 0) -> None:
         self._program = program
         self._first = program.begin()
         self._size = len(self._first)
@@ -138,10 +138,10 @@ class Network:
 
     def words(self, what: Any) -> str:
         match what:
-            case Crash(node, kept):
+            case NodeCrash(node, kept):
                 late = ", ".join(f"{count} to {dest}" for dest, count in kept) or "none"
                 return f"{node} crashes; of its messages on the way arrive: {late}"
-            case Receipt(node, source, message):
+            case MessageArrives(node, source, message):
                 return self._program.words(node, self._messages.values[message], source)
             case _:
                 return self._program.words(what.node, self._events.values[what.event])
@@ -176,7 +176,7 @@ class Network:
         if key not in self._received:
             args = node, self._states.values[state[node]], source, self._messages.values[message]
             self._received[key] = self._numbered(self._program.receive(*args))
-        return Receipt(node, source, message), False, self._after(rest, node, *self._received[key])
+        return MessageArrives(node, source, message), False, self._after(rest, node, *self._received[key])
 
     def _happen(self, node: int, number: int, event: int) -> tuple[int, tuple[tuple[int, int], ...]]:
         outcome = self._program.happen(node, self._states.values[number], self._events.values[event])
@@ -210,5 +210,5 @@ class Network:
         for kept in product(*(range(len(messages) + 1) for messages in sent)):
             for dest, messages, count in zip(busy, sent, kept, strict=True):
                 cells[first + dest] = self._channels.number(messages[:count])
-            what = Crash(node, tuple((dest, count) for dest, count in zip(busy, kept, strict=True) if count))
+            what = NodeCrash(node, tuple((dest, count) for dest, count in zip(busy, kept, strict=True) if count))
             yield what, True, tuple(cells)
