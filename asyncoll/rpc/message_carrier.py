@@ -41,6 +41,7 @@ class MessageCarrier(SegmentCarrier):
         super().__init__()
         self._router = router
         self._ranks = frozenset(group.ranks)
+        self._epoch = group.epoch
         self._context = digest(group.communicator, "rpc")
         self._post_to_runtime = post
         self._broken = broken
@@ -65,7 +66,7 @@ class MessageCarrier(SegmentCarrier):
             self._posted == self._sent  # else it would overtake them
             and len(payload) <= _DIRECT_BYTES
             and not may_interrupt()  # a message must not be sent in part
-            and self._router.signal_directly(dest, self._context, number, kind, payload)
+            and self._router.signal_directly(dest, self._epoch, self._context, number, kind, payload)
         ):
             return
         self._posted += 1
@@ -74,7 +75,7 @@ class MessageCarrier(SegmentCarrier):
     def _send_posted(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
         """Send a segment on the runtime's loop."""
         try:
-            self._router.signal(dest, self._context, number, kind, 0, payload)
+            self._router.signal(dest, self._epoch, self._context, number, kind, 0, payload)
         finally:
             self._sent += 1
 

@@ -129,7 +129,9 @@ class Departures:
 
         The end of a connection may be noticed before its last messages are read: those say why the rank has left.
         """
-        others = set(range(self._router.size)) - {self._router.rank} - self._membership.lost
+        # Last before the Ending: so a rank that knows of a failure has told all others when they hear that it has left.
+        self._failures.pass_on()
+        others = set(self._membership.members) - {self._router.rank} - self._membership.lost
         # A rank that has left needs no answer, and gives none.
         self._unanswered = others - self._membership.ended
         self.has_told = True

@@ -1,7 +1,7 @@
 """The endpoint of one rank: dispatches incoming messages, reports lost peers, supervises background tasks.
 
-The endpoint creates the other parts of the runtime (`Executions`, `Router`, `Failures`, `Membership`, `Departures`) and
-connects them to the transport. It is the `Receiver` of the transport.
+The endpoint creates the other parts of the runtime (`Executions`, `Router`, `Failures`, `Notices`, `Membership`,
+`Departures`) and connects them to the transport. It is the `Receiver` of the transport.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any
 
 from asyncoll import forks
 from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, Reason, describe, text_of
+from asyncoll.runtime.ahead import Ahead
 from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.executions import Executions
 from asyncoll.runtime.failures import WORLD, Closed, Failures, error_of, ranks_in
 from asyncoll.runtime.host_losses import HostLosses
 from asyncoll.runtime.membership import Membership
+from asyncoll.runtime.notices import MemberLeft, MembersLost, NoticeHeard, Notices
 from asyncoll.runtime.returns import Returns
 from asyncoll.runtime.router import Router
 from asyncoll.runtime.standstill import Standstill
@@ -71,10 +73,12 @@ class Endpoint:
         self.all_have_arenas = all_have_arenas
         self.traffic = Traffic()  # messages of the transport
         self.in_memory = Ledger()  # calls in shared memory, added when they end
-        self.router = Router(transport, self.traffic)
-        self.failures = Failures(self.router)
-        self.executions = Executions(transport, self.router, self.failures)
-        self.membership = Membership(hosts)
+        self.membership = Membership(self.size, hosts)
+        self.router = Router(transport, self.traffic, self.membership)
+        self.failures = Failures(self.router, self.membership)
+        self.executions = Executions(transport, self.router, self.failures, self.membership)
+        self._ahead = Ahead()
+        self._notices = Notices(self.router, self.membership)
         self._host_losses = HostLosses(self.host_of, self.rank, self.membership, self._ask_of, self.report)
         self.standstill = Standstill(self.router, self.failures, self.membership)
         self.departures = Departures(self.router, self.membership, self.failures)
@@ -119,6 +123,7 @@ class Endpoint:
         self._host_losses.settle()
         if not self._parted:
             self.failures.pass_on()
+        self._notices.close()
         # A loss that another thread has noticed may be recorded while its waits have not ended yet: this ends them.
         self.failures.fail(self.failures.record(Closed()))
         self.closed = True
@@ -137,7 +142,6 @@ class Endpoint:
         Not once every rank has made its last call: they leave then without reading.
         """
         if not self._parted:
-            self.failures.pass_on()
             await self.departures.part_from_others(reason)
 
     async def end(self) -> None:
@@ -166,7 +170,7 @@ class Endpoint:
         """Send the host name and the process id of this rank to all others, which name them in errors."""
         me = wire.Hello(host, pid)
         self.membership.introduced(self.rank, me)
-        for peer in range(self.size):
+        for peer in self.membership.members:
             if peer != self.rank:
                 self.router.tell(peer, me)
 
@@ -206,7 +210,7 @@ class Endpoint:
         """Abort the world because of an exception that nothing has handled, unless it has failed before."""
         if not isinstance(error, AsyncollError):
             logger.error("rank %d: %s", self.rank, text, exc_info=error)
-        self.failures.abort(WORLD, range(self.size), text)
+        self.failures.abort(WORLD, self.membership.members, text)
 
     # -- incoming messages ------------------------------------------------------------------------
 
@@ -220,6 +224,8 @@ class Endpoint:
         self.router.received_from[source] += 1
         try:
             header = wire.decode(frames)
+            if header.epoch != self.membership.epoch and not self._is_due(source, header, frames):
+                return
             if header.kind == wire.DATA:
                 self.traffic.bytes_received += len(frames[1])
                 self.executions.arrived(source, header, *frames[1:])
@@ -243,6 +249,36 @@ class Endpoint:
         except Exception as error:
             self._unhandled(f"it could not handle a message of rank {source}: {describe(error)}", error)
 
+    def _is_due(self, source: int, header: wire.Header, frames: list[Buffer]) -> bool:
+        """Whether a message that is not of this epoch is to be dispatched now.
+
+        One of an earlier epoch is dropped: its sender has failed there, or soon knows. One of a later epoch waits until
+        this rank enters that, too. Raises ProtocolError for too many of them.
+        """
+        if header.epoch == wire.OF_NO_EPOCH:
+            if header.kind != wire.CONTROL:
+                raise ProtocolError(f"a message of kind {header.kind} is of no epoch")
+            return True
+        if header.epoch > self.membership.epoch:
+            self._ahead.keep(source, header, frames)
+        return False
+
+    def enter(self, epoch: int, members: tuple[int, ...]) -> None:
+        """Go on in a later epoch, of which this rank is a member. On the runtime's loop.
+
+        No call of the epoch before is under way at any member, or all have failed. What has come early for them is
+        dropped, the windows begin anew, and the messages of `epoch` that have come already are dispatched.
+        """
+        self.membership.enter(epoch, members)
+        self.router.enter()
+        self.executions.enter()
+        self._notices.close()
+        for source, frames in self._ahead.take(epoch):
+            # It was counted as it came.
+            self.traffic.messages_received -= 1
+            self.router.received_from[source] -= 1
+            self.received(source, frames)
+
     def _control(self, source: int, message: wire.Control) -> None:
         """Dispatch a control message."""
         if isinstance(message, wire.Abort | wire.Deadlock | wire.Mismatch | wire.Overdue):
@@ -250,11 +286,11 @@ class Endpoint:
         elif isinstance(message, wire.Broken):
             self.failures.fail(message)
         elif isinstance(message, wire.Lost):
-            # The rank that noticed the loss tells all ranks itself; but if it is on another host, it may wait for a
-            # rank of the lost rank's host, such as this one, to confirm that the host is not gone: see `HostLosses`.
+            # A rank of another host may hold the loss back until a rank of the lost rank's host, such as this one, says
+            # that the host is not gone (see `HostLosses`). It has to be told.
             own = self.host_of[self.rank]
             is_asked = 0 <= message.rank < self.size and self.host_of[message.rank] == own != self.host_of[source]
-            self._lost(message, tell=is_asked)
+            self._lost(message, None if is_asked else source)
         elif isinstance(message, wire.Hello):
             self.membership.introduced(source, message)
         elif isinstance(message, wire.Dispute):
@@ -263,6 +299,7 @@ class Endpoint:
             self.standstill.received(source, message)
         elif isinstance(message, wire.Ending):
             self.departures.ending(source, message)
+            self._notices.happened(MemberLeft(source))
             self.standstill.wake()
         elif isinstance(message, wire.EndingSeen):
             self.departures.answered(source)
@@ -308,11 +345,11 @@ class Endpoint:
             known = self.failures.record(news)
         return error_of(known)
 
-    def _lost(self, news: wire.Lost, *, tell: bool = True) -> None:
-        """End the world because of a lost rank. Every loss comes here, whether it was noticed here or reported.
+    def _lost(self, news: wire.Lost, source: int | None = None) -> None:
+        """End the world because of a lost rank. Every loss comes here: `source` has told it; None: noticed here.
 
-        With `tell`, all other ranks get the message, unless all have made their last call. They may not have noticed
-        the loss. The message makes all survivors raise the same PeerLostError.
+        The first loss is told to others, which may not have noticed it, unless all have made their last call. So all
+        survivors raise the same PeerLostError.
         """
         lost = {news.rank, *ranks_in(news.ranks)}
         self.membership.lost |= lost
@@ -320,7 +357,15 @@ class Endpoint:
         for rank in lost:
             self.departures.answered(rank)
         if not self.closed:  # `close` has told the others and ended the waits
-            others = (peer for peer in range(self.size) if peer not in lost) if tell and not self._parted else ()
-            self.failures.give_up(news, WORLD, others)
+            is_first = self.failures.record(news) is news
+            # Before the waits end here: this rank may leave as soon as its program has the error.
+            if not self._parted:
+                self._notices.happened(MembersLost(frozenset(lost)))
+                if source is not None:
+                    self._notices.happened(NoticeHeard(source))
+                if is_first:
+                    self._notices.know(news, source)
+            if is_first:
+                self.failures.fail(news)
         if self.arena is not None:
             self.arena.peer_lost()

@@ -34,6 +34,7 @@ from asyncoll.errors import ProtocolError
 from asyncoll.runtime.checks import Checks
 from asyncoll.runtime.failures import WORLD, Failure, Failures, break_off
 from asyncoll.runtime.matching import Key, Mailbox, Receive
+from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.router import Router
 from asyncoll.runtime.signature import END
 from asyncoll.tensors.reductions import Array
@@ -52,6 +53,7 @@ class Identity(NamedTuple):  # not a frozen dataclass: that takes five times as 
 
     communicator: int
     members: tuple[int, ...]  # world ranks
+    epoch: int
     context: int
     number: int
     fingerprint: int
@@ -90,11 +92,22 @@ class EarlyExecution:
 class Execution:
     """One execution of one operation that is open at this rank."""
 
-    __slots__ = ("checked", "granted", "identity", "is_undone", "mailbox", "piggyback", "serial", "waits")
+    __slots__ = ("checked", "granted", "identity", "is_undone", "links", "mailbox", "piggyback", "serial", "waits")
 
-    def __init__(self, identity: Identity, piggyback: Array | None, serial: int, early: EarlyExecution | None) -> None:
-        """`serial` is the order in which executions became known here: that of `early`, if it was known before."""
+    def __init__(
+        self,
+        identity: Identity,
+        piggyback: Array | None,
+        serial: int,
+        early: EarlyExecution | None,
+        links: dict[int, _FlowControl],
+    ) -> None:
+        """`serial` is the order in which executions became known here: that of `early`, if it was known before.
+
+        `links` are the windows of its epoch.
+        """
         self.identity = identity
+        self.links = links
         self.piggyback = piggyback  # sent with every message; holds the maximum of all that have come
         self.serial = serial
         self.is_undone = early is not None and early.is_undone
@@ -141,15 +154,16 @@ class Executions:
     mismatches and protocol errors to `Failures`; futures that the coroutines of this rank await.
     """
 
-    def __init__(self, transport: Transport, router: Router, failures: Failures) -> None:
+    def __init__(self, transport: Transport, router: Router, failures: Failures, membership: Membership) -> None:
         self._transport = transport
+        self._membership = membership
         self._router = router
         self._failures = failures
         self._open: dict[tuple[int, int], Execution] = {}
         self._early: dict[tuple[int, int], EarlyExecution] = {}
         self._finished: dict[tuple[int, int], Identity] = {}  # the last _RECENT_MAX
         self._abandoned: dict[tuple[int, int], int] = {}  # ended by an exception: their communicators
-        self._links: dict[int, _FlowControl] = {}
+        self._links: dict[int, _FlowControl] = {}  # of this epoch
         # Executions that callers have carried out in their threads, until the runtime's loop needs to know of them.
         self._sent_directly: deque[Identity] = deque(maxlen=_RECENT_MAX)
         # By context, for executions that this class does not keep (rounds): a function that returns the world ranks of
@@ -162,6 +176,15 @@ class Executions:
         self._checks = Checks(self._open.values, self._check)
         failures.on_failure(WORLD, self._break_off)
 
+    def enter(self) -> None:
+        """The rank is in a new epoch: windows begin anew, and what has come early in the one before is dropped.
+
+        Executions that are still open have failed, and end with the windows of their own epoch.
+        """
+        self._links = {}
+        self._early.clear()
+        self._abandoned.clear()
+
     def open(self, identity: Identity, piggyback: Array | None = None) -> Execution:
         """Begin an execution at this rank. Raises the error of the communicator if it has failed.
 
@@ -173,7 +196,7 @@ class Executions:
         assert key not in self._open, f"{identity.describe()} is already open"
         early = self._early.pop(key, None)
         serial = early.serial if early else next(self._serials)
-        execution = self._open[key] = Execution(identity, piggyback, serial, early)
+        execution = self._open[key] = Execution(identity, piggyback, serial, early, self._links)
         if early is not None:
             for source, fingerprint in early.fingerprints.items():
                 if fingerprint != identity.fingerprint:
@@ -216,7 +239,7 @@ class Executions:
             if execution.is_undone:
                 return
             if early:
-                self._link(source).early_bytes -= sum(map(_cost, early))
+                _link(execution.links, source).early_bytes -= sum(map(cost_of, early))
                 _check_whole(receive)
         except ProtocolError as error:
             self._failures.broken(source, error)
@@ -227,7 +250,7 @@ class Executions:
             self.grant(execution, source, step)
         else:
             for payload in early:
-                self._earn(source, _cost(payload))
+                self._earn(execution.links, source, cost_of(payload))
 
     async def wait(self, execution: Execution, *receives: Receive) -> None:
         """Wait until one of `receives`, none of which is complete yet, is. Raises the error of the communicator."""
@@ -249,7 +272,7 @@ class Executions:
         The transport copies the data. This path has no coroutine, because most messages are short and the window is
         wide.
         """
-        if data.nbytes > SEGMENT_BYTES or not self._link(dest).outstanding(data.nbytes + _MESSAGE_COST):
+        if data.nbytes > SEGMENT_BYTES or not _link(execution.links, dest).outstanding(data.nbytes + _MESSAGE_COST):
             return False
         self._router.send(dest, _data_frames(execution, step, data.view(np.uint8)))
         return True
@@ -262,16 +285,19 @@ class Executions:
         `Transport.send_directly`. The loop need not wake: it enters the execution when it next looks for one.
         """
         cost = data.nbytes + _MESSAGE_COST
-        if data.nbytes > _DIRECT_MAX_BYTES or self._failures.any or not self._link(dest).outstanding(cost):
+        link = _link(self._links, dest)  # before the look at the epoch, which the loop may enter between the two
+        if data.nbytes > _DIRECT_MAX_BYTES or self._failures.any or identity.epoch != self._membership.epoch:
+            return False
+        if not link.outstanding(cost):
             return False
         # Noted first, because a Dispute may come before `send_directly` returns. If the transport refuses, the note
         # does no harm: the same execution is opened on the loop.
         self._sent_directly.append(identity)
-        header = wire.encode(wire.DATA, identity.context, identity.number, 0, identity.fingerprint)
+        header = wire.encode(wire.DATA, identity.epoch, identity.context, identity.number, 0, identity.fingerprint)
         sent = self._router.send_directly(dest, [header, data.view(np.uint8)])
         # The window was charged first: the loop may send to this peer between the two steps.
         if not sent:
-            self._link(dest).outstanding(-cost)
+            link.outstanding(-cost)
         return sent
 
     def _enter_direct(self) -> None:
@@ -309,7 +335,9 @@ class Executions:
         if (dest, step) not in execution.granted:
             identity = execution.identity
             self._failures.check(identity.communicator)
-            header = wire.encode(wire.OFFER, identity.context, identity.number, step, identity.fingerprint)
+            header = wire.encode(
+                wire.OFFER, identity.epoch, identity.context, identity.number, step, identity.fingerprint
+            )
             self._router.send(dest, [header])
         await self._wait_for_grant(execution, dest, step)
 
@@ -318,7 +346,9 @@ class Executions:
         # Otherwise the array has been granted already.
         if not execution.is_undone:
             identity = execution.identity
-            header = wire.encode(wire.GRANT, identity.context, identity.number, step, identity.fingerprint)
+            header = wire.encode(
+                wire.GRANT, identity.epoch, identity.context, identity.number, step, identity.fingerprint
+            )
             self._router.send(source, [header])
 
     async def _wait_for_credit(self, execution: Execution, dest: int) -> None:
@@ -327,7 +357,7 @@ class Executions:
         # Not among the waits of the execution, about which `checks` asks: the window is shared by all calls, and the
         # peer may fail to consume another one.
         with self._failures.watch(identity.communicator, what) as future:
-            self._link(dest).waiters.append(future)
+            _link(execution.links, dest).waiters.append(future)
             await future
 
     async def _wait_for_grant(self, execution: Execution, dest: int, step: int) -> None:
@@ -412,12 +442,12 @@ class Executions:
             _check_whole(receive)
             # Segments of a long array come after a grant, and take no room in the window.
             if receive.into.nbytes <= SEGMENT_BYTES:
-                self._earn(source, _cost(payload))
+                self._earn(self._links, source, cost_of(payload))
             return
         if execution.is_undone:
             return
-        link = self._link(source)
-        link.early_bytes += _cost(payload)
+        link = _link(self._links, source)
+        link.early_bytes += cost_of(payload)
         # A peer that keeps the rules waits for credit before it has sent so much. Another one must not fill the memory.
         if link.early_bytes > WINDOW_BYTES:
             raise ProtocolError(f"{link.early_bytes} bytes without a posted receive; the window allows {WINDOW_BYTES}")
@@ -444,7 +474,7 @@ class Executions:
 
         Raises ProtocolError if that is more than this rank has sent.
         """
-        link = self._link(source)
+        link = _link(self._links, source)
         if amount > link.outstanding_bytes:
             raise ProtocolError(f"a credit of {amount} bytes, but only {link.outstanding_bytes} are outstanding")
         link.outstanding(-amount)
@@ -490,19 +520,16 @@ class Executions:
             return None
         return execution
 
-    def _link(self, peer: int) -> _FlowControl:
-        """Flow control with world rank `peer`. From any thread: `setdefault` is one atomic step."""
-        return self._links.get(peer) or self._links.setdefault(peer, _FlowControl())
-
-    def _earn(self, source: int, amount: int) -> None:
+    def _earn(self, links: dict[int, _FlowControl], source: int, amount: int) -> None:
         """`amount` bytes of `source` have been consumed. Sends credit in batches of a quarter of the window.
 
         A credit for each array would double the number of short messages.
         """
-        link = self._link(source)
+        link = _link(links, source)
         link.earned_bytes += amount
         if link.earned_bytes >= WINDOW_BYTES // 4:
-            self._router.send(source, [wire.encode(wire.CREDIT, number=link.earned_bytes)])
+            if links is self._links:  # else the sender has new windows, too
+                self._router.send(source, [wire.encode(wire.CREDIT, self._membership.epoch, number=link.earned_bytes)])
             link.earned_bytes = 0
 
     # -- mismatches -------------------------------------------------------------------------------
@@ -510,7 +537,9 @@ class Executions:
     def _check(self, execution: Execution, rank: int) -> None:
         """Ask world rank `rank`, which `execution` waits for, whether it is in the same call."""
         identity = execution.identity
-        header = wire.encode(wire.CHECK, identity.context, identity.number, fingerprint=identity.fingerprint)
+        header = wire.encode(
+            wire.CHECK, identity.epoch, identity.context, identity.number, fingerprint=identity.fingerprint
+        )
         self._router.send(rank, [header])
 
     def checked(self, source: int, header: wire.Header) -> None:
@@ -540,8 +569,8 @@ class Executions:
         for key in [key for key, early in self._early.items() if early.is_of(communicator)]:
             early = self._early.pop(key)
             for source, payload in early.mailbox.early() if not early.is_undone else ():
-                self._link(source).early_bytes -= _cost(payload)
-                self._earn(source, _cost(payload))
+                _link(self._links, source).early_bytes -= cost_of(payload)
+                self._earn(self._links, source, cost_of(payload))
 
     def answer(self, source: int, dispute: wire.Dispute) -> None:
         """A Dispute message: fail the communicator at all members, with the calls of `source` and of this rank."""
@@ -571,8 +600,13 @@ class Executions:
 
 def _data_frames(execution: Execution, step: int, payload: Buffer) -> list[Buffer]:
     identity = execution.identity
-    header = wire.encode(wire.DATA, identity.context, identity.number, step, identity.fingerprint)
+    header = wire.encode(wire.DATA, identity.epoch, identity.context, identity.number, step, identity.fingerprint)
     return [header, payload] if execution.piggyback is None else [header, payload, execution.piggyback.view(np.uint8)]
+
+
+def _link(links: dict[int, _FlowControl], peer: int) -> _FlowControl:
+    """Flow control with world rank `peer`. From any thread: `setdefault` is one atomic step."""
+    return links.get(peer) or links.setdefault(peer, _FlowControl())
 
 
 def _check_whole(receive: Receive) -> None:
@@ -586,5 +620,6 @@ def _did(call: str) -> str:
     return f"has come to {call}" if call.startswith(END) else f"called {call}"
 
 
-def _cost(payload: Buffer) -> int:
+def cost_of(payload: Buffer) -> int:
+    """The bytes that a message with this payload takes of the window."""
     return len(payload) + _MESSAGE_COST

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from asyncoll import errors
 from asyncoll.errors import AsyncollError, ProtocolError
+from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.router import Router
 from asyncoll.transport import wire
 
@@ -85,8 +86,9 @@ class Failures:
     these in any thread. They need no lock: entries are added to a dict by one atomic step, and never changed.
     """
 
-    def __init__(self, router: Router) -> None:
+    def __init__(self, router: Router, membership: Membership) -> None:
         self._router = router
+        self._membership = membership
         self._first: dict[int, Failure] = {}  # by communicator
         self._told: set[int] = set()  # communicators whose waits have ended, and whose listeners were called
         self._passed_on: set[int] = set()  # communicators whose failure `pass_on` has sent
@@ -199,7 +201,7 @@ class Failures:
         """Fail the world at all ranks, because `source` sent bytes that the protocol forbids and cannot be trusted."""
         text = f"rank {source} broke the protocol: {error}"
         logger.error(text)
-        self.give_up(wire.Broken(source, text), WORLD, range(self._router.size))
+        self.give_up(wire.Broken(source, text), WORLD, self._membership.members)
 
     def pass_on(self) -> None:
         """Send each failure that this rank knows to all other ranks, once and unchanged, as the rank leaves the world.
@@ -209,7 +211,7 @@ class Failures:
         for communicator, failure in tuple(self._first.items()):
             if communicator not in self._passed_on and not isinstance(failure, Closed | Departed):
                 self._passed_on.add(communicator)
-                self._report(failure, range(self._router.size))
+                self._report(failure, self._membership.members)
 
     def _report(self, failure: Reported, members: Iterable[int]) -> None:
         for member in members:

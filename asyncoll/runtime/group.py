@@ -23,7 +23,7 @@ class Group:
     rank: int  # the group rank of this process
     communicator: int  # its context: the contexts of operations derive from it, and failures belong to it
     members: tuple[int, ...] = ()  # the world ranks of the communicator, which hear of its failures; by default `ranks`
-    epoch: int = 0  # the membership of the world that its ranks are of; 0 for one that never changes
+    epoch: int = 1  # the membership of the world that its ranks are of (`Membership`)
     size: int = field(init=False)  # the number of ranks
 
     def __post_init__(self) -> None:
@@ -75,7 +75,9 @@ class Lane:
         self._world = group.ranks
         self._piggyback = piggyback
         self._executions = executions
-        self._identity = Identity(group.communicator, group.members, context, number, fingerprint, describe)
+        self._identity = Identity(
+            group.communicator, group.members, group.epoch, context, number, fingerprint, describe
+        )
 
     def __enter__(self) -> Lane:
         self._execution = self._executions.open(self._identity, self._piggyback)

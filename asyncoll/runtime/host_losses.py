@@ -2,8 +2,9 @@
 
 A host that vanishes takes all of its ranks, and another host notices these losses one after the other: connections
 close within milliseconds of each other, and silences are noticed up to one heartbeat apart. So the first loss is held
-back until all ranks of that host are lost. It is also sent to the other ranks of the host. One that lives reports it to
-all ranks, as if it had noticed the loss itself, which takes as long as one message there and one back.
+back until all ranks of that host are lost. It is also sent to two other ranks of the host, and to the next ones if
+these are lost, too. One that lives reports it, as if it had noticed the loss itself, which takes as long as one message
+there and one back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from asyncoll.transport import Loss
 # without one after which a rank counts as lost (`Loss.last_seen_s`).
 _DEATHS_S = 0.5
 _OF_SILENCE = 0.5
+# So many ranks of the host are asked at once: of all that ask, each would otherwise ask each.
+_ASKED = 2
 # The time is divided, because a loop that was held up runs its timers before it hears of the other losses.
 _LOOKS = 4
 
@@ -45,6 +48,7 @@ class HostLosses:
         self._ask = ask
         self._report = report
         self._held: dict[object, dict[int, Loss]] = {}  # by host, and by rank in the order in which they were noticed
+        self._asked: set[int] = set()
 
     def noticed(self, loss: Loss) -> None:
         """Report a loss, now or later."""
@@ -54,9 +58,12 @@ class HostLosses:
         others = self._others(host)
         if host == self._own or not others:
             self._settle(host)
-        elif len(held) == 1:
-            for rank in others:
+            return
+        for rank in others[:_ASKED]:
+            if rank not in self._asked:
+                self._asked.add(rank)
                 self._ask(rank, loss)
+        if len(held) == 1:
             wait_s = _OF_SILENCE * loss.last_seen_s or _DEATHS_S
             self._look_later(host, wait_s / _LOOKS, _LOOKS)
 
@@ -72,7 +79,7 @@ class HostLosses:
     def _others(self, host: object) -> list[int]:
         """The ranks of `host` that may be alive."""
         gone = self._held[host].keys() | self._membership.lost | self._membership.ended
-        return [rank for rank, its in enumerate(self._host_of) if its == host and rank not in gone]
+        return [rank for rank in self._membership.members if self._host_of[rank] == host and rank not in gone]
 
     def _look_later(self, host: object, pause_s: float, looks: int) -> None:
         if not looks:

@@ -121,7 +121,9 @@ class Member:
             return False
         group = self.group
         fingerprint = marked(call.fingerprint(), group.communicator)
-        identity = Identity(group.communicator, group.members, context, call.number, fingerprint, call.__str__)
+        identity = Identity(
+            group.communicator, group.members, group.epoch, context, call.number, fingerprint, call.__str__
+        )
         return self.endpoint.executions.send_directly(identity, group.ranks[dest], data)
 
     def is_gone(self, rank: int) -> bool:

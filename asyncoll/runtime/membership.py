@@ -10,20 +10,32 @@ from asyncoll.transport.wire import Hello, Lost
 
 
 class Membership:
-    """The ranks of the world as this rank knows them: their processes, and which of them are lost.
+    """The ranks of the world as this rank knows them: epoch and members, their processes, and which of them are lost.
 
-    In: `introduced`, for each Hello message; `traces`. Out: `news_of`, the message that reports a lost
+    An epoch is one membership of the world; epochs are numbered from 1. Groups and messages have the number from here.
+
+    In: `introduced`, for each Hello message; `enter`. Out: `news_of`, the message that reports a lost
     rank. The endpoint calls `news_of` in any thread and everything else on the runtime's loop.
     """
 
-    def __init__(self, hosts: Sequence[str] = ()) -> None:
+    def __init__(self, size: int, hosts: Sequence[str] = ()) -> None:
         """`hosts` has the name of each rank's host, as far as it is known before the Hello messages."""
+        self.epoch = 1
+        self.members = tuple(range(size))  # world ranks
         self._hosts = hosts
         self.lost: set[int] = set()  # world ranks
         self.ended: set[int] = set()  # world ranks that have left while others stay
         self._processes: dict[int, Hello] = {}
         # Each returns the last known call of a rank as text, or an empty string. Later ones are asked first.
         self.last_calls: list[Callable[[int], str]] = []
+
+    def enter(self, epoch: int, members: tuple[int, ...]) -> None:
+        """This rank goes on in a later epoch."""
+        self.epoch, self.members = epoch, members
+
+    def gone(self) -> frozenset[int]:
+        """The world ranks that are lost or have left."""
+        return frozenset(self.lost | self.ended)
 
     def introduced(self, rank: int, process: Hello) -> None:
         """Record the host and the process id of world rank `rank`."""

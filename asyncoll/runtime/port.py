@@ -82,7 +82,7 @@ class Port:
     def send(self, dest: int, number: int, step: int, payload: Buffer = b"") -> None:
         """Send a signal to group rank `dest`, with `payload`. Returns at once."""
         rank = self.group.ranks[dest]
-        self._endpoint.router.signal(rank, self._context, number, step, self._fingerprint, payload)
+        self._endpoint.router.signal(rank, self.group.epoch, self._context, number, step, self._fingerprint, payload)
 
     def lane(self, group: Group, number: int, describe: Callable[[], str], piggyback: Array | None = None) -> Lane:
         """A lane between the ranks of `group` for the reduction of round `number`.

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
 from asyncoll.errors import ProtocolError
+from asyncoll.runtime.membership import Membership
 from asyncoll.statistics import Traffic
 from asyncoll.transport import Buffer, Transport, wire
 
-_EARLY_MAX = 1 << 16  # messages kept without a handler, for all contexts together
+EARLY_MAX = 1 << 16  # messages kept without a handler, for all contexts together
 
 SignalHandler: TypeAlias = Callable[[int, int, int, int, Buffer], None]  # source, number, step, fingerprint, payload
 Handled = TypeVar(
@@ -30,7 +31,8 @@ class Router:
     `signal_directly`. Out: `Transport.send` and `send_directly`, and the registered handlers.
     """
 
-    def __init__(self, transport: Transport, traffic: Traffic) -> None:
+    def __init__(self, transport: Transport, traffic: Traffic, membership: Membership) -> None:
+        self._membership = membership
         self.rank = transport.rank
         self.size = transport.size
         self._transport = transport
@@ -66,20 +68,22 @@ class Router:
             self.sent_to[dest] += 1
             self._traffic.bytes_sent += nbytes
 
-    def signal(self, dest: int, context: int, number: int, step: int, fingerprint: int, payload: Buffer = b"") -> None:
-        """Send a signal to the handler of `context` at world rank `dest`.
+    def signal(
+        self, dest: int, epoch: int, context: int, number: int, step: int, fingerprint: int, payload: Buffer = b""
+    ) -> None:
+        """Send a signal to the handler of `context` at world rank `dest`. `epoch` is that of the group.
 
         The payload is at most one segment (wire.SEGMENT_BYTES) and needs no credit.
         """
-        self.send(dest, [wire.encode(wire.SIGNAL, context, number, step, fingerprint), payload])
+        self.send(dest, [wire.encode(wire.SIGNAL, epoch, context, number, step, fingerprint), payload])
 
-    def signal_directly(self, dest: int, context: int, number: int, step: int, payload: Buffer) -> bool:
+    def signal_directly(self, dest: int, epoch: int, context: int, number: int, step: int, payload: Buffer) -> bool:
         """Send a signal in this thread, if the transport can do so at once; returns whether it has."""
-        return self.send_directly(dest, [wire.encode(wire.SIGNAL, context, number, step, 0), payload])
+        return self.send_directly(dest, [wire.encode(wire.SIGNAL, epoch, context, number, step, 0), payload])
 
     def tell(self, dest: int, message: wire.Control) -> None:
         """Send a control message to the world rank `dest`."""
-        self.send(dest, wire.encode_control(message))
+        self.send(dest, wire.encode_control(message, self._membership.epoch))
 
     def on_signal(self, context: int, handler: SignalHandler) -> None:
         """Pass signals for `context` to `handler`, beginning with those that have come already."""
@@ -108,6 +112,13 @@ class Router:
         """Forget the listener: no such message for `communicator` is under way."""
         del self._listeners[kind, communicator]
 
+    def enter(self) -> None:
+        """The rank is in a new epoch: forget the messages of the one before that no handler has taken."""
+        with self._registering:
+            self._early_signals.clear()
+            self._early_controls.clear()
+            self._early_count = 0
+
     def signalled(self, source: int, header: wire.Header, payload: Buffer) -> None:
         """A SIGNAL message of `source`. Raises ProtocolError if too many messages have no handler here."""
         signal = (source, header.number, header.step, header.fingerprint, payload)
@@ -134,5 +145,5 @@ class Router:
 
     def _count_early(self) -> None:
         self._early_count += 1
-        if self._early_count > _EARLY_MAX:
-            raise ProtocolError(f"more than {_EARLY_MAX} messages for operations that this rank has not opened")
+        if self._early_count > EARLY_MAX:
+            raise ProtocolError(f"more than {EARLY_MAX} messages for operations that this rank has not opened")

@@ -96,7 +96,7 @@ class Signature(NamedTuple):
     elements: int  # -1: not compared
     detail: str
     site: Site
-    epoch: int = 0  # that of `Group`
+    epoch: int = 1  # that of `Group`
 
     def fingerprint(self) -> int:
         """A hash of 64 bits, equal at all ranks that make the same call.
@@ -128,7 +128,7 @@ class Signature(NamedTuple):
         what = "" if self.elements < 0 else f" of {self.elements}"
         more = f", {self.detail}" if self.detail else ""
         number = f" #{self.number}" if self.number else ""
-        epoch = f" in epoch {self.epoch}" if self.epoch else ""
+        epoch = f" in epoch {self.epoch}" if self.epoch > 1 else ""
         text = f"{self.operation}{number}{what} {self.dtype}{more}{epoch} at {self.site}"
         return text.replace("  ", " ").replace(" ,", ",")
 

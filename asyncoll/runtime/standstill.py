@@ -214,7 +214,7 @@ class Standstill:
 
     def _ranks(self) -> set[int]:
         """The ranks that are in the world."""
-        return set(range(self._router.size)) - self._membership.ended
+        return set(self._membership.members) - self._membership.ended
 
     def _tell(self, rank: int, message: Still | Stillness) -> None:
         if rank != self._router.rank:

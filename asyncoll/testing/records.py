@@ -48,7 +48,7 @@ class Record:
             control = wire.decode_control(frames[1])
             kind = type(control).__name__.lower()
             if isinstance(control, wire.Announce):
-                operation = announced_operation(control)
+                operation = announced_operation(control, header.epoch)
                 call = f"{operation.verb} {operation.name!r}"
                 self._operations[context_of(control.communicator, operation.name)] = call
         elif header.context in self._operations:

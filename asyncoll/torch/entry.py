@@ -117,7 +117,7 @@ def subgroup(name: str, ranks: Sequence[int]) -> BlockingCommunicator:
     with _lock:
         world.made[kind] += 1
         context = digest(kind, world.made[kind])
-    group = Group(tuple(ranks), list(ranks).index(comm.rank), context)
+    group = Group(tuple(ranks), list(ranks).index(comm.rank), context, epoch=comm._epoch)
     core = comm._core.split(group, keeps_messages=False)
     return BlockingCommunicator(core, tuple(comm.hosts[rank] for rank in ranks))
 

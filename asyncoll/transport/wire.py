@@ -1,9 +1,9 @@
 """The wire format: encodes messages as frames and decodes frames. No sockets, no clock, no pickle.
 
 A message has one to three frames: a fixed header; a payload, of raw tensor bytes (DATA, SIGNAL) or msgpack (CONTROL);
-and, with DATA only, a piggyback. The header identifies the execution that the message belongs to, by (context, number),
-the step in it, and a fingerprint of the sender's description of that execution. `number` is the number of the call or
-the round for DATA, GRANT, OFFER, CHECK and SIGNAL, and a count of bytes for CREDIT.
+and, with DATA only, a piggyback. The header has the epoch that the message belongs to. It identifies the execution by
+(context, number), the step in it, and a fingerprint of the sender's description of that execution. `number` is the
+number of the call or the round for DATA, GRANT, OFFER, CHECK and SIGNAL, and a count of bytes for CREDIT.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgpack
 from asyncoll.errors import ProtocolError
 
 MAGIC: Final = b"ac"
-VERSION: Final = 1
+VERSION: Final = 2
 SEGMENT_BYTES: Final = 1 << 20  # the largest payload of one DATA message; 1 MiB moved fastest through ZeroMQ
 PIGGYBACK_BYTES: Final = 1 << 18  # the largest piggyback: the participation list of 16,384 ranks
 CONTROL_BYTES: Final = 1 << 16  # the largest payload of one CONTROL message
@@ -40,7 +40,9 @@ _PAYLOAD_LIMITS: Final = {
     CHECK: 0,
 }
 
-_HEADER: Final = struct.Struct("<2sBBIQQQ")  # magic, version, kind, step, context, number, fingerprint
+OF_NO_EPOCH: Final = 0  # of a CONTROL message about a process, which may be in another epoch than the receiver
+
+_HEADER: Final = struct.Struct("<2sBBIIQQQ")  # magic, version, and the fields of `Header`
 HEADER_BYTES: Final = _HEADER.size
 
 Buffer: TypeAlias = Any  # any object with the buffer protocol: bytes, memoryview, numpy array, zmq.Frame
@@ -50,15 +52,16 @@ class Header(NamedTuple):
     """The header of a message, without magic and version."""
 
     kind: int
+    epoch: int
     step: int
     context: int
     number: int
     fingerprint: int
 
 
-def encode(kind: int, context: int = 0, number: int = 0, step: int = 0, fingerprint: int = 0) -> bytes:
-    """Return the header frame of a message: `step` has 32 bits, and `context`, `number` and `fingerprint` 64."""
-    return _HEADER.pack(MAGIC, VERSION, kind, step, context, number, fingerprint)
+def encode(kind: int, epoch: int, context: int = 0, number: int = 0, step: int = 0, fingerprint: int = 0) -> bytes:
+    """Return the header frame of a message: `epoch` and `step` have 32 bits, the other numbers 64."""
+    return _HEADER.pack(MAGIC, VERSION, kind, epoch, step, context, number, fingerprint)
 
 
 def decode(frames: list[Buffer]) -> Header:
@@ -67,7 +70,7 @@ def decode(frames: list[Buffer]) -> Header:
     Raises ProtocolError, without a source, unless the header is one of `encode`'s and the frames are within the limits.
     """
     try:
-        magic, version, kind, step, context, number, fingerprint = _HEADER.unpack(frames[0])
+        magic, version, kind, epoch, step, context, number, fingerprint = _HEADER.unpack(frames[0])
     except (struct.error, IndexError) as error:
         raise ProtocolError(f"a header must be one frame of {HEADER_BYTES} bytes: {error}") from None
     if magic != MAGIC:
@@ -85,7 +88,7 @@ def decode(frames: list[Buffer]) -> Header:
         raise ProtocolError(f"a message of kind {kind} has {expected} frames, got {len(frames)}")
     if limit and len(frames[1]) > limit:
         raise ProtocolError(f"a payload of more than {limit} bytes")
-    return Header(kind, step, context, number, fingerprint)
+    return Header(kind, epoch, step, context, number, fingerprint)
 
 
 def is_control(frames: list[Buffer]) -> bool:
@@ -115,7 +118,6 @@ class Announce(NamedTuple):
     fixed: bool
     weighted: bool
     buckets: str
-    epoch: int
     site: str
 
 
@@ -284,17 +286,24 @@ Control: TypeAlias = (
     | Unused
 )
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
+# The receiver needs them, also if it is in another epoch than the sender.
+_OF_NO_EPOCH: Final = (Hello, Ending, EndingSeen)
 # They are resolved once: to do so takes 5 to 30 us.
 _FIELDS: Final = {name: get_type_hints(cls) for name, cls in _CONTROLS.items()}
 
 
-def encode_control(message: Control) -> list[Buffer]:
-    """Return the frames of a control message. Long texts are cut, so that the payload fits into CONTROL_BYTES."""
+def encode_control(message: Control, epoch: int) -> list[Buffer]:
+    """Return the frames of a control message of a sender that is in `epoch`.
+
+    Long texts are cut, so that the payload fits into CONTROL_BYTES.
+    """
     values: list[Any] = [type(message).__name__, *message]
     for index, value in enumerate(values):
         if isinstance(value, str):  # UTF-8, and so msgpack, has no code for lone surrogates
             values[index] = value.encode("utf-8", "backslashreplace")[:_TEXT_BYTES].decode("utf-8", "ignore")
-    return [encode(CONTROL), msgpack.packb(values)]
+    if isinstance(message, _OF_NO_EPOCH):
+        epoch = OF_NO_EPOCH
+    return [encode(CONTROL, epoch), msgpack.packb(values)]
 
 
 def decode_control(payload: Buffer) -> Control:

@@ -44,6 +44,12 @@ _RETURN_S = 60.0
 _ENDED_S = 0.2  # programs of most worlds end within this time of each other: see `_part`
 
 
+def _group_of(endpoint: Endpoint) -> Group:
+    """All ranks of the epoch: their communicator, and so all contexts, follow from its number and its members."""
+    epoch, members = endpoint.membership.epoch, endpoint.membership.members
+    return Group(members, members.index(endpoint.rank), digest("epoch", epoch, *members), epoch=epoch)
+
+
 class World:
     """All ranks, from joining to leaving: an async context manager, whose value is the communicator of all ranks."""
 
@@ -77,7 +83,7 @@ class World:
         ] = []  # communicators with calls under way at the end of the program
         self._inside = contextlib.ExitStack()  # contexts of the task that is in the world
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size
-        self._group = Group(tuple(range(endpoint.size)), endpoint.rank, communicator=digest("world"))
+        self._group = _group_of(endpoint)
 
     async def __aenter__(self) -> Communicator:
         self._process = os.getpid()
@@ -251,7 +257,7 @@ class World:
             await asyncio.wait([starting])
 
     def _unheard(self) -> list[int]:
-        return [rank for rank in range(self._endpoint.size) if not self._endpoint.membership.knows(rank)]
+        return [rank for rank in self._group.ranks if not self._endpoint.membership.knows(rank)]
 
     def _tell_of(self, error: BaseException) -> None:
         """Tell the other ranks why joining has failed, so that they do not report this rank, which leaves now."""

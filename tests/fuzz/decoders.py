@@ -54,14 +54,14 @@ def fuzz(seed: int, count: int) -> None:
 
 
 def _message(draw: np.random.Generator) -> None:
-    frames = [wire.encode(int(draw.integers(0, 9)), *map(int, draw.integers(0, 1 << 31, 4))), _random(draw)]
+    frames = [wire.encode(int(draw.integers(0, 9)), *map(int, draw.integers(0, 1 << 31, 5))), _random(draw)]
     sent = [bytes(frame) for frame in zeromq._pack(frames)]
     wire.decode([bytes(frame) for frame in zeromq._unpack([_damaged(draw, sent[0]), *sent[1:]])])
 
 
 def _control(draw: np.random.Generator) -> None:
     message = wire.Dispute(int(draw.integers(1 << 40)), 2, 3, "x" * int(draw.integers(50)))
-    wire.decode_control(_damaged(draw, wire.encode_control(message)[1]))
+    wire.decode_control(_damaged(draw, wire.encode_control(message, int(draw.integers(1 << 32)))[1]))
 
 
 def _split(draw: np.random.Generator) -> None:

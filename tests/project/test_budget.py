@@ -25,19 +25,20 @@ LINES = {
     "algorithms": 1_165,
     "algorithms/dense": 2_590,
     "algorithms/gossip": 320,
-    "algorithms/rounds": 3_645,  # no round opens after a failure, and a program sees the names of its policies
+    "algorithms/rounds": 3_646,  # no round opens after a failure, and a program sees the names of its policies
     "algorithms/seam": 315,  # ranks compare the ways of the program that they take, and a way changes nothing too early
     "algorithms/sparse": 1_024,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended
     "ray": 390,
-    "rpc": 3_077,  # how a stub declares a stream
-    "runtime": 3_890,  # the agreement on the next epoch, what a failure calls, and trainings that have not ended
+    "rpc": 3_078,  # how a stub declares a stream
+    # The agreement on the next epoch, how the news of a loss spreads, and messages and windows by epoch.
+    "runtime": 4_092,
     "tensors": 1_270,
     "testing": 5_927,  # the explorer of protocols, deaths at each step of a record, and files that raise
-    "torch": 2_861,  # `discard` and policies of the states of hooks, and errors that name what was forgotten
+    "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
-    "transport": 6_251,  # the names of all environment variables, and the search for a rank that died unsigned
+    "transport": 6_255,  # epochs in headers, names of environment variables, the search for a rank that died unsigned
     "world": 1_790,  # the store that decides on epochs, in three kinds
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`

@@ -24,10 +24,12 @@ class Router:
     def on_signal(self, context: int, handler: Any) -> None:
         pass
 
-    def signal(self, dest: int, context: int, number: int, step: int, fingerprint: int, payload: bytes) -> None:
+    def signal(
+        self, dest: int, epoch: int, context: int, number: int, step: int, fingerprint: int, payload: bytes
+    ) -> None:
         self.sent.append((number, False))
 
-    def signal_directly(self, dest: int, context: int, number: int, step: int, payload: bytes) -> bool:
+    def signal_directly(self, dest: int, epoch: int, context: int, number: int, step: int, payload: bytes) -> bool:
         if self.takes:
             self.sent.append((number, True))
         return self.takes
@@ -38,7 +40,7 @@ class Runtime:
 
     def __init__(self) -> None:
         self.router, self.posted = Router(), []
-        group: Any = SimpleNamespace(ranks=(0, 1), communicator=1)
+        group: Any = SimpleNamespace(ranks=(0, 1), communicator=1, epoch=1)
         router: Any = self.router
         self.carrier = MessageCarrier(router, group, self.posted.append, lambda rank, error: None)
 

@@ -1381,7 +1381,7 @@ def test_invalid_segments_end_the_world(segment):
         kind, number, payload = segment
         if comm.rank == 0:
             comm._core.member.endpoint.router.signal(
-                1, digest(comm._core.member.group.communicator, "rpc"), number, kind, 0, payload
+                1, 1, digest(comm._core.member.group.communicator, "rpc"), number, kind, 0, payload
             )
         await comm.rpc.call(comm.rank, "asyncoll.methods")
         await asyncio.sleep(1)

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -149,7 +150,8 @@ def test_a_message_that_no_rank_has_received_yet_is_waited_for(received, asks):
     router = SimpleNamespace(
         size=2, rank=1, tell=lambda rank, message: asked.append((rank, message)), sent_to=[0, 0], received_from=[0, 0]
     )
-    hearer = standstill.Standstill(router, Failures(router), SimpleNamespace(ended=set()))
+    membership: Any = SimpleNamespace(ended=set(), members=(0, 1))
+    hearer = standstill.Standstill(router, Failures(router, membership), membership)
     hearer.received(0, Still(1, 0, 1, 3, 1, "7 0 2 2 1 to 0", "7 0", ""))
     hearer.received(1, Still(1, 0, 1, 1, received - 1, "7 1 1 2 barrier", "7 1", ""))
     assert asked == ([(0, Stillness(1, 1))] if asks else [])

@@ -23,6 +23,7 @@ from asyncoll.errors import MismatchError
 from asyncoll.runtime import executions
 from asyncoll.runtime.executions import Executions, Identity
 from asyncoll.runtime.failures import Failures
+from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.router import Router
 from asyncoll.statistics import Traffic
 from asyncoll.testing import Disconnect, Network, check_transport, run_ranks
@@ -225,8 +226,8 @@ def test_a_rank_that_ends_in_the_middle_of_a_long_message_can_still_say_why():
     told = []
     reassembly = split._Reassembly(frozenset({0}), lambda: None, lambda _: None)
     reassembly.receiver = SimpleNamespace(received=lambda _, frames: told.append(frames), lost=told.append)
-    why = wire.encode_control(wire.Abort(1, 0, "out of memory"))
-    for frames in ([wire.encode(wire.DATA), b"short"], why, [b"nothing that was ever sent", b""]):
+    why = wire.encode_control(wire.Abort(1, 0, "out of memory"), 1)
+    for frames in ([wire.encode(wire.DATA, 1), b"short"], why, [b"nothing that was ever sent", b""]):
         reassembly.received(0, [*split._counted(1, frames)])
     assert told == []
     reassembly.lost(Loss(0, "its connection closed"))
@@ -235,19 +236,20 @@ def test_a_rank_that_ends_in_the_middle_of_a_long_message_can_still_say_why():
 
 def test_a_direct_send_stays_within_the_window():
     stream, size = Stream(), executions._DIRECT_MAX_BYTES
-    router = Router(stream, Traffic())
-    rank = Executions(stream, router, Failures(router))
+    membership = Membership(stream.size)
+    router = Router(stream, Traffic(), membership)
+    rank = Executions(stream, router, Failures(router, membership), membership)
     x = np.zeros(size, np.uint8)
     count = 0
-    while rank.send_directly(Identity(1, (0, 1), 2, count + 1, 3, str), 1, x):
+    while rank.send_directly(Identity(1, (0, 1), 1, 2, count + 1, 3, str), 1, x):
         count += 1
     fits = executions.WINDOW_BYTES // (size + executions._MESSAGE_COST)
     assert count == fits == len(stream.sent) == router._traffic.messages_sent
     assert router._traffic.bytes_sent == fits * size
     rank.credited(1, size + executions._MESSAGE_COST)
-    assert rank.send_directly(Identity(1, (0, 1), 2, fits + 2, 3, str), 1, x)
-    assert not rank.send_directly(Identity(1, (0, 1), 2, fits + 3, 3, str), 1, x)
-    assert not rank.send_directly(Identity(1, (0, 1), 2, 1, 3, str), 2, np.zeros(size + 1, np.uint8))
+    assert rank.send_directly(Identity(1, (0, 1), 1, 2, fits + 2, 3, str), 1, x)
+    assert not rank.send_directly(Identity(1, (0, 1), 1, 2, fits + 3, 3, str), 1, x)
+    assert not rank.send_directly(Identity(1, (0, 1), 1, 2, 1, 3, str), 2, np.zeros(size + 1, np.uint8))
 
 
 @pytest.mark.parametrize("elements", [4, 1 << 18], ids=["short", "long"])

@@ -22,8 +22,8 @@ uint64s = st.integers(0, 2**64 - 1)
 uint32s = st.integers(0, 2**32 - 1)
 
 
-def message(kind: int, payload: bytes = b"", **fields: int) -> list[bytes]:
-    return [wire.encode(kind, **fields), payload][: 2 if kind in WITH_PAYLOAD else 1]
+def message(kind: int, payload: bytes = b"", epoch: int = 1, **fields: int) -> list[bytes]:
+    return [wire.encode(kind, epoch, **fields), payload][: 2 if kind in WITH_PAYLOAD else 1]
 
 
 def decodes_or_raises(frames: list[bytes]) -> None:
@@ -34,12 +34,15 @@ def decodes_or_raises(frames: list[bytes]) -> None:
             wire.decode_control(frames[1])
     except ProtocolError:
         return
-    assert wire.encode(header.kind, header.context, header.number, header.step, header.fingerprint) == frames[0]
+    assert (
+        wire.encode(header.kind, header.epoch, header.context, header.number, header.step, header.fingerprint)
+        == frames[0]
+    )
 
 
-@given(st.sampled_from(KINDS), uint64s, uint64s, uint32s, uint64s, st.binary(max_size=50))
-def test_a_header_decodes_to_its_values(kind, context, number, step, fingerprint, payload):
-    fields = {"context": context, "number": number, "step": step, "fingerprint": fingerprint}
+@given(st.sampled_from(KINDS), uint32s, uint64s, uint64s, uint32s, uint64s, st.binary(max_size=50))
+def test_a_header_decodes_to_its_values(kind, epoch, context, number, step, fingerprint, payload):
+    fields = {"epoch": epoch, "context": context, "number": number, "step": step, "fingerprint": fingerprint}
     header = wire.decode(message(kind, payload, **fields))
     assert header._asdict() == {"kind": kind, **fields}
 
@@ -81,10 +84,10 @@ def test_a_wrong_number_of_frames_is_refused(kind):
 
 @pytest.mark.parametrize(
     ("index", "value", "complaint"),
-    [(0, b"x", "not an asyncoll peer"), (2, b"\x02", "wire version 2"), (3, b"\x00", "kind"), (3, b"\x08", "kind")],
+    [(0, b"x", "not an asyncoll peer"), (2, b"\x01", "wire version 1"), (3, b"\x00", "kind"), (3, b"\x08", "kind")],
 )
 def test_the_error_names_the_wrong_field_of_a_header(index, value, complaint):
-    header = bytearray(wire.encode(wire.GRANT))
+    header = bytearray(wire.encode(wire.GRANT, 1))
     header[index : index + 1] = value
     with pytest.raises(ProtocolError, match=complaint):
         wire.decode([bytes(header)])
@@ -116,7 +119,7 @@ ABORT = ["Abort", 1, 2, "tired"]
 
 @given(controls)
 def test_a_control_message_decodes_to_its_values(control):
-    frames = wire.encode_control(control)
+    frames = wire.encode_control(control, 1)
     assert wire.decode(frames).kind == wire.CONTROL
     assert wire.decode_control(frames[1]) == control
 
@@ -127,14 +130,14 @@ def test_long_texts_are_cut_to_fit(cls, letter):
     long = letter * 100_000
     values = {str: long, int: 2**63, bool: True}
     control = cls(*map(values.get, get_type_hints(cls).values()))
-    frames = wire.encode_control(control)
+    frames = wire.encode_control(control, 1)
     assert wire.decode(frames).kind == wire.CONTROL
     assert type(wire.decode_control(frames[1])) is cls
 
 
 def test_a_text_with_lone_surrogates_can_be_sent():
     """File names, and so call sites, may contain bytes that are not UTF-8: Python decodes them to lone surrogates."""
-    frames = wire.encode_control(wire.Abort(1, 2, "at caf\udce9.py:3"))
+    frames = wire.encode_control(wire.Abort(1, 2, "at caf\udce9.py:3"), 1)
     assert "at caf" in wire.decode_control(frames[1]).reason
 
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 from asyncoll.algorithms.rounds.activation import edges
 from asyncoll.algorithms.rounds.by_coordinator import COORDINATED_MAX_BYTES, CoordinatedRounds
@@ -25,6 +25,9 @@ from asyncoll.runtime.member import Member
 from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import ReduceOp
 from asyncoll.transport.wire import Announce
+
+# All of an operation but its epoch, which the header has.
+_ANNOUNCED = [field.name for field in dataclasses.fields(Operation) if field.name != "epoch"]
 
 
 class ServedRounds(Rounds, Protocol):
@@ -77,7 +80,7 @@ class AnnouncedOperations:
     def _announced(self, source: int, message: Announce) -> None:
         """An announcement of world rank `source` arrives. Its fields are untrusted; raises ProtocolError."""
         try:
-            operation = announced_operation(message)
+            operation = announced_operation(message, self._member.group.epoch)
             check_operation(operation, self._member.group.size)
             caller = self._member.group.ranks.index(source)
         except (KeyError, TypeError, ValueError, UsageError) as error:
@@ -114,17 +117,17 @@ def _coordinated(port: Port, operation: Operation, describe: Callable[[], str]) 
 
 
 def _announcement(communicator: int, operation: Operation, site: str) -> Announce:
-    values = {field.name: getattr(operation, field.name) for field in dataclasses.fields(operation)}
+    values = {name: getattr(operation, name) for name in _ANNOUNCED}
     layout = ",".join(f"{dtype}:{count}" for dtype, count in operation.layout)
     values |= {"layout": layout, "op": operation.op.name, "opening": operation.opening.name}
     return Announce(**values, communicator=communicator, site=site)
 
 
-def announced_operation(message: Announce) -> Operation:
-    """The inverse of `_announcement`. Raises KeyError, TypeError or ValueError if it describes no operation."""
-    values = {field.name: getattr(message, field.name) for field in dataclasses.fields(Operation)}
+def announced_operation(message: Announce, epoch: int) -> Operation:
+    """The operation of `epoch` that `message` announces. Raises KeyError, TypeError or ValueError if it is none."""
+    values: dict[str, Any] = {name: getattr(message, name) for name in _ANNOUNCED}
     values |= {"op": ReduceOp[message.op], "opening": Opening[message.opening], "layout": _layout(message.layout)}
-    return Operation(**values)
+    return Operation(**values, epoch=epoch)
 
 
 def _layout(text: str) -> Layout:

@@ -62,7 +62,7 @@ class Operation:
     fixed: bool = False  # the same groups in every round
     weighted: bool = False  # each contribution has a weight, by which AVG multiplies, and by whose sum it divides
     buckets: str = ""  # the boundaries between tensors, if a contribution consists of several
-    epoch: int = 0  # that of `Group`
+    epoch: int = 1  # that of `Group`
     site: ClassVar[None] = None  # a round has no place in the program
 
     @property

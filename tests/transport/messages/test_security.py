@@ -440,7 +440,7 @@ def test_a_peer_without_the_key_is_rejected(attacked, caplog, world, theirs):
             dealer.routing_id = transport._routing_ids[0]
             dealer.connect(own_address(transport))
             with contextlib.suppress(zmq.Again):  # the connection has been rejected already
-                dealer.send_multipart(wire.encode_control(wire.Abort(0, 0, "for fun")), zmq.NOBLOCK)
+                dealer.send_multipart(wire.encode_control(wire.Abort(0, 0, "for fun"), 1), zmq.NOBLOCK)
             await until(lambda: reason in caplog.text)
 
     attacked(world, attack)

@@ -298,7 +298,7 @@ def test_a_payload_in_a_slot_outlives_its_sender():
 
 # -- untrusted input ------------------------------------------------------------------------------
 
-HEADER = wire.encode(wire.DATA, 1, 1, 1, 1)
+HEADER = wire.encode(wire.DATA, 1, 1, 1, 1, 1)
 TAKEN, FOR_ANOTHER, FREE = 0, 1, 2  # slots of rank 0, in the state that rank 1 finds
 
 
