@@ -12,7 +12,7 @@ from asyncoll.algorithms.seam.backend import Backend
 from asyncoll.algorithms.seam.call import REDUCING, Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.seam.short_calls import signature_of
-from asyncoll.algorithms.seam.ways import OWN, with_own
+from asyncoll.algorithms.seam.ways import OWN, own, with_own
 from asyncoll.errors import describe
 from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.member import Member
@@ -67,8 +67,8 @@ class Calls:
         self._member.check_caller()
         self.check_started()
         number, epoch = self.short.last + 1, self._member.group.epoch
-        if OWN:  # all ranks have the same
-            detail = ", ".join(filter(None, (detail, *(f"way {way.name!r}" for way in OWN))))
+        if OWN:  # all ranks have the same here
+            detail = ", ".join(filter(None, (detail, *(f"way {way.name!r}" for way in own()))))
         self.unstarted = call = Signature(operation, number, dtype, count, detail, site, epoch)
         self.short.last = call.number  # after `unstarted`: no number is taken that it does not tell
         return call

@@ -16,7 +16,7 @@ from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.algorithms.rounds.announced import rounds_ways
 from asyncoll.algorithms.rounds.compiled_rounds import ROUNDS_WAYS
 from asyncoll.algorithms.rounds.directory import RoundsBackend
-from asyncoll.algorithms.seam.ways import OWN, Way
+from asyncoll.algorithms.seam.ways import Way, own
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.member import Member
 
@@ -45,14 +45,14 @@ def tables(ranks: int, environ: Mapping[str, str]) -> dict[str, tuple[Way[Any], 
     Raises UsageError for sizes in `environ` that are none.
     """
     if ranks == 1:
-        return {"of one rank": (*OWN, _only("all calls", "alone", "there is no rank to wait for"))}
+        return {"of one rank": (*own(), _only("all calls", "alone", "there is no rank to wait for"))}
     sizes = choose(ranks, environ)
     others: tuple[Way[Any], ...] = (*by_size.REDUCE_WAYS, *by_size.broadcast_ways(ranks), *by_size.ALLGATHER_WAYS)
     in_memory: tuple[Way[Any], ...] = (*allreduce_ways(sizes), *device_ways(sizes), *ROUNDS_WAYS)
     by_message: tuple[Way[Any], ...] = (*by_size.allreduce_ways(ranks, beside=False), *others, *rounds_ways(ranks))
     between_hosts: tuple[Way[Any], ...] = (*by_size.allreduce_ways(ranks, beside=True), *others)
     return {
-        "anywhere": (*OWN, _MESSAGES),
+        "anywhere": (*own(), _MESSAGES),
         "on one host": (*in_memory, *_IN_MEMORY_ONLY),
         "by message": (*by_message, *_BY_MESSAGE_ONLY),
         "between so many hosts, after a reduction in the memory of each": between_hosts,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import math
 import os
@@ -293,7 +294,7 @@ def _outside_of_any_loop(work: Callable[[], T]) -> T:
         threads = ThreadPoolExecutor(1, "asyncoll-ranks")
     if threads is None:
         return work()  # outside of any `except`, so that an error of `work` has no false context
-    world = threads.submit(work)
+    world = threads.submit(contextvars.copy_context().run, work)
     try:
         return world.result()
     finally:

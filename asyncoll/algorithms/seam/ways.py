@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -66,7 +67,8 @@ def begin(ways: Sequence[Way[R]], shape: Shape, *arguments: Any) -> R:
 
 # -- ways of the program -------------------------------------------------------------------------
 
-OWN: list[Way[Any]] = []  # while it is not empty, the compiled core declines all calls
+OWN: list[Way[Any]] = []  # of all ranks of this process: while it is not empty, the compiled core declines all calls
+_blocks: ContextVar[tuple[list[Way[Any]], ...]] = ContextVar("asyncoll_ways", default=())  # emptied at their ends
 _REDUCTIONS = ("allreduce", "reduce")  # their calls name what the bits mean
 _GENERAL = -1  # the number of a way of the package
 _OF_AN_ARRAY = (*_REDUCTIONS, "broadcast")
@@ -77,20 +79,34 @@ def added(way: Way[Any]) -> Iterator[None]:
     """Calls that begin meanwhile try `way` before those of the package, also if they are awaited later.
 
     All ranks add the same ways, in the same order, around the same calls: otherwise these fail with MismatchError,
-    which compares the names. `way.call` is "allreduce", "reduce" or "broadcast"; other calls may consist of these.
-    `way.begin` gets the `Collectives` of the call and the arguments of that method. The array is read-only until it
-    returns. It declines at all ranks or at none: before a call that it could take, all ranks compare in a short step
-    which way each of them takes, and fail if they differ. Otherwise it returns a coroutine that awaits methods of
-    these `Collectives` only. Tensors of devices have arrived, and are copied back afterwards.
+    which compares the names. The block has the way, and so have tasks that start in it, until it ends. So ranks that
+    share a process each add their own, or one is added around the whole world. A thread that starts in the block has it
+    if it runs in a copy of the context (`contextvars.copy_context`). Meanwhile the compiled core carries out no whole
+    calls in this process.
+
+    `way.call` is "allreduce", "reduce" or "broadcast"; other calls may consist of these. `way.begin` gets the
+    `Collectives` of the call and the arguments of that method. The array is read-only until it returns. It declines at
+    all ranks or at none: before a call that it could take, all ranks compare in a short step which way each of them
+    takes, and fail if they differ. Otherwise it returns a coroutine that awaits methods of these `Collectives` only.
+    Tensors of devices have arrived, and are copied back afterwards.
 
     Raises UsageError for a way that cannot be tried.
     """
     _check(way)
+    block = [way]
     OWN.append(way)
+    _blocks.set((*_blocks.get(), block))
     try:
         yield
     finally:
+        block.clear()  # tasks that go on keep the block
+        _blocks.set(tuple(filter(None, _blocks.get())))
         OWN.remove(way)
+
+
+def own() -> tuple[Way[Any], ...]:
+    """The ways that the program has added here and now, in order."""
+    return tuple(way for block in _blocks.get() for way in block)
 
 
 def _check(way: Way[Any]) -> None:
@@ -104,8 +120,10 @@ def _check(way: Way[Any]) -> None:
 
 
 def with_own(call: Call[R]) -> Call[R]:
-    """`call`, whose collectives try first the ways that the program has now. These use whole arrays."""
-    ways, body = tuple(OWN), call.body
+    """`call`, whose collectives try first the ways that the program has now, if any. These use whole arrays."""
+    ways, body = own(), call.body
+    if not ways:
+        return call
     return call._replace(
         body=lambda collectives: body(cast(Collectives, _WithOwn(collectives, ways, call.signature))), overlapping=None
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_all_ranks_take_the_way_whatever_the_core_has_learnt_and_however_an_arra
         if learns_first:
             await plain(comm)
         for turn in range(9):
-            with ways.added(way):  # the ranks share this table, and each leaves the block before another enters it
+            with ways.added(way):
                 call = comm.allreduce(made(comm, turn))
                 barrier = comm.barrier()
             await asyncio.sleep(0.002 * (comm.rank == turn % comm.size))
@@ -104,6 +105,54 @@ def test_all_ranks_take_the_way_whatever_the_core_has_learnt_and_however_an_arra
         assert len(begun) == 9 * size
 
     run(world, size, main)
+
+
+@looped("world", [*CARRIERS, "simulated"])
+@looped("size", SIZES)
+def test_each_rank_of_a_process_adds_its_own_way_at_its_time(world, size):
+    """One rank comes to a call before another has added the way, or after that one's block has ended."""
+    way, begun = noted(TOY)
+
+    async def calls(comm, times, took):
+        for _ in range(times):
+            assert (await comm.allreduce(np.ones(300, np.int8)) == comm.size).all()
+        return took.append(comm.rank)
+
+    async def main(comm):
+        plain, own = [], []
+        half = await comm.split(comm.rank % 2)
+        for _ in range(3):
+            with ways.added(way):
+                await calls(comm, 2, own)
+                with ways.added(way._replace(name="inner")):
+                    await calls(half, 1, own)
+                goes_on = asyncio.ensure_future(calls(comm, 2, own))
+                await asyncio.sleep(0)
+                await goes_on
+                has_ended = asyncio.ensure_future(calls(comm, 2, plain))  # its calls begin after the block
+            await has_ended
+            await calls(half, 1, plain)
+
+    run(world, size, main)
+    assert len(begun) == 3 * size * (2 + 1 + 2)
+    assert not ways.own()
+
+
+def test_worlds_in_one_process_have_their_own_ways():
+    way, begun = noted(TOY)
+
+    async def main(comm):
+        assert (await comm.allreduce(np.ones(300, np.int8)) == comm.size).all()
+
+    async def in_a_notebook():
+        with ways.added(way):
+            run("shm", 3, main)
+
+    asyncio.run(in_a_notebook())
+    assert len(begun) == 3
+    with ways.added(way), ThreadPoolExecutor(1) as threads:
+        threads.submit(run, "shm", 3, main).result()
+    assert len(begun) == 3
 
 
 @looped("world", ["zmq", "shm", "shm-mixed"])
