@@ -26,7 +26,7 @@ LINES = {
     "algorithms/dense": 2_590,
     "algorithms/gossip": 320,
     "algorithms/rounds": 3_646,  # no round opens after a failure, and a program sees the names of its policies
-    "algorithms/seam": 321,  # ranks compare the ways of the program that they take; each rank has its own
+    "algorithms/seam": 331,  # ranks compare the ways of the program, which are checked; each rank has its own
     "algorithms/sparse": 1_024,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_830,  # commands that vanish at Ctrl-C, and the report of how a job and its ranks have ended

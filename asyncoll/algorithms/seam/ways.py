@@ -20,7 +20,7 @@ from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Collectives
 from asyncoll.errors import UsageError, describe
 from asyncoll.runtime.signature import Signature
-from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.tensors.reductions import DTYPES, Array, ReduceOp
 
 R = TypeVar("R")
 MANY = 1 << 62  # more bytes than an array has
@@ -115,6 +115,12 @@ def _check(way: Way[Any]) -> None:
         raise UsageError(f"{named}: only {', '.join(_OF_AN_ARRAY)} have ways of the program")
     if way.dtypes and way.call not in _REDUCTIONS:
         raise UsageError(f"{named}: a {way.call} copies bytes, whatever they mean; leave out `dtypes`")
+    if isinstance(way.dtypes, str) or not set(way.dtypes) <= set(DTYPES):
+        raise UsageError(f"{named}: `dtypes` is {way.dtypes!r}; give a tuple of names of {', '.join(DTYPES)}")
+    if max(way.over, -1) >= way.up_to:
+        raise UsageError(f"{named}: it takes no array; give `over`, {way.over}, fewer bytes than `up_to`, {way.up_to}")
+    if not callable(way.begin):
+        raise UsageError(f"{named}: `begin` is {way.begin!r}; give a function that returns a coroutine, or None")
     if way != way._replace(counts_link=False, compiled=0):
         raise UsageError(f"{named}: leave out `counts_link` and `compiled`, which are for ways of the package")
 
@@ -173,6 +179,9 @@ class _WithOwn:
         except Exception as error:
             remedy = "it may raise nothing before its coroutine, nor change the array, which is read-only until then"
             raise UsageError(f"the way {way.name!r} of {self._call} raised {describe(error)}: {remedy}") from error
+        if not isinstance(work, Coroutine | None):
+            remedy = "it is a function that returns a coroutine, or None if it declines"
+            raise UsageError(f"`begin` of the way {way.name!r} of {self._call} returned {work!r:.60}: {remedy}")
         shown.flags.writeable = x.flags.writeable
         return None if work is None else (tried[-1], work)
 

@@ -194,6 +194,11 @@ def test_a_way_that_cuts_arrays_gets_an_element_for_each_rank(size):
         ({"call": "allgather"}, "only allreduce, reduce, broadcast have"),
         ({"call": "reduce_scatter"}, "only allreduce, reduce, broadcast have"),
         ({"call": "broadcast"}, "leave out `dtypes`"),
+        ({"over": 10, "up_to": 5}, "it takes no array; give `over`, 10, fewer bytes than `up_to`, 5"),
+        ({"up_to": -1}, "it takes no array"),
+        ({"dtypes": ("int9",)}, r"`dtypes` is \('int9',\); give a tuple of names of float64"),
+        ({"dtypes": "int8"}, "`dtypes` is 'int8'; give a tuple"),
+        ({"begin": None}, "`begin` is None; give a function that returns a coroutine, or None"),
         ({"counts_link": True}, "leave out `counts_link`"),
         ({"compiled": 1}, "leave out `counts_link` and `compiled`"),
     ],
@@ -296,6 +301,24 @@ def test_a_way_cannot_change_the_array_before_its_coroutine(world, size):
         assert "the way 'int8, gathered' of allreduce #2 of 300 int8" in text
         assert "raised ValueError: output array is read-only" in text
         assert "nor change the array, which is read-only until then" in text
+
+
+@looped("world", [*CARRIERS, "simulated"])
+def test_a_way_that_begins_no_coroutine_is_named(world):
+    async def main(comm):
+        async def calls():
+            await comm.barrier()  # all have joined
+            await comm.allreduce(np.ones(300, np.int8))
+
+        with pytest.raises((UsageError, AbortedError)) as caught:
+            await calls()
+        return str(caught.value)
+
+    with ways.added(TOY._replace(begin=lambda *_: 5)):
+        told = run(world, 3, main)
+    for text in told:
+        assert "`begin` of the way 'int8, gathered' of allreduce #2 of 300 int8" in text
+        assert "returned 5: it is a function that returns a coroutine, or None if it declines" in text
 
 
 @looped("ranks", [1, 4])
