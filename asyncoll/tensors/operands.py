@@ -21,6 +21,7 @@ import numpy as np
 from asyncoll.arguments import digest
 from asyncoll.errors import UsageError
 from asyncoll.tensors.metrics import Metrics, MetricsOperand
+from asyncoll.tensors.overlap import overlaps
 from asyncoll.tensors.reductions import (
     BFLOAT16,
     DTYPES,
@@ -41,6 +42,7 @@ from asyncoll.tensors.staged import Staged, Stager, hidden, is_hidden, stagers
 if TYPE_CHECKING:
     import torch
 
+_OVERLAPS = "the result goes into this tensor, but its elements overlap (expanded, or of small strides): pass a copy"
 _SHOWN = 64  # characters: a longer text is replaced by its digest
 
 
@@ -200,7 +202,10 @@ def _numpy_operand(x: Array, writable: bool) -> Operand:
     flags = x.flags
     if writable and not flags.writeable:
         raise UsageError("the result goes into this array, but it is read-only: pass a copy")
-    direct = flags.c_contiguous and x.dtype.isnative
+    is_packed = flags.c_contiguous
+    if writable and not is_packed and overlaps(x.shape, x.strides, x.itemsize):
+        raise UsageError(_OVERLAPS)
+    direct = is_packed and x.dtype.isnative
     if direct and x.ndim == 1:
         return Operand(x, x, dtype, x.shape, copied=False)
     flat = x.reshape(-1) if direct else np.ascontiguousarray(x, x.dtype.newbyteorder("=")).reshape(-1)
@@ -295,9 +300,8 @@ def _checked_dtype(x: torch.Tensor, writable: bool) -> str:
 
 def check_writable(x: torch.Tensor) -> None:
     """Raise UsageError if several elements of `x` are at one place of the memory."""
-    # Tensors without elements may have any strides: `torch.from_numpy` gives them zeros.
-    if x.numel() and any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise UsageError("the result goes into this tensor, but its elements overlap (expanded): pass x.clone()")
+    if not x.is_contiguous() and overlaps(x.shape, [stride * x.itemsize for stride in x.stride()], x.itemsize):
+        raise UsageError(_OVERLAPS)
 
 
 def _torch_operand(x: torch.Tensor, writable: bool) -> Operand:

@@ -34,7 +34,7 @@ LINES = {
     "rpc": 3_078,  # how a stub declares a stream
     # The agreement on the next epoch, how the news of a loss spreads, and messages and windows by epoch.
     "runtime": 4_092,
-    "tensors": 1_270,
+    "tensors": 1_310,  # results whose elements overlap are refused, in numpy as in torch, for any strides
     "testing": 5_927,  # the explorer of protocols, deaths at each step of a record, and files that raise
     "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
