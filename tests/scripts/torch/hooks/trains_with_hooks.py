@@ -510,8 +510,9 @@ def sparse():
     # Ctrl-C in the call leaves the gradient in the residual.
     state, ddp, optimizer = new(hooks.oktopk)
     step(ddp, optimizer, batches(1, 1)[0])
-    state._comm = SimpleNamespace(sparse_allreduce=interrupt)
+    comm, state._comm = state._comm, SimpleNamespace(sparse_allreduce=interrupt)
     caught(KeyboardInterrupt, backward, ddp, batches(1, 1)[0])
+    state._comm = comm
     refused("no state to save", state.state_dict)
     # Ctrl-C in finish(), or in a resynchronisation, leaves calls unmade.
     state, ddp, optimizer = new(hooks.oktopk)
