@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -49,7 +49,7 @@ class _JoinedWorld:
     number: int  # of the worlds that have shared a store; the same at all ranks
     store: Any  # the store, if it would end with the default group of this process; otherwise None
     made: Counter[int] = field(default_factory=Counter)  # groups of each name and ranks, by their digest
-    waits: list[Callable[[], None]] = field(default_factory=list)  # of `wait_on_leaving`
+    served: dict[BlockingCommunicator, float] = field(default_factory=dict)  # of `serve_until_all_leave`: the limits
 
 
 _world: _JoinedWorld | None = None
@@ -133,10 +133,10 @@ def leave(comm: BlockingCommunicator) -> None:
     _leave(comm, sys.exc_info()[1])
 
 
-def wait_on_leaving(wait: Callable[[], None]) -> None:
-    """Call `wait` as this rank leaves the world in order. It waits for ranks that may need this one until then."""
+def serve_until_all_leave(comm: BlockingCommunicator, timeout_s: float) -> None:
+    """Rounds of `comm` may need this rank: as it leaves the world in order, it waits for the others, for this time."""
     if _world is not None:
-        _world.waits.append(wait)
+        _world.served[comm] = timeout_s
 
 
 def abort(comm: BlockingCommunicator) -> None:
@@ -182,9 +182,10 @@ def _leave(comm: BlockingCommunicator, error: BaseException | None) -> None:
             comm._end(reason_to_leave(error))
         return
     _keep(world.store)
-    while error is None and world.waits:
-        with contextlib.suppress(AsyncollError):  # a rank that is gone needs nothing
-            world.waits.pop(0)()
+    while error is None and world.served:
+        served, timeout_s = world.served.popitem()
+        with contextlib.suppress(AsyncollError), deadline(timeout_s):  # a rank that is gone needs nothing
+            served.barrier().wait()
     # First: if a signal handler raises in it, the next call waits for the end.
     comm._leave(error)
     with _lock:

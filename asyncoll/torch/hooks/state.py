@@ -16,7 +16,7 @@ from asyncoll.blocking import BlockingCommunicator
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import deadline
 from asyncoll.runtime.unfinished import Training
-from asyncoll.torch.entry import wait_on_leaving
+from asyncoll.torch.entry import serve_until_all_leave
 from asyncoll.torch.errors import of_torch
 from asyncoll.torch.hooks import agreement, refusals
 from asyncoll.torch.hooks.buckets import trained
@@ -151,19 +151,15 @@ class HookState(ABC):
 
         For measurements, and after a checkpoint from which a later run goes on. The model stays that of the last step,
         another one at each rank. Rounds of the others may wait for this rank: every rank calls it, after the same step,
-        and `destroy_process_group()` then waits for the slowest one. Afterwards `finish()` has no effect, and
-        `backward()` and `state_dict()` are a UsageError.
+        and `destroy_process_group()` then waits for the slowest one, for the timeout of the group at most. Afterwards
+        `finish()` has no effect, and `backward()` and `state_dict()` are a UsageError.
         """
         self._check_original()
         if not self._has_ended:
             self._release()
             self._fail()
-            wait_on_leaving(self._meet)
+            serve_until_all_leave(self._comm, self._group.get_timeout().total_seconds())
         self._has_ended = True
-
-    def _meet(self) -> None:
-        with self._calls():
-            self._comm.barrier().wait()
 
     @abstractmethod
     def _finish(self) -> None:
