@@ -175,7 +175,11 @@ def ways(ranks: int, as_json: bool) -> str:
     if as_json:
         return json.dumps({call: [dict(zip(head, row, strict=True)) for row in shown] for call, shown in rows.items()})
     widths = [max(map(len, column)) for column in zip(head, *chain.from_iterable(rows.values()), strict=True)]
-    lines = [f"Ranks: {ranks}. The first way that takes a call carries it out; one that declines has changed nothing."]
+    lines = [
+        f"Ranks: {ranks}. The first way that takes a call carries it out; one that declines has changed nothing.",
+        "Bytes are those of an array; for AVG of halves by message, as float32; of an allgather, those of all blocks.",
+        "A link: those of all arrays of the call that pass the same link.",
+    ]
     for call, shown in rows.items():
         lines += ["", call, *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *shown))]
     return "\n".join(lines)

@@ -55,7 +55,7 @@ def tables(ranks: int, environ: Mapping[str, str]) -> dict[str, tuple[Way[Any], 
         "anywhere": (*own(), _MESSAGES),
         "on one host": (*in_memory, *_IN_MEMORY_ONLY),
         "by message": (*by_message, *_BY_MESSAGE_ONLY),
-        "between so many hosts, after a reduction in the memory of each": between_hosts,
+        "between so many hosts, beside steps in the memory of each": between_hosts,
         "on several hosts": _ON_HOSTS_ONLY,
     }
 

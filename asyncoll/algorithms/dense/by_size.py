@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from asyncoll.algorithms.dense import on_lane
-from asyncoll.algorithms.seam.ways import MANY, Shape, Way, begin
+from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.runtime.group import Lane
 from asyncoll.tensors.reductions import Array, Combine
 from asyncoll.transport.wire import SEGMENT_BYTES
@@ -98,10 +98,11 @@ def _ring_min(ranks: int) -> int:
 @functools.cache
 def broadcast_ways(ranks: int) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
     way = partial(Way[Coroutine[Any, Any, None]], "broadcast")
-    tree_max = SMALL_MAX_BYTES if ranks > 2 else MANY
-    short = way("binomial tree", on_lane.tree_broadcast, "few steps", up_to=tree_max, counts_link=True)
+    tree = partial(way, "binomial tree", on_lane.tree_broadcast, "few steps")
+    if ranks == 2:
+        return (tree(),)
     return (
-        short,
+        tree(up_to=SMALL_MAX_BYTES, counts_link=True),
         way("scatter, ring", on_lane.scattered_broadcast, "the root sends each byte twice"),
     )
 

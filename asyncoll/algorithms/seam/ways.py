@@ -204,12 +204,13 @@ def limits(way: Way[Any]) -> str:
     over, up_to = way.over, way.up_to
     least = f"from {size(over + 1)}" if over % 2 else f"over {size(over)}"
     most = f"under {size(up_to + 1)}" if up_to % 2 else f"up to {size(up_to)}"
-    return " ".join([least] * (over >= 0) + [most] * (up_to < MANY)) or "any"
+    words = [least] * (over >= 0) + [most] * (up_to < MANY)
+    return " ".join(words + ["a link"] * way.counts_link) if words else "any"
 
 
 def size(nbytes: int) -> str:
-    """`nbytes` in the largest unit that keeps it whole."""
+    """`nbytes` in the largest unit that keeps it whole; else in KiB, rounded."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if nbytes and nbytes % unit == 0:
             return f"{nbytes // unit} {name}"
-    return f"{nbytes} bytes"
+    return f"{nbytes} bytes" if nbytes < 1 << 10 else f"{nbytes / (1 << 10):.1f} KiB"

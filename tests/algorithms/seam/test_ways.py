@@ -339,7 +339,8 @@ def test_each_array_has_a_way_in_each_table(ranks):
     for place, table in tables(ranks, {}).items():
         for call in {way.call for way in table}:
             rows = [way._replace(begin=lambda: "begun") for way in table if way.call == call]
-            assert rows[-1][4:6] == (-1, ways.MANY)
+            takes_all = [(way.over, way.up_to) == (-1, ways.MANY) and not (way.is_cut or way.needs) for way in rows]
+            assert takes_all == [False] * (len(rows) - 1) + [True], (place, call)  # a row after it would be for nothing
             edges = [0, *(edge + step for way in rows for edge in (way.over, way.up_to) for step in (0, 1))]
             for nbytes in {min(max(edge, 0), ways.MANY) for edge in edges}:
                 for has_parts in (True, False):
@@ -364,8 +365,11 @@ def test_the_table_is_printed_as_json_with_the_sizes_of_the_environment(monkeypa
         (0, 1 << 20, "over 0 bytes up to 1 MiB"),
         (1 << 20, ways.MANY, "over 1 MiB"),
         ((1 << 20) - 1, (1 << 21) - 1, "from 1 MiB under 2 MiB"),
-        (1 << 10, 100_000, "over 1 KiB up to 100000 bytes"),
+        (1 << 10, 100_000, "over 1 KiB up to 97.7 KiB"),
+        (-1, (1 << 20) // 3, "under 341.3 KiB"),
     ],
 )
 def test_limits_are_told_in_words(over, up_to, text):
-    assert limits(Way("allreduce", "", lambda: None, "", over=over, up_to=up_to)) == text
+    way = Way("allreduce", "", lambda: None, "", over=over, up_to=up_to)
+    assert limits(way) == text
+    assert limits(way._replace(counts_link=True)) == (text if text == "any" else f"{text} a link")
