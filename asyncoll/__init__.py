@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from asyncoll.errors import DeadlineError as DeadlineError
     from asyncoll.errors import DeadlockError as DeadlockError
     from asyncoll.errors import DeviceError as DeviceError
+    from asyncoll.errors import EvictedError as EvictedError
     from asyncoll.errors import MismatchError as MismatchError
     from asyncoll.errors import NonFiniteError as NonFiniteError
     from asyncoll.errors import PeerLostError as PeerLostError
@@ -68,8 +69,8 @@ _HOMES = {
     "algorithms.totals": "Statistics",
     "blocking": "BlockingCommunicator init",
     "communicator": "Communicator",
-    "errors": "AbortedError AsyncollError ClosedError DeadlineError DeadlockError DeviceError MismatchError "
-    "NonFiniteError PeerLostError ProtocolError RemoteError ServiceLostError UsageError",
+    "errors": "AbortedError AsyncollError ClosedError DeadlineError DeadlockError DeviceError EvictedError "
+    "MismatchError NonFiniteError PeerLostError ProtocolError RemoteError ServiceLostError UsageError",
     "runtime.deadlines": "deadline",
     "runtime.handles": "Handle",
     "runtime.progress": "offload",

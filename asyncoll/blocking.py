@@ -212,7 +212,7 @@ def _with_handle(
 
 
 _gossip, _split = _with_handle(Communicator.gossip), _with_handle(Communicator.split)
-_recv_any = _with_handle(Communicator.recv_any)
+_recv_any, _shrink = _with_handle(Communicator.recv_any), _with_handle(Communicator.shrink)
 
 
 class _NoRpcError(UsageError, AttributeError):
@@ -318,6 +318,9 @@ class BlockingCommunicator(Communicator):
     def _make_gossip(self, *parts: Any) -> BlockingGossip:
         return BlockingGossip(self._order, *parts)
 
+    def _renewed(self, core: Core, hosts: tuple[str, ...]) -> BlockingCommunicator:
+        return BlockingCommunicator(core, hosts, self._session)
+
     allreduce = _with_handle(Communicator.allreduce)
     broadcast = _with_handle(Communicator.broadcast)
     reduce = _with_handle(Communicator.reduce)
@@ -356,6 +359,13 @@ class BlockingCommunicator(Communicator):
     ) -> Handle[BlockingGossip]:
         """Make a gossip of `x`, whose calls return handles. All ranks call it, as they do `Communicator.gossip`."""
         return _gossip(self, x, graph=graph, seed=seed)  # type: ignore[return-value]
+
+    def shrink(self) -> Handle[BlockingCommunicator]:  # type: ignore[override]
+        """Go on without the ranks that are lost, as `Communicator.shrink`: a communicator whose calls return handles.
+
+        Leaving the world by that of all ranks, or by one of an earlier epoch, is the same.
+        """
+        return _shrink(self)  # type: ignore[return-value]
 
     def split(  # type: ignore[override]
         self, color: int | None, key: int = 0

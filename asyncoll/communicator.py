@@ -1347,6 +1347,50 @@ class Communicator(Uncopied):
 
         return self._calls.start(Call(call, body))
 
+    @property
+    def epoch(self) -> int:
+        """The membership of the world that this communicator is of: 1, and one more after each `shrink`."""
+        return self._epoch
+
+    async def shrink(self) -> Communicator:
+        """Go on without the ranks that are lost or have left: make a communicator of the survivors, in a new epoch.
+
+        Collective: every survivor calls it, after a PeerLostError or `abort`, on any communicator of its epoch. It
+        begins when it is awaited, and waits for the others. The survivors keep their order and get new ranks. Ranks
+        that are lost meanwhile are not in the new epoch, or fail its calls at once: then call `shrink` again.
+
+        All communicators of the epoch before end with it, also if no rank is lost. Of one made by `split` this gives
+        that of its survivors; other ones are made by `split` anew. Tensors of `empty` stay valid, and the functions
+        that are registered with `rpc` stay registered. The survivors agree through a store that outlives them (page
+        Failures). A collective that was under way at the death may be over at some survivors and have failed at others.
+
+        Cancelling it stops the wait only; a later call goes on.
+
+        Returns:
+            The communicator of the survivors, whose calls go by message.
+
+        Raises:
+            EvictedError: the others have gone on without this rank.
+            UsageError: the ranks have no store of epochs.
+            ServiceLostError: the store does not answer; `shrink` may be called again.
+            DeadlineError: a survivor has not called it in time; `shrink` may be called again.
+
+        Example:
+
+            try:
+                await comm.allreduce(x)
+            except asyncoll.PeerLostError:
+                comm = await comm.shrink()
+        """
+        before = self._core.member.endpoint.membership.numbers
+        names = dict(zip((before[rank] for rank in self._core.member.group.ranks), self.hosts, strict=True))
+        core = await self._core.shrink()
+        numbers = core.member.endpoint.membership.numbers
+        return self._renewed(core, tuple(names[numbers[rank]] for rank in core.member.group.ranks))
+
+    def _renewed(self, core: Core, hosts: tuple[str, ...]) -> Communicator:
+        return type(self)(core, hosts)
+
     def close(self) -> None:
         """Make no more calls on this communicator, which `split` has made. Its memory is freed when no rank needs it.
 

@@ -106,6 +106,13 @@ class PeerLostError(AsyncollError):
         self.left_in_order = False
 
 
+class EvictedError(AsyncollError):
+    """The other ranks have gone on without this one, which they took for lost. `shrink` raises it.
+
+    This rank cannot go back: its process ends, or leaves the world and joins another one.
+    """
+
+
 class DeadlineError(AsyncollError):
     """A call was not over in time. The message says which ranks have arrived, which are missing, and what these do.
 

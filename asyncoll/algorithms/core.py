@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -14,8 +16,12 @@ from asyncoll.algorithms.rounds.operations import Operations
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.sparse.sparse_operations import SparseOperations
 from asyncoll.algorithms.totals import Statistics
-from asyncoll.errors import Reason, UsageError
+from asyncoll.arguments import digest
+from asyncoll.errors import DeadlineError, Reason, UsageError
 from asyncoll.rpc.ranks import Rpc
+from asyncoll.rpc.service import FunctionRegistry
+from asyncoll.runtime.deadlines import remaining_s
+from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.lifetime import Lifetime
 from asyncoll.runtime.member import Member
@@ -26,11 +32,12 @@ from asyncoll.tensors.registered import RegisteredMemory, SharedMemory
 from asyncoll.transport.staging.opening import open_stager
 
 _PLANS_MAX = 1024
+NO_STORE = "shrink needs a store of epochs that outlives the ranks: start the job by `asyncoll launch`"
 ChooseBackend = Callable[[Member], RoundsBackend]
 
 
 class Family:
-    """What all communicators of one rank share: that of the world, and those split from it."""
+    """What all communicators of one rank in one epoch share: that of the world, and those split from it."""
 
     def __init__(self) -> None:
         self.rpcs: list[Rpc] = []  # of all communicators: they close with the world
@@ -96,8 +103,8 @@ class Core:
         """The RPC of this communicator. From its first use on this rank answers calls of its functions."""
         return self._rpc or self._open_rpc()
 
-    def _open_rpc(self) -> Rpc:
-        """The RPC, made now if there is none.
+    def _open_rpc(self, registry: FunctionRegistry | None = None) -> Rpc:
+        """The RPC, made now if there is none, with the functions of `registry`.
 
         Raises UsageError in a forked child, and in a thread without a running loop.
         """
@@ -105,7 +112,7 @@ class Core:
         if self._rpc is None:
             self.member.check_caller()
             self.lifetime.serves = True  # the other ranks may call functions of this one until the world ends
-            self._rpc = Rpc(self.member, self.backend.carrier, self.backend.device_route)
+            self._rpc = Rpc(self.member, self.backend.carrier, self.backend.device_route, registry)
             self.rpcs.append(self._rpc)
         return self._rpc
 
@@ -145,6 +152,39 @@ class Core:
         """
         member = Member(self.member.endpoint, group, self.member.runner)
         return Core(member, self._choose, self.family, keeps_messages=keeps_messages)
+
+    async def shrink(self) -> Core:
+        """The parts of this communicator in the next epoch. For a task on the program's loop."""
+        self.member.check_caller()
+        limit_s = min(self.member.endpoint.patience_s, remaining_s() or math.inf)
+        world = await self.member.runner.within(self._next_world(limit_s))
+        later = world if self.lifetime.is_world else world.split(self._group_in(world.member.endpoint))
+        if self._rpc is not None and later._rpc is None:
+            later._open_rpc(self._rpc.registry)
+        return later
+
+    async def _next_world(self, limit_s: float) -> Core:
+        """On the runtime's loop: the communicator of all ranks in the next epoch."""
+        endpoint = self.member.endpoint
+        if endpoint.succession is None:
+            raise UsageError(NO_STORE)
+        try:
+            async with asyncio.timeout(limit_s if limit_s < math.inf else None):
+                world: Core = await endpoint.succession.next(self.member.group.epoch)
+        except TimeoutError:
+            missing = endpoint.succession.absent()
+            names = ", ".join(map(endpoint.membership.name, missing)) or "the store"
+            text = f"shrink has not ended in {limit_s:g} s: {names} has not answered; all survivors must call it"
+            raise DeadlineError(text, (), tuple(missing)) from None
+        return world
+
+    def _group_in(self, endpoint: Endpoint) -> Group:
+        """The members of this communicator that live in the epoch of `endpoint`, in the same order."""
+        before, now = self.member.endpoint.membership.numbers, endpoint.membership.numbers
+        ranks = tuple(now.index(before[rank]) for rank in self.member.group.ranks if before[rank] in now)
+        epoch = endpoint.membership.epoch
+        context = digest(self.member.communicator, "shrink", epoch)
+        return Group(ranks, ranks.index(endpoint.rank), context, epoch=epoch)
 
     def close(self, error: Reason | None = None) -> None:
         """Make no more calls. In any thread. Raises UsageError for the communicator of the world.

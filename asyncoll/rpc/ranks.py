@@ -82,8 +82,17 @@ class Rpc(Uncopied):
     to its end; its result is dropped. Other calls are not affected.
     """
 
-    def __init__(self, member: Member, make_carrier: MakeCarrier, route: DeviceRoute | None) -> None:
-        """Made on the program's loop, on which all calls are made. Raises UsageError on another loop."""
+    def __init__(
+        self,
+        member: Member,
+        make_carrier: MakeCarrier,
+        route: DeviceRoute | None,
+        registry: FunctionRegistry | None = None,
+    ) -> None:
+        """Made on the program's loop, on which all calls are made. Raises UsageError on another loop.
+
+        `registry` has the functions that are registered already.
+        """
         self._loop = asyncio.get_running_loop()
         if self._loop is not member.runner.home:
             raise UsageError(FOREIGN_LOOP)
@@ -93,11 +102,11 @@ class Rpc(Uncopied):
         self._place: DevicePlace | None = None
         self._ranks = member.group.ranks
         self._check_not_forked = endpoint.check_not_forked
-        self._registry = FunctionRegistry()
+        self.registry = registry or FunctionRegistry()
         broken = lambda rank, error: member.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
         self._exchange = RpcExchange(
             make_carrier(broken),
-            self._registry,
+            self.registry,
             self._ranks.index,
             broken,
             "this communicator",
@@ -125,7 +134,7 @@ class Rpc(Uncopied):
         that was current where the function returned: that comes after the copy to the host. Return a clone if another
         stream may change it.
         """
-        self._registry.add(what, name, inline=flag(inline, "inline"), place=self._place)
+        self.registry.add(what, name, inline=flag(inline, "inline"), place=self._place)
         return what
 
     async def call(self, rank: int, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -133,7 +142,7 @@ class Rpc(Uncopied):
 
         The arguments may be changed once the call has returned.
         """
-        types = self._registry.types_of(name)
+        types = self.registry.types_of(name)
         return await self._exchange.client.call(Request(self._of_world(rank), name, args, kwargs, types, self._place))
 
     async def call_all(self, ranks: Iterable[int], name: str, /, *args: Any, **kwargs: Any) -> dict[int, Any]:
@@ -186,7 +195,7 @@ class Rpc(Uncopied):
         that came before. At the end of a deadline the generator is cancelled, and a slow reader gets DeadlineError when
         it next asks for an item.
         """
-        types = self._registry.types_of(name)
+        types = self.registry.types_of(name)
         return self._exchange.client.stream(Request(self._of_world(rank), name, args, kwargs, types, self._place))
 
     def to(self, device: object) -> Rpc:

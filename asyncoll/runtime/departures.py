@@ -135,8 +135,10 @@ class Departures:
         # A rank that has left needs no answer, and gives none.
         self._unanswered = others - self._membership.ended
         self.has_told = True
+        cause, rank = self.told(reason)
+        ending = Ending(not reason, cause, self._membership.numbers[rank])
         for rank in self._unanswered:
-            self._router.tell(rank, Ending(not reason, *self.told(reason)))
+            self._router.tell(rank, ending)
         if self._unanswered:
             self._all_answered.clear()
             with contextlib.suppress(TimeoutError):

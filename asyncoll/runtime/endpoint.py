@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from asyncoll import forks
 from asyncoll.errors import AsyncollError, ClosedError, ProtocolError, Reason, describe, text_of
-from asyncoll.runtime.ahead import Ahead
 from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.executions import Executions
-from asyncoll.runtime.failures import WORLD, Closed, Failures, error_of, ranks_in
+from asyncoll.runtime.failures import WORLD, Closed, Failures, Succeeded, error_of, ranks_in
 from asyncoll.runtime.host_losses import HostLosses
 from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.notices import MemberLeft, MembersLost, NoticeHeard, Notices
@@ -31,8 +30,30 @@ from asyncoll.transport import Arena, Buffer, Loss, Transport, wire
 logger = logging.getLogger("asyncoll")
 
 
+class Succession(Protocol):
+    """What leads from one epoch to the next: `runtime.succession.Succession`."""
+
+    def lost(self, number: int, *, is_dead: bool) -> None:
+        """The process of this member number is lost, or has left; with `is_dead` it has ended for certain."""
+
+    def heard(self, source: int, message: wire.Ready | wire.Decided) -> None:
+        """A message of member number `source`."""
+
+    def keep(self, source: int, header: wire.Header, frames: list[Buffer]) -> None:
+        """A message of member number `source` in a later epoch. Raises ProtocolError for too many."""
+
+    async def next(self, epoch: int) -> Any:
+        """Wait for an epoch after `epoch`, and return the communicator of all ranks in it."""
+
+    def absent(self) -> list[int]:
+        """The ranks of this epoch that live, and have not asked for the next."""
+
+    async def close(self) -> None:
+        """This rank leaves the world."""
+
+
 class Endpoint:
-    """The runtime of one rank.
+    """The runtime of one rank in one epoch.
 
     In: `received` and `lost`, called by the transport; `lost_in_memory`, called by a lock in shared memory;
     `introduce`, `depart`, `part` and `close`, called by `world.world` as the rank joins and leaves. Out: the methods of
@@ -51,12 +72,12 @@ class Endpoint:
         *,
         shares_memory: bool = True,
         all_have_arenas: bool = False,
-        hosts: Sequence[str] = (),
+        membership: Membership | None = None,
     ) -> None:
         """`arena` is the memory that the ranks of this host share; None without shared memory.
 
         `host_of` identifies each rank's host, the same at all ranks; by default each rank is on one of its own.
-        `hosts` has the names of the hosts by rank, for errors.
+        `membership` is that of the epoch; by default the ranks of the transport, in the first one.
         `shares_memory`: ranks of one host may share memory; False if the job forbids it, then all is by message.
         `all_have_arenas`: every rank of the world has an arena, also one that is alone on its host.
 
@@ -73,11 +94,11 @@ class Endpoint:
         self.all_have_arenas = all_have_arenas
         self.traffic = Traffic()  # messages of the transport
         self.in_memory = Ledger()  # calls in shared memory, added when they end
-        self.membership = Membership(self.size, hosts)
+        self.membership = membership or Membership(self.size)
         self.router = Router(transport, self.traffic, self.membership)
         self.failures = Failures(self.router, self.membership)
         self.executions = Executions(transport, self.router, self.failures, self.membership)
-        self._ahead = Ahead()
+        self.succession: Succession | None = None  # to the next epoch; None without a store of epochs
         self._notices = Notices(self.router, self.membership)
         self._host_losses = HostLosses(self.host_of, self.rank, self.membership, self._ask_of, self.report)
         self.standstill = Standstill(self.router, self.failures, self.membership)
@@ -135,6 +156,32 @@ class Endpoint:
         # Also if the task that leaves is cancelled meanwhile.
         finally:
             await self.transport.close(flush=flush)
+
+    def next(self, epoch: int, numbers: Sequence[int], transport: Transport) -> Endpoint:
+        """The endpoint of this rank in a later epoch, whose members are these: their calls go by message.
+
+        `transport` is that among them.
+        """
+        ranks = [self.membership.numbers.index(number) for number in numbers]
+        later = Endpoint(
+            transport,
+            None,
+            self.patience_s,
+            [self.host_of[rank] for rank in ranks],
+            shares_memory=False,
+            membership=self.membership.next(epoch, numbers),
+        )
+        later.succession = self.succession
+        return later
+
+    def retire(self, epoch: int) -> None:
+        """The ranks have gone on in `epoch`: every call here has failed, or fails now. Its memory stays."""
+        self.failures.fail(self.failures.record(Succeeded(epoch)))
+        self._host_losses.clear()
+        self._notices.close()
+        self.standstill.finished()
+        for service in list(self._services):
+            service.cancel()
 
     async def give_reason(self, reason: Reason | None) -> None:
         """Before `close`, if the world has failed: wait until the other ranks know why this one leaves.
@@ -260,24 +307,13 @@ class Endpoint:
                 raise ProtocolError(f"a message of kind {header.kind} is of no epoch")
             return True
         if header.epoch > self.membership.epoch:
-            self._ahead.keep(source, header, frames)
+            self._successor().keep(self.membership.numbers[source], header, frames)
         return False
 
-    def enter(self, epoch: int, members: tuple[int, ...]) -> None:
-        """Go on in a later epoch, of which this rank is a member. On the runtime's loop.
-
-        No call of the epoch before is under way at any member, or all have failed. What has come early for them is
-        dropped, the windows begin anew, and the messages of `epoch` that have come already are dispatched.
-        """
-        self.membership.enter(epoch, members)
-        self.router.enter()
-        self.executions.enter()
-        self._notices.close()
-        for source, frames in self._ahead.take(epoch):
-            # It was counted as it came.
-            self.traffic.messages_received -= 1
-            self.router.received_from[source] -= 1
-            self.received(source, frames)
+    def _successor(self) -> Succession:
+        if self.succession is None:
+            raise ProtocolError("it goes on to another epoch, for which this rank has no store: give one to all ranks")
+        return self.succession
 
     def _control(self, source: int, message: wire.Control) -> None:
         """Dispatch a control message."""
@@ -298,9 +334,12 @@ class Endpoint:
         elif isinstance(message, wire.Still | wire.Stillness):
             self.standstill.received(source, message)
         elif isinstance(message, wire.Ending):
-            self.departures.ending(source, message)
+            self.departures.ending(source, message._replace(rank=self.membership.rank_of(message.rank, source)))
             self._notices.happened(MemberLeft(source))
+            self._tell_succession({source}, has_left=True)
             self.standstill.wake()
+        elif isinstance(message, wire.Ready | wire.Decided):
+            self._successor().heard(self.membership.numbers[source], message)
         elif isinstance(message, wire.EndingSeen):
             self.departures.answered(source)
         else:
@@ -315,6 +354,7 @@ class Endpoint:
         """
         if loss.rank in self.membership.ended:
             return
+        self._tell_succession({loss.rank})
         if self.departures.has_told:  # perhaps the other rank has left, too, and does not tell one that has
             self.departures.answered(loss.rank)
             return
@@ -322,6 +362,13 @@ class Endpoint:
             self.report(loss)
         else:
             self._host_losses.noticed(loss)
+
+    def _tell_succession(self, ranks: Collection[int], *, has_left: bool = False) -> None:
+        if self.succession is not None:
+            own = self.host_of[self.rank]
+            for rank in ranks:
+                is_dead = has_left or (self.host_of[rank] == own and self.membership.is_gone(rank))
+                self.succession.lost(self.membership.numbers[rank], is_dead=is_dead)
 
     def report(self, loss: Loss, ranks: Sequence[int] = ()) -> None:
         """End the world at once because of `loss`. `ranks` are all ranks that are lost with it; by default its own."""
@@ -356,6 +403,7 @@ class Endpoint:
         self._host_losses.clear()
         for rank in lost:
             self.departures.answered(rank)
+        self._tell_succession(lost)
         if not self.closed:  # `close` has told the others and ended the waits
             is_first = self.failures.record(news) is news
             # Before the waits end here: this rank may leave as soon as its program has the error.

@@ -92,7 +92,7 @@ class EarlyExecution:
 class Execution:
     """One execution of one operation that is open at this rank."""
 
-    __slots__ = ("checked", "granted", "identity", "is_undone", "links", "mailbox", "piggyback", "serial", "waits")
+    __slots__ = ("checked", "granted", "identity", "is_undone", "mailbox", "piggyback", "serial", "waits")
 
     def __init__(
         self,
@@ -100,14 +100,9 @@ class Execution:
         piggyback: Array | None,
         serial: int,
         early: EarlyExecution | None,
-        links: dict[int, _FlowControl],
     ) -> None:
-        """`serial` is the order in which executions became known here: that of `early`, if it was known before.
-
-        `links` are the windows of its epoch.
-        """
+        """`serial` is the order in which executions became known here: that of `early`, if it was known before."""
         self.identity = identity
-        self.links = links
         self.piggyback = piggyback  # sent with every message; holds the maximum of all that have come
         self.serial = serial
         self.is_undone = early is not None and early.is_undone
@@ -163,7 +158,7 @@ class Executions:
         self._early: dict[tuple[int, int], EarlyExecution] = {}
         self._finished: dict[tuple[int, int], Identity] = {}  # the last _RECENT_MAX
         self._abandoned: dict[tuple[int, int], int] = {}  # ended by an exception: their communicators
-        self._links: dict[int, _FlowControl] = {}  # of this epoch
+        self._links: dict[int, _FlowControl] = {}
         # Executions that callers have carried out in their threads, until the runtime's loop needs to know of them.
         self._sent_directly: deque[Identity] = deque(maxlen=_RECENT_MAX)
         # By context, for executions that this class does not keep (rounds): a function that returns the world ranks of
@@ -176,15 +171,6 @@ class Executions:
         self._checks = Checks(self._open.values, self._check)
         failures.on_failure(WORLD, self._break_off)
 
-    def enter(self) -> None:
-        """The rank is in a new epoch: windows begin anew, and what has come early in the one before is dropped.
-
-        Executions that are still open have failed, and end with the windows of their own epoch.
-        """
-        self._links = {}
-        self._early.clear()
-        self._abandoned.clear()
-
     def open(self, identity: Identity, piggyback: Array | None = None) -> Execution:
         """Begin an execution at this rank. Raises the error of the communicator if it has failed.
 
@@ -196,7 +182,7 @@ class Executions:
         assert key not in self._open, f"{identity.describe()} is already open"
         early = self._early.pop(key, None)
         serial = early.serial if early else next(self._serials)
-        execution = self._open[key] = Execution(identity, piggyback, serial, early, self._links)
+        execution = self._open[key] = Execution(identity, piggyback, serial, early)
         if early is not None:
             for source, fingerprint in early.fingerprints.items():
                 if fingerprint != identity.fingerprint:
@@ -239,7 +225,7 @@ class Executions:
             if execution.is_undone:
                 return
             if early:
-                _link(execution.links, source).early_bytes -= sum(map(cost_of, early))
+                self._link(source).early_bytes -= sum(map(cost_of, early))
                 _check_whole(receive)
         except ProtocolError as error:
             self._failures.broken(source, error)
@@ -250,7 +236,7 @@ class Executions:
             self.grant(execution, source, step)
         else:
             for payload in early:
-                self._earn(execution.links, source, cost_of(payload))
+                self._earn(source, cost_of(payload))
 
     async def wait(self, execution: Execution, *receives: Receive) -> None:
         """Wait until one of `receives`, none of which is complete yet, is. Raises the error of the communicator."""
@@ -272,7 +258,7 @@ class Executions:
         The transport copies the data. This path has no coroutine, because most messages are short and the window is
         wide.
         """
-        if data.nbytes > SEGMENT_BYTES or not _link(execution.links, dest).outstanding(data.nbytes + _MESSAGE_COST):
+        if data.nbytes > SEGMENT_BYTES or not self._link(dest).outstanding(data.nbytes + _MESSAGE_COST):
             return False
         self._router.send(dest, _data_frames(execution, step, data.view(np.uint8)))
         return True
@@ -285,9 +271,9 @@ class Executions:
         `Transport.send_directly`. The loop need not wake: it enters the execution when it next looks for one.
         """
         cost = data.nbytes + _MESSAGE_COST
-        link = _link(self._links, dest)  # before the look at the epoch, which the loop may enter between the two
-        if data.nbytes > _DIRECT_MAX_BYTES or self._failures.any or identity.epoch != self._membership.epoch:
+        if data.nbytes > _DIRECT_MAX_BYTES or self._failures.any:
             return False
+        link = self._link(dest)
         if not link.outstanding(cost):
             return False
         # Noted first, because a Dispute may come before `send_directly` returns. If the transport refuses, the note
@@ -357,7 +343,7 @@ class Executions:
         # Not among the waits of the execution, about which `checks` asks: the window is shared by all calls, and the
         # peer may fail to consume another one.
         with self._failures.watch(identity.communicator, what) as future:
-            _link(execution.links, dest).waiters.append(future)
+            self._link(dest).waiters.append(future)
             await future
 
     async def _wait_for_grant(self, execution: Execution, dest: int, step: int) -> None:
@@ -442,11 +428,11 @@ class Executions:
             _check_whole(receive)
             # Segments of a long array come after a grant, and take no room in the window.
             if receive.into.nbytes <= SEGMENT_BYTES:
-                self._earn(self._links, source, cost_of(payload))
+                self._earn(source, cost_of(payload))
             return
         if execution.is_undone:
             return
-        link = _link(self._links, source)
+        link = self._link(source)
         link.early_bytes += cost_of(payload)
         # A peer that keeps the rules waits for credit before it has sent so much. Another one must not fill the memory.
         if link.early_bytes > WINDOW_BYTES:
@@ -474,7 +460,7 @@ class Executions:
 
         Raises ProtocolError if that is more than this rank has sent.
         """
-        link = _link(self._links, source)
+        link = self._link(source)
         if amount > link.outstanding_bytes:
             raise ProtocolError(f"a credit of {amount} bytes, but only {link.outstanding_bytes} are outstanding")
         link.outstanding(-amount)
@@ -520,16 +506,15 @@ class Executions:
             return None
         return execution
 
-    def _earn(self, links: dict[int, _FlowControl], source: int, amount: int) -> None:
+    def _earn(self, source: int, amount: int) -> None:
         """`amount` bytes of `source` have been consumed. Sends credit in batches of a quarter of the window.
 
         A credit for each array would double the number of short messages.
         """
-        link = _link(links, source)
+        link = self._link(source)
         link.earned_bytes += amount
         if link.earned_bytes >= WINDOW_BYTES // 4:
-            if links is self._links:  # else the sender has new windows, too
-                self._router.send(source, [wire.encode(wire.CREDIT, self._membership.epoch, number=link.earned_bytes)])
+            self._router.send(source, [wire.encode(wire.CREDIT, self._membership.epoch, number=link.earned_bytes)])
             link.earned_bytes = 0
 
     # -- mismatches -------------------------------------------------------------------------------
@@ -569,8 +554,8 @@ class Executions:
         for key in [key for key, early in self._early.items() if early.is_of(communicator)]:
             early = self._early.pop(key)
             for source, payload in early.mailbox.early() if not early.is_undone else ():
-                _link(self._links, source).early_bytes -= cost_of(payload)
-                self._earn(self._links, source, cost_of(payload))
+                self._link(source).early_bytes -= cost_of(payload)
+                self._earn(source, cost_of(payload))
 
     def answer(self, source: int, dispute: wire.Dispute) -> None:
         """A Dispute message: fail the communicator at all members, with the calls of `source` and of this rank."""
@@ -582,6 +567,10 @@ class Executions:
         members, mine = known or ((source,), "another operation, long ago")
         text = f"rank {source} {_did(dispute.description)}, but rank {self._router.rank} {_did(mine)}"
         self._failures.mismatch(dispute.communicator, members, text)
+
+    def _link(self, peer: int) -> _FlowControl:
+        """Flow control with world rank `peer`. From any thread: `setdefault` is one atomic step."""
+        return self._links.get(peer) or self._links.setdefault(peer, _FlowControl())
 
     def last_call(self, source: int) -> str:
         """The description of the execution of the last message of `source`; empty if there is none."""
@@ -602,11 +591,6 @@ def _data_frames(execution: Execution, step: int, payload: Buffer) -> list[Buffe
     identity = execution.identity
     header = wire.encode(wire.DATA, identity.epoch, identity.context, identity.number, step, identity.fingerprint)
     return [header, payload] if execution.piggyback is None else [header, payload, execution.piggyback.view(np.uint8)]
-
-
-def _link(links: dict[int, _FlowControl], peer: int) -> _FlowControl:
-    """Flow control with world rank `peer`. From any thread: `setdefault` is one atomic step."""
-    return links.get(peer) or links.setdefault(peer, _FlowControl())
 
 
 def _check_whole(receive: Receive) -> None:

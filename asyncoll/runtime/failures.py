@@ -30,6 +30,13 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
+class Succeeded:
+    """The ranks have gone on in a later epoch. All members know."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Departed:
     """A rank that takes part in a call of this communicator has left it. All members know, so nothing is sent."""
 
@@ -43,7 +50,7 @@ class Departed:
 Reported: TypeAlias = (
     wire.Abort | wire.Broken | wire.Deadlock | wire.Lost | wire.Mismatch | wire.Overdue
 )  # sent to other ranks
-Failure: TypeAlias = Reported | Closed | Departed
+Failure: TypeAlias = Reported | Closed | Departed | Succeeded
 
 
 def error_of(failure: Failure) -> AsyncollError:
@@ -68,6 +75,10 @@ def error_of(failure: Failure) -> AsyncollError:
             return left
         case Closed():
             return errors.ClosedError("this communicator is closed")
+        case Succeeded():
+            return errors.ClosedError(
+                f"the world has gone on to epoch {failure.epoch}: use the communicator that `shrink` returns"
+            )
 
 
 def ranks_in(listed: str) -> tuple[int, ...]:
@@ -209,7 +220,7 @@ class Failures:
         Without this, a rank that does not know the failure yet would see this rank leave and report it as the lost one.
         """
         for communicator, failure in tuple(self._first.items()):
-            if communicator not in self._passed_on and not isinstance(failure, Closed | Departed):
+            if communicator not in self._passed_on and not isinstance(failure, Closed | Departed | Succeeded):
                 self._passed_on.add(communicator)
                 self._report(failure, self._membership.members)
 

@@ -13,15 +13,22 @@ class Membership:
     """The ranks of the world as this rank knows them: epoch and members, their processes, and which of them are lost.
 
     An epoch is one membership of the world; epochs are numbered from 1. Groups and messages have the number from here.
+    Ranks are those of the epoch. A member number is the same in all epochs of a process, and of no other process.
 
-    In: `introduced`, for each Hello message; `enter`. Out: `news_of`, the message that reports a lost
+    In: `introduced`, for each Hello message. Out: `news_of`, the message that reports a lost
     rank. The endpoint calls `news_of` in any thread and everything else on the runtime's loop.
     """
 
-    def __init__(self, size: int, hosts: Sequence[str] = ()) -> None:
-        """`hosts` has the name of each rank's host, as far as it is known before the Hello messages."""
-        self.epoch = 1
+    def __init__(
+        self, size: int, hosts: Sequence[str] = (), epoch: int = 1, numbers: Sequence[int] | None = None
+    ) -> None:
+        """`hosts` has the name of each rank's host, as far as it is known before the Hello messages.
+
+        `numbers` are the member numbers by rank: the ranks of the first epoch, unless they are given.
+        """
+        self.epoch = epoch
         self.members = tuple(range(size))  # world ranks
+        self.numbers = self.members if numbers is None else tuple(numbers)
         self._hosts = hosts
         self.lost: set[int] = set()  # world ranks
         self.ended: set[int] = set()  # world ranks that have left while others stay
@@ -29,9 +36,16 @@ class Membership:
         # Each returns the last known call of a rank as text, or an empty string. Later ones are asked first.
         self.last_calls: list[Callable[[int], str]] = []
 
-    def enter(self, epoch: int, members: tuple[int, ...]) -> None:
-        """This rank goes on in a later epoch."""
-        self.epoch, self.members = epoch, members
+    def next(self, epoch: int, numbers: Sequence[int]) -> Membership:
+        """The membership of a later epoch, whose members are these of this one."""
+        ranks = [self.numbers.index(number) for number in numbers]
+        later = Membership(len(ranks), [self._hosts[rank] for rank in ranks] if self._hosts else (), epoch, numbers)
+        later._processes = {new: self._processes[old] for new, old in enumerate(ranks) if old in self._processes}
+        return later
+
+    def rank_of(self, number: int, otherwise: int) -> int:
+        """The rank of the member `number`; `otherwise` if it is none."""
+        return self.numbers.index(number) if number in self.numbers else otherwise
 
     def gone(self) -> frozenset[int]:
         """The world ranks that are lost or have left."""

@@ -112,13 +112,6 @@ class Router:
         """Forget the listener: no such message for `communicator` is under way."""
         del self._listeners[kind, communicator]
 
-    def enter(self) -> None:
-        """The rank is in a new epoch: forget the messages of the one before that no handler has taken."""
-        with self._registering:
-            self._early_signals.clear()
-            self._early_controls.clear()
-            self._early_count = 0
-
     def signalled(self, source: int, header: wire.Header, payload: Buffer) -> None:
         """A SIGNAL message of `source`. Raises ProtocolError if too many messages have no handler here."""
         signal = (source, header.number, header.step, header.fingerprint, payload)

@@ -27,9 +27,11 @@ from asyncoll._core import NativeCore
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing.records import Record
 from asyncoll.transport import Arena, Transport, settings
+from asyncoll.transport.keys import Key
 from asyncoll.transport.memory import arena
 from asyncoll.transport.memory import inproc as inproc_memory
 from asyncoll.transport.messages import inproc, zeromq
@@ -38,6 +40,7 @@ from asyncoll.transport.messages.simulated import Crash, Network, SimulatedTrans
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world.environment import deadline_s
 from asyncoll.world.world import World
+from asyncoll.world.write_once import Decisions, MemoryStore
 
 T = TypeVar("T")
 _HEARD_S = 0.05  # a failed rank stays this long, so that the others fail with its cause before they are cancelled
@@ -200,14 +203,16 @@ async def _run_all(
     tasks: list[asyncio.Task[T]] = []
     errors: list[BaseException] = []  # in the order in which they came up
     failed = errors if departs else []
+    store = MemoryStore()
     try:
         async with asyncio.TaskGroup() as ranks:
             for transport, arena_ in zip(transports, arenas, strict=True):
+                membership = Membership(transport.size, names)
                 endpoint = Endpoint(
-                    transport, arena_, patience_s, hosts, all_have_arenas=None not in arenas, hosts=names
+                    transport, arena_, patience_s, hosts, all_have_arenas=None not in arenas, membership=membership
                 )
                 endpoints[transport.rank] = endpoint
-                world = World(endpoint, SharedLoop(), departs=departs)
+                world = World(endpoint, SharedLoop(), departs=departs, decisions=Decisions(store, Key(b"one process")))
                 run = _run_alone(world, main, errors) if departs else _run_rank(world, main, errors, tasks)
                 tasks.append(ranks.create_task(run))
                 if isinstance(transport, SimulatedTransport):

@@ -8,7 +8,7 @@ any implementation.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -109,6 +109,13 @@ class Transport(Protocol):
         """Wait until few messages to `dest` are still queued at this rank. Returns at once if `dest` is lost.
 
         Cancelling this has no effect on the messages.
+        """
+
+    def enter(self, receiver: Receiver, members: Collection[int]) -> None:
+        """Go on with another receiver, among these ranks only: this one and others that this transport has not lost.
+
+        Messages to the others are dropped from now on, and their losses are not reported. Messages of theirs may still
+        come.
         """
 
     async def close(self, *, flush: bool = False) -> None:

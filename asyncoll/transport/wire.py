@@ -9,6 +9,7 @@ number of the call or the round for DATA, GRANT, OFFER, CHECK and SIGNAL, and a 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple, TypeAlias, get_args, get_type_hints
 
 import msgpack
@@ -42,6 +43,7 @@ _PAYLOAD_LIMITS: Final = {
 
 OF_NO_EPOCH: Final = 0  # of a CONTROL message about a process, which may be in another epoch than the receiver
 
+_NUMBER: Final = struct.Struct("<I")
 _HEADER: Final = struct.Struct("<2sBBIIQQQ")  # magic, version, and the fields of `Header`
 HEADER_BYTES: Final = _HEADER.size
 
@@ -256,13 +258,29 @@ class Ending(NamedTuple):
 
     in_order: bool  # as in Leave
     cause: str
-    rank: int
+    rank: int  # a member number, because the receiver may be in another epoch
 
 
 class EndingSeen(NamedTuple):
     """Answers an Ending."""
 
     rank: int  # that ends
+
+
+class Ready(NamedTuple):
+    """Tells the coordinator that the sender is ready for the next epoch. Ranks are member numbers, by `packed`."""
+
+    epoch: int  # the next one
+    lost: bytes
+    dead: bytes  # those of `lost` whose processes have ended for certain
+    linked: bytes  # processes that wait to join, and that the sender is linked with
+
+
+class Decided(NamedTuple):
+    """Tells the members of an epoch: member numbers, by `packed`."""
+
+    epoch: int
+    members: bytes
 
 
 Control: TypeAlias = (
@@ -283,11 +301,13 @@ Control: TypeAlias = (
     | Returned
     | Ending
     | EndingSeen
+    | Ready
+    | Decided
     | Unused
 )
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
 # The receiver needs them, also if it is in another epoch than the sender.
-_OF_NO_EPOCH: Final = (Hello, Ending, EndingSeen)
+_OF_NO_EPOCH: Final = (Hello, Ending, EndingSeen, Ready, Decided)
 # They are resolved once: to do so takes 5 to 30 us.
 _FIELDS: Final = {name: get_type_hints(cls) for name, cls in _CONTROLS.items()}
 
@@ -326,3 +346,15 @@ def decode_control(payload: Buffer) -> Control:
         if type(value) is not expected:
             raise ProtocolError(f"{name}.{field} must be {expected.__name__}, got {type(value).__name__}")
     return cls(*values)
+
+
+def packed(numbers: Iterable[int]) -> bytes:
+    """Member numbers, in this order, as bytes of a message."""
+    return b"".join(map(_NUMBER.pack, numbers))
+
+
+def unpacked(field: bytes) -> tuple[int, ...]:
+    """The inverse of `packed`. Raises ProtocolError for other bytes."""
+    if len(field) % _NUMBER.size:
+        raise ProtocolError(f"{len(field)} bytes are no member numbers")
+    return tuple(number for (number,) in _NUMBER.iter_unpack(field))

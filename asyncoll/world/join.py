@@ -17,6 +17,7 @@ from asyncoll.communicator import Communicator
 from asyncoll.errors import AsyncollError, UsageError
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop, new_loop
 from asyncoll.runtime.threads import program_loop
 from asyncoll.transport import START_TIMEOUT_S, Transport, standard_streams
@@ -285,5 +286,5 @@ def _endpoint(links: PeerLinks, environment: Environment) -> Endpoint:
         links.machines,
         all_have_arenas=links.all_have_arenas,
         shares_memory=environment.shares_memory,
-        hosts=links.hosts,
+        membership=Membership(transport.size, links.hosts),
     )

@@ -33,21 +33,26 @@ from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import TAKEOVER_S, Runner
 from asyncoll.runtime.signature import Site, place_of_end
+from asyncoll.runtime.succession import DecisionStore, Succession
 from asyncoll.transport import Loss
 from asyncoll.transport.joining import Joining
+from asyncoll.transport.messages.peer_reports import FREEZE_S
 from asyncoll.transport.wire import Overdue
 
 # The time for collectives that all ranks have made and that the program has not awaited.
 _SETTLE_S = 60.0
 # The time for copies of results to devices, which may have seconds of work before them.
 _RETURN_S = 60.0
+# An agreement on the next epoch is overdue after this many times the time after which a silent rank counts as lost.
+_OVERDUE = 2.0
 _ENDED_S = 0.2  # programs of most worlds end within this time of each other: see `_part`
 
 
 def _group_of(endpoint: Endpoint) -> Group:
     """All ranks of the epoch: their communicator, and so all contexts, follow from its number and its members."""
-    epoch, members = endpoint.membership.epoch, endpoint.membership.members
-    return Group(members, members.index(endpoint.rank), digest("epoch", epoch, *members), epoch=epoch)
+    membership = endpoint.membership
+    context = digest("epoch", membership.epoch, *membership.numbers)
+    return Group(membership.members, endpoint.rank, context, epoch=membership.epoch)
 
 
 class World:
@@ -62,6 +67,8 @@ class World:
         choose: ChooseBackend = choose_backend,
         *,
         departs: bool = False,
+        decisions: DecisionStore | None = None,
+        freeze_s: float = 0.0,
     ) -> None:
         """`hosts` has the name of each rank's host; None if all ranks are in this process.
 
@@ -69,8 +76,15 @@ class World:
         backend of each communicator. With `departs`, leaving is not collective: this rank leaves once its calls are
         over, and the communicators without it go on (see `runtime.departures`). With a ClosedError it does so at once.
         Any other exception aborts the world, as it does where leaving is collective.
+
+        `decisions` is the store of epochs; None if there is none, so that the ranks cannot go on after a death. A rank
+        without a sign of life for `freeze_s` is lost; 0: never.
         """
         self._endpoint = endpoint
+        self._former: list[Core] = []  # the communicators of all ranks in earlier epochs
+        if decisions is not None:
+            overdue_s = _OVERDUE * (freeze_s or FREEZE_S)
+            endpoint.succession = Succession(endpoint, decisions, overdue_s, self._enter)
         endpoint.standstill.program = runner
         self._runner = runner
         self._has_processes = hosts is not None
@@ -186,8 +200,9 @@ class World:
         try:
             await self._runner.within(self._leave(error))
         finally:
-            for rpc in self._core.rpcs:
-                await rpc.close()
+            for core in (*self._former, self._core):
+                for rpc in core.rpcs:
+                    await rpc.close()
             try:
                 # Before their memory is unmapped, also if this rank is cancelled: a driver goes on with pinned pages.
                 await to_its_end(self._runner.within(self._close_devices()))
@@ -196,10 +211,11 @@ class World:
 
     async def _close_devices(self) -> None:
         """First the memory that ranks share, and then the devices that copy it."""
-        try:
-            await self._endpoint.end()
-        finally:
-            await self._core.memory.devices.close()
+        for core in (*self._former, self._core):
+            try:
+                await core.member.endpoint.end()
+            finally:
+                await core.memory.devices.close()
 
     def _broke(self, error: BaseException) -> None:
         """Fail the world at all ranks, because `error` has ended the runtime's loop for a moment, amid any work."""
@@ -228,6 +244,15 @@ class World:
         self._core = Core(Member(self._endpoint, self._group, self._runner), self._choose)
         self.has_joined = True
         return Communicator(self._core, self._hosts)
+
+    def _enter(self, endpoint: Endpoint) -> Core:
+        """Go on in a later epoch, on the runtime's loop."""
+        self._former.append(self._core)
+        unfinished.forget(self._endpoint)
+        endpoint.standstill.program = self._runner
+        self._endpoint, self._group = endpoint, _group_of(endpoint)
+        self._core = Core(Member(endpoint, self._group, self._runner), self._choose)
+        return self._core
 
     async def _meet(self) -> None:
         barrier = self._barrier("joining")
@@ -280,12 +305,17 @@ class World:
             if failure is not None and not self._departs:
                 await self._endpoint.give_reason(reason_to_leave(error or error_of(failure)))
         finally:
+            if self._endpoint.succession is not None:
+                await self._endpoint.succession.close()
+            for core in self._former:
+                core.member.endpoint.closed = True
             await self._endpoint.close(flush=self._departs or self._failed())
 
     async def _let_go(self) -> None:
         """Release the memory that the ranks of the host share."""
-        if self._endpoint.arena is not None:
-            self._endpoint.arena.close()
+        for endpoint in (*(core.member.endpoint for core in self._former), self._endpoint):
+            if endpoint.arena is not None:
+                endpoint.arena.close()
 
     def _failed(self) -> bool:
         """Whether this rank has heard of a failure: then the ranks do not leave in good order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from asyncoll.transport import Buffer, Loss, Receiver, check_frames
 
@@ -29,6 +29,7 @@ class InprocTransport:
         self._receiver: Receiver | None = None
         self._scheduled = False
         self._closed = False
+        self._members: Collection[int] = range(size)
 
     async def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -37,7 +38,7 @@ class InprocTransport:
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         check_frames(dest, self.size, frames)
-        if not self._closed:
+        if not self._closed and dest in self._members:
             self._peers[dest]._put(self.rank, [bytes(frame) for frame in frames])
 
     def send_directly(self, dest: int, frames: Sequence[Buffer]) -> bool:
@@ -48,6 +49,9 @@ class InprocTransport:
     async def drain(self, dest: int) -> None:
         while len(self._peers[dest]._inbox) > _HIGH_WATER_MARK and not self._peers[dest]._closed:
             await asyncio.sleep(0)
+
+    def enter(self, receiver: Receiver, members: Collection[int]) -> None:
+        self._receiver, self._members = receiver, frozenset(members)
 
     async def close(self, *, flush: bool = False) -> None:
         if self._closed:
@@ -79,6 +83,8 @@ class InprocTransport:
             if self._closed:
                 return
             source, frames = self._inbox.popleft()
+            if frames is None and source not in self._members:
+                continue
             if frames is None:
                 self._receiver.lost(Loss(source, "it closed its transport"))
             else:

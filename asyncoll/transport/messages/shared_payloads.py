@@ -15,7 +15,7 @@ import contextlib
 import struct
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -95,6 +95,12 @@ class SlottedTransport:
         self._incoming.give_back()
         await self._inner.drain(dest)
 
+    def enter(self, receiver: Receiver, members: Collection[int]) -> None:
+        """Go on without slots: their locks may have died with a rank. What is in some still comes."""
+        self._neighbours = frozenset()
+        self._incoming.receiver = receiver
+        self._inner.enter(self._incoming, members)
+
     async def close(self, *, flush: bool = False) -> None:
         """Close `inner`. The slots remain as long as the arena, because receivers may still read payloads in them."""
         self._neighbours = frozenset()
@@ -166,7 +172,7 @@ class _Incoming:
         self._own_tag = rank + 1
         self._arena = arena
         self.control_blocks: dict[int, ControlBlock] = {}  # of the other ranks of this host, once they are open
-        self._receiver = receiver
+        self.receiver = receiver
         # (source, slot) of payloads that have been dropped. The last reference may be dropped in any thread and at any
         # moment, even while this thread holds that lock. So the finalizer only appends to this deque, and `give_back`
         # does the rest.
@@ -174,18 +180,18 @@ class _Incoming:
 
     def received(self, source: int, frames: list[Buffer]) -> None:
         if len(frames) != _FRAMES or source not in self.control_blocks:
-            self._receiver.received(source, frames)
+            self.receiver.received(source, frames)
             return
         try:
             whole = [self._resolved(source, frames)]
         # A rank has died with the lock, which has reported the loss: the message is unreadable.
         except AsyncollError:
             return
-        self._receiver.received(source, whole.pop())  # `whole` must not keep the payload alive
+        self.receiver.received(source, whole.pop())  # `whole` must not keep the payload alive
         self.give_back()
 
     def lost(self, loss: Loss) -> None:
-        self._receiver.lost(loss)
+        self.receiver.lost(loss)
 
     def give_back(self) -> None:
         """Return the slots of dropped payloads to their senders."""

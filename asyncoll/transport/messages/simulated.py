@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -184,6 +184,7 @@ class SimulatedTransport:
         self._receiver: Receiver | None = None
         self._early: list[Callable[[Receiver], None]] = []
         self._closed = False
+        self._members: Collection[int] = range(world.size)
         self._on_crash: Callable[[], object] | None = None
         self.has_crashed = False
 
@@ -196,7 +197,7 @@ class SimulatedTransport:
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         check_frames(dest, self.size, frames)
-        if self._closed:
+        if self._closed or dest not in self._members:
             return
         loop = self._loop
         copies = list(map(bytes, frames))
@@ -219,6 +220,9 @@ class SimulatedTransport:
         backlog_s = self._world.backlog_s(self.rank, loop.time())
         if backlog_s > 0:
             await asyncio.sleep(backlog_s)
+
+    def enter(self, receiver: Receiver, members: Collection[int]) -> None:
+        self._receiver, self._members = receiver, frozenset(members)
 
     async def close(self, *, flush: bool = False) -> None:
         self._end("it closed its transport")
@@ -245,7 +249,7 @@ class SimulatedTransport:
 
     def lose(self, source: int, cause: str) -> None:
         """Handle the loss of `source`. The world calls this."""
-        if self._closed:
+        if self._closed or source not in self._members:
             return
         if self._receiver is not None:
             self._receiver.lost(Loss(source, cause))

@@ -24,7 +24,7 @@ import os
 import struct
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,8 @@ class _PeerConnection:
         # The lock guards `dealer`, `queue` and `is_dropped`, because `send_directly` runs in other threads.
         self.lock = threading.Lock()
         self.connection = -1  # the descriptor of the newest connection; -1 before the first
+        self.pid = 0  # of its process, if that is on this host; 0 before the connection
+        self.is_monitored = False
         self.closing = contextlib.ExitStack()  # of the monitor, the watch on the process and the heartbeat
         self.was_connected = False  # now or earlier
         self.is_disconnected = False
@@ -147,6 +149,7 @@ class ZeroMQTransport:
         self._patience = Patience(freeze_s)
         self._joining = joining
         self.peers: Sequence[str] = ()
+        self._members: Sequence[int] = range(size)
         self.are_bound = False
         self._unauthenticated = UnauthenticatedPeers(f"rank {rank}")
         self._routing_ids = [b"asyncoll" + key.derive("routing id", peer) for peer in range(size)]
@@ -237,6 +240,16 @@ class ZeroMQTransport:
         await asyncio.sleep(0)
         if dest in self._peers:
             await self._peers[dest].drained.wait()
+
+    def enter(self, receiver: Receiver, members: Collection[int]) -> None:
+        self._receiver, self._members = receiver, sorted(members)
+        for peer in self._peers.values():
+            if peer.rank not in members:
+                self._drop(peer, linger_ms=0)
+        monitored = self._monitored_ranks() if self._patience.freeze_s else ()
+        for peer in self._peers.values():
+            if peer.rank in monitored and not (peer.is_monitored or peer.is_dropped):
+                self._monitor(peer)
 
     async def close(self, *, flush: bool = False) -> None:
         self._close(flush=flush)
@@ -384,18 +397,21 @@ class ZeroMQTransport:
         if peer.was_connected:
             return
         peer.was_connected = True
-        pid, process = process_behind(peer.connection, peer.address)
+        peer.pid, process = process_behind(peer.connection, peer.address)
         if process is not None:
             peer.closing.callback(os.close, process)
             self._loop.add_reader(process, self._process_ended, peer, process)
             peer.closing.callback(self._loop.remove_reader, process)
         if self._patience.freeze_s and peer.rank in self._monitored_ranks():
-            dealer, alive = self._dealer(peer.rank, peer.address), partial(settle, peer.connected)
-            silent = partial(self._silent, peer)
-            heartbeat = Heartbeat(dealer, peer.address, self._patience, alive, silent, pid)
-            peer.closing.callback(heartbeat.close)
+            self._monitor(peer)
         else:
             settle(peer.connected)
+
+    def _monitor(self, peer: _PeerConnection) -> None:
+        peer.is_monitored = True
+        dealer, alive = self._dealer(peer.rank, peer.address), partial(settle, peer.connected)
+        heartbeat = Heartbeat(dealer, peer.address, self._patience, alive, partial(self._silent, peer), peer.pid)
+        peer.closing.callback(heartbeat.close)
 
     def _refused(self, peer: _PeerConnection) -> None:
         """Handle a connection that could not be made. ZeroMQ does not say why, and tries again."""
@@ -408,10 +424,10 @@ class ZeroMQTransport:
     def _monitored_ranks(self) -> set[int]:
         """The ranks whose heartbeats this rank monitors."""
         # Each rank monitors the next ranks of its host, in a ring, so each rank of the host is monitored.
-        here = [rank for rank, address in enumerate(self.peers) if rank == self.rank or address.startswith("ipc:")]
+        here = [rank for rank in self._members if rank == self.rank or self.peers[rank].startswith("ipc:")]
         index = here.index(self.rank)
         after = here[index + 1 :] + here[:index]
-        return set(after[:_MONITORED_NEIGHBOURS]) | set(range(self.size)).difference(here)
+        return set(after[:_MONITORED_NEIGHBOURS]) | set(self._members).difference(here)
 
     def _disconnected(self, peer: _PeerConnection) -> None:
         peer.turns_away = not peer.was_connected
@@ -435,9 +451,10 @@ class ZeroMQTransport:
             return
         # A lost peer's messages come before its loss.
         self.collect()
-        self._drop(peer, linger_ms=0)
         assert self._receiver is not None
         self._receiver.lost(Loss(peer.rank, cause, last_seen_s))
+        # A silent peer may come back, and reads then what the receiver has sent it.
+        self._drop(peer, linger_ms=_FLUSH_MS if last_seen_s else 0)
 
     def _drop(self, peer: _PeerConnection, *, linger_ms: int) -> None:
         if peer.is_dropped:

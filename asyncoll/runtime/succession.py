@@ -1,0 +1,214 @@
+"""How one process goes from epoch to epoch: it carries out what `runtime.epochs.step` says.
+
+The agreement begins at a rank when its program asks for the next epoch (`next`): then it is in no call of this one.
+What has been noticed and told before waits until then. A loss alone changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from asyncoll.errors import AsyncollError, EvictedError
+from asyncoll.runtime import epochs
+from asyncoll.runtime.ahead import Ahead
+from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.epochs import Agreement, Decision
+from asyncoll.runtime.progress import offload
+from asyncoll.transport import Buffer, Loss, settle, wire
+from asyncoll.transport.messages.among_members import AmongMembers
+
+C = TypeVar("C")  # the communicator of all ranks
+_LOOKS_END_S = 1e9  # a simulated world in which nothing else happens ends then
+
+
+class DecisionStore(Protocol):
+    """The decisions on epochs, in a store that outlives the ranks: `world.write_once.Decisions`."""
+
+    def decide(self, proposal: Decision) -> Decision:
+        """Write `proposal` unless its epoch is decided. Returns the decision."""
+        ...
+
+    def read(self, epoch: int) -> Decision | None:
+        """The decision on `epoch`; None if there is none yet."""
+        ...
+
+
+class Succession(Generic[C]):
+    """The epochs of one process, on the runtime's loop.
+
+    In: `next`, from the program; `lost`, `heard` and `keep`, from the endpoint of the newest epoch. Out: messages to
+    other processes, entries of the store, a new endpoint for each epoch, and `installed`, which makes its communicator.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, decisions: DecisionStore, overdue_s: float, installed: Callable[[Endpoint], C]
+    ) -> None:
+        """`endpoint` is that of the first epoch. After `overdue_s` a smaller part of the ranks may go on."""
+        self._endpoint = endpoint
+        self._decisions = decisions
+        self._overdue_s = overdue_s
+        self._installed = installed
+        self._transport = endpoint.transport  # among all processes, by member number
+        membership = endpoint.membership
+        self._state = Agreement(membership.numbers[endpoint.rank], membership.epoch, membership.numbers)
+        self._events: asyncio.Queue[epochs.Event] = asyncio.Queue()
+        self._ahead = Ahead()
+        self._agreeing: asyncio.Task[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+        self._evicted: EvictedError | None = None
+        self._newest: C | None = None
+
+    async def next(self, epoch: int) -> C:
+        """Wait for an epoch after `epoch`, and return what `installed` has made of the newest.
+
+        The agreement goes on if this is cancelled. Raises EvictedError, and ServiceLostError if the store does not
+        answer; then it may be called again.
+        """
+        while self._newest is None or self._endpoint.membership.epoch <= epoch:
+            if self._evicted is not None:
+                raise EvictedError(*self._evicted.args)
+            if self._agreeing is None:
+                self._agreeing = asyncio.get_running_loop().create_task(self._agree())
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+        return self._newest
+
+    def absent(self) -> list[int]:
+        """The ranks of this epoch that live, as far as this one knows, and have not asked for the next."""
+        ready = {number for number, message in self._state.ready if message.epoch == self._state.epoch + 1}
+        missing = set(self._state.living) - ready - {self._state.rank}
+        return sorted(self._endpoint.membership.numbers.index(number) for number in missing)
+
+    async def close(self) -> None:
+        """This rank leaves the world."""
+        if self._agreeing is not None:
+            self._agreeing.cancel()
+            await asyncio.wait([self._agreeing])
+
+    # -- from the endpoint ------------------------------------------------------------------------
+
+    def lost(self, number: int, *, is_dead: bool) -> None:
+        """The process of this member number is lost, or has left; with `is_dead` it has ended for certain."""
+        self._events.put_nowait(epochs.LostRank(number, is_dead))
+
+    def heard(self, source: int, message: wire.Ready | wire.Decided) -> None:
+        """A message of member number `source`."""
+        if isinstance(message, wire.Ready):
+            sets = (frozenset(wire.unpacked(field)) for field in (message.lost, message.dead, message.linked))
+            self._events.put_nowait(epochs.Heard(source, epochs.Ready(message.epoch, *sets)))
+            return
+        decision = Decision(message.epoch, wire.unpacked(message.members))
+        if self._agreeing is None and self._state.rank not in decision.members:
+            self._give_up()  # its calls would wait for ever
+        self._events.put_nowait(epochs.Heard(source, decision))
+
+    def keep(self, source: int, header: wire.Header, frames: list[Buffer]) -> None:
+        """A message of member number `source` in a later epoch. Raises ProtocolError for too many."""
+        self._ahead.keep(source, header, frames)
+
+    # -- the agreement ----------------------------------------------------------------------------
+
+    async def _agree(self) -> None:
+        """Carry out the rule, until this rank is in an epoch of which it knows no loss, or evicted."""
+        loop, wait_s = asyncio.get_running_loop(), self._overdue_s
+        try:
+            self._events.put_nowait(epochs.WantedNext(self._state.epoch))
+            await self._read(self._state.epoch + 1)  # the others may have gone on long ago
+            look_s = loop.time() + wait_s
+            epoch = self._state.epoch
+            while self._state.is_changing or epoch == self._state.epoch:
+                try:
+                    async with asyncio.timeout_at(look_s if wait_s < _LOOKS_END_S else None):
+                        event = await self._events.get()
+                except TimeoutError:
+                    event, wait_s = epochs.ChangeOverdue(), 2 * wait_s
+                    look_s = loop.time() + wait_s
+                await self._happen(event)
+                if self._evicted is not None:
+                    return
+        except AsyncollError as error:
+            self._wake(error)
+        finally:
+            self._agreeing = None
+
+    async def _happen(self, event: epochs.Event) -> None:
+        self._state, actions = epochs.step(self._state, event)
+        for action in actions:
+            match action:
+                case epochs.Send(number, message):
+                    self._send(number, message)
+                case epochs.CompareAndSet(proposal):
+                    await self._decide(proposal)
+                case epochs.Read(epoch):
+                    await self._read(epoch)
+                case epochs.ReportLoss(number, _):
+                    self._report(number, "another rank has lost it")
+                case epochs.Install(decision):
+                    await self._install(decision)
+                case epochs.Evict(decision):
+                    self._evict(decision)
+
+    def _send(self, number: int, message: epochs.Ready | Decision) -> None:
+        if isinstance(message, Decision):
+            told: wire.Control = wire.Decided(message.epoch, wire.packed(message.members))
+        else:
+            sets = (wire.packed(sorted(each)) for each in (message.lost, message.dead, message.linked))
+            told = wire.Ready(message.epoch, *sets)
+        self._transport.send(number, wire.encode_control(told, wire.OF_NO_EPOCH))
+
+    async def _decide(self, proposal: Decision) -> None:
+        try:
+            self._events.put_nowait(epochs.StoreAnswered(await offload(self._decisions.decide, proposal)))
+        except AsyncollError:
+            self._state, _ = epochs.step(self._state, epochs.StoreSilent())
+            raise
+
+    async def _read(self, epoch: int) -> None:
+        decision = await offload(self._decisions.read, epoch)
+        if decision is not None:
+            self._events.put_nowait(epochs.Found(decision))
+
+    # -- its outcome ------------------------------------------------------------------------------
+
+    async def _install(self, decision: Decision) -> None:
+        before, numbers = self._endpoint, decision.members
+        transport = AmongMembers(self._transport, numbers)
+        self._endpoint = before.next(decision.epoch, numbers, transport)
+        before.retire(decision.epoch)
+        await self._endpoint.start()
+        self._newest = self._installed(self._endpoint)
+        for source, frames in self._ahead.take(decision.epoch):
+            transport.received(source, frames)
+        for number in sorted(self._state.lost.intersection(numbers)):
+            self._report(number, "it was lost while the ranks agreed on the epoch")
+        self._wake()
+
+    def _evict(self, decision: Decision) -> None:
+        self._give_up()
+        self._evicted = EvictedError(
+            f"the other ranks have gone on without this one: epoch {decision.epoch} has {len(decision.members)} ranks. "
+            "They had no sign of life of it, or could not reach it (give ranks more time with ASYNCOLL_FREEZE_S)"
+        )
+        self._wake(self._evicted)
+
+    def _give_up(self) -> None:
+        self._report(self._state.rank, "the other ranks have taken it for lost, and have gone on without it")
+
+    def _report(self, number: int, cause: str) -> None:
+        """Fail the communicators of this epoch, and tell the others."""
+        endpoint = self._endpoint
+        rank = endpoint.membership.rank_of(number, -1)
+        if rank >= 0 and rank not in endpoint.membership.lost:
+            endpoint.report(Loss(rank, cause))
+
+    def _wake(self, error: BaseException | None = None) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if error is None:
+                settle(waiter)
+            elif not waiter.done():
+                waiter.set_exception(error)
+                waiter.exception()  # mark it as seen: its task may be gone
