@@ -48,6 +48,9 @@ class Succession(Protocol):
     def absent(self) -> list[int]:
         """The ranks of this epoch that live, and have not asked for the next."""
 
+    def waiting(self) -> list[str]:
+        """One line for each rank that the next epoch waits for."""
+
     async def close(self) -> None:
         """This rank leaves the world."""
 
@@ -130,7 +133,8 @@ class Endpoint:
     def waiting(self) -> list[str]:
         """One line for each wait of this rank, for the report of a deadlock."""
         in_memory = self.arena.waiting() if self.arena is not None else []
-        return self.executions.waiting() + in_memory + self.failures.watched()
+        successor = self.succession.waiting() if self.succession is not None else []
+        return self.executions.waiting() + in_memory + self.failures.watched() + successor
 
     async def close(self, *, flush: bool = False) -> None:
         """Stop at once: pending waits raise ClosedError, background tasks are cancelled. Idempotent.
@@ -355,11 +359,13 @@ class Endpoint:
         if loss.rank in self.membership.ended:
             return
         self._tell_succession({loss.rank})
+        if self.succession is not None and loss.last_seen_s:  # it may live, and hears it as it comes back
+            self.router.tell(loss.rank, self.membership.news_of(loss))
         if self.departures.has_told:  # perhaps the other rank has left, too, and does not tell one that has
             self.departures.answered(loss.rank)
             return
         if self._parted or self.closed or self.failures.of(WORLD) is not None:  # nothing waits for what others say
-            self.report(loss)
+            self.report(loss, is_known=not loss.last_seen_s)
         else:
             self._host_losses.noticed(loss)
 
@@ -370,9 +376,17 @@ class Endpoint:
                 is_dead = has_left or (self.host_of[rank] == own and self.membership.is_gone(rank))
                 self.succession.lost(self.membership.numbers[rank], is_dead=is_dead)
 
-    def report(self, loss: Loss, ranks: Sequence[int] = ()) -> None:
-        """End the world at once because of `loss`. `ranks` are all ranks that are lost with it; by default its own."""
-        self._lost(self.membership.news_of(loss, ranks))
+    def report(self, loss: Loss, ranks: Sequence[int] = (), *, is_known: bool = True) -> None:
+        """End the world at once because of `loss`. `ranks` are all ranks that are lost with it; by default its own.
+
+        `is_known`: each rank notices it, unless it is the first loss.
+        """
+        news = self.membership.news_of(loss, ranks)
+        if not (is_known or self.closed or self._parted) and self.failures.of(WORLD) is not None:
+            for member in self.membership.members:
+                if member != self.rank and member not in self.membership.lost:
+                    self.router.tell(member, news)
+        self._lost(news)
 
     def _ask_of(self, rank: int, loss: Loss) -> None:
         """Have `rank`, which is on the host of the lost rank, report the loss if it is alive."""

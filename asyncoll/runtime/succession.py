@@ -82,6 +82,11 @@ class Succession(Generic[C]):
         missing = set(self._state.living) - ready - {self._state.rank}
         return sorted(self._endpoint.membership.numbers.index(number) for number in missing)
 
+    def waiting(self) -> list[str]:
+        """One line for each rank that `shrink` waits for."""
+        names = map(self._endpoint.membership.name, self.absent()) if self._waiters else ()
+        return [f"shrink: {name} has not called it" for name in names]
+
     async def close(self) -> None:
         """This rank leaves the world."""
         if self._agreeing is not None:
@@ -202,7 +207,7 @@ class Succession(Generic[C]):
         endpoint = self._endpoint
         rank = endpoint.membership.rank_of(number, -1)
         if rank >= 0 and rank not in endpoint.membership.lost:
-            endpoint.report(Loss(rank, cause))
+            endpoint.report(Loss(rank, cause), is_known=False)
 
     def _wake(self, error: BaseException | None = None) -> None:
         waiters, self._waiters = self._waiters, []

@@ -36,7 +36,7 @@ from asyncoll.transport.memory import arena
 from asyncoll.transport.memory import inproc as inproc_memory
 from asyncoll.transport.messages import inproc, zeromq
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
-from asyncoll.transport.messages.simulated import Crash, Network, SimulatedTransport, SimulatedWorld
+from asyncoll.transport.messages.simulated import Crash, Network, Silence, SimulatedTransport, SimulatedWorld
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world.environment import deadline_s
 from asyncoll.world.world import World
@@ -170,8 +170,12 @@ def simulate(
     loop.set_deadlock_reporter(lambda: _deadlock(endpoints))
 
     async def everything() -> list[Any]:
-        crashes = [fault for fault in world.network.faults if isinstance(fault, Crash)]
-        return await _run_all((world.transports, arenas), hosts, main, endpoints, crashes, departs=departs)
+        for fault in world.network.faults:
+            if isinstance(fault, Crash):
+                loop.call_at(fault.at_s, world.transports[fault.rank].crash)
+            elif isinstance(fault, Silence):
+                loop.call_at(fault.at_s, world.suspect, fault.rank)
+        return await _run_all((world.transports, arenas), hosts, main, endpoints, departs=departs)
 
     thresholds = gc.get_threshold()
     # With the objects of a thousand ranks each collection is long and frees nothing.
@@ -190,7 +194,6 @@ async def _run_all(
     hosts: Sequence[object],
     main: Main[T],
     endpoints: dict[int, Endpoint],
-    crashes: Sequence[Crash] = (),
     patience_s: float = math.inf,
     departs: bool = False,
 ) -> list[T]:
@@ -217,8 +220,6 @@ async def _run_all(
                 tasks.append(ranks.create_task(run))
                 if isinstance(transport, SimulatedTransport):
                     transport.on_crash(tasks[-1].cancel)
-            for crash in crashes:
-                asyncio.get_running_loop().call_at(crash.at_s, transports[crash.rank].crash)  # type: ignore[attr-defined]
     except BaseExceptionGroup as group:
         failed = errors or list(group.exceptions)  # errors of the library itself
     if failed:  # raised outside of the `except`, so that the errors of other ranks are not its context

@@ -191,7 +191,15 @@ async def joined(
     with _claimed(environment):
         joining = _joining(environment)
         links = await _meet(environment, joining)
-        world = World(_endpoint(links, environment), runner, links.hosts, joining, departs=departs)
+        world = World(
+            _endpoint(links, environment),
+            runner,
+            links.hosts,
+            joining,
+            departs=departs,
+            decisions=links.decisions,
+            freeze_s=environment.freeze_s,
+        )
         async with contextlib.AsyncExitStack() as inside:
             try:
                 comm = await inside.enter_async_context(world)

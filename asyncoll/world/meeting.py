@@ -33,9 +33,11 @@ from asyncoll.transport.messages.tcp_payloads import TcpPayloads
 from asyncoll.transport.messages.zeromq import ZeroMQTransport, ipc_address
 from asyncoll.transport.processes import allow_files
 from asyncoll.world.environment import Environment
+from asyncoll.world.epoch_stores import decisions_of
 from asyncoll.world.host_attempt import HostAttempt
 from asyncoll.world.network import Place, check_address, is_loopback, on_own_link, place, url_host
 from asyncoll.world.sealed_store import SealedStore, enter_store
+from asyncoll.world.write_once import Decisions
 
 # Files that a rank opens: in any world, and more for each rank of it, without a key and with one.
 _FILES, _FILES_PER_RANK, _FILES_PER_RANK_WITH_KEY = 60, 11, 17
@@ -52,6 +54,7 @@ class PeerLinks(NamedTuple):
     hosts: tuple[str, ...]
     machines: tuple[object, ...]  # equal for two ranks that reach each other's unix sockets
     all_have_arenas: bool
+    decisions: Decisions | None  # on epochs; None if no store outlives the ranks
     until_joined: contextlib.ExitStack  # closed once all ranks are connected, or with the error that prevents it
 
 
@@ -101,9 +104,10 @@ def _meet_in_folder(environment: Environment, joining: Joining) -> PeerLinks:
         arena = _share_memory(environment, attempt.folder, tuple(range(size)), joining, all_alone=size == 1)
         if arena is None:
             _await_listeners(attempt.folder, size, joining)
+        decisions = decisions_of(environment, attempt.folder.name, key)
         links.pop_all()
         hosts = (socket.gethostname(),) * size
-        return PeerLinks(transport, arena, hosts, (0,) * size, arena is not None, undo.pop_all())
+        return PeerLinks(transport, arena, hosts, (0,) * size, arena is not None, decisions, undo.pop_all())
 
 
 def _await_listeners(folder: Path, size: int, joining: Joining) -> None:
@@ -193,9 +197,8 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         # From now on a connection tells of a failure, and the store would block the loop.
         joining.listen(None)
         links.pop_all()
-        return PeerLinks(
-            transport, arena, hosts.names, hosts.machines, addresses.all_have_arenas, until_joined=undo.pop_all()
-        )
+        has_arenas = addresses.all_have_arenas
+        return PeerLinks(transport, arena, hosts.names, hosts.machines, has_arenas, None, undo.pop_all())
 
 
 def _exchange_hosts(environment: Environment, store: SealedStore) -> _ToldHosts:

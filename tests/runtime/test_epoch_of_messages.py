@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,41 +18,16 @@ from asyncoll.runtime.router import EARLY_MAX
 from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.transport import wire
 from asyncoll.transport.wire import SEGMENT_BYTES
-from asyncoll.world.world import _group_of
 
 Main = Callable[[Communicator], Coroutine[Any, Any, object]]
 
 
 def simulated(size: int, main: Main) -> list[object]:
-    return simulate(size, main, Network(jitter_s=5e-5), departs=True).results
-
-
-class OverError(Exception):
-    """The end of a test. There the world cannot leave together: it does so by calls of its first epoch."""
+    return simulate(size, main, Network(jitter_s=5e-5)).results
 
 
 def over(transport: str) -> Callable[[int, Main], list[object]]:
-    def run(size: int, main: Main) -> list[object]:
-        results: list[object] = [None] * size
-        end = asyncio.Barrier(size)
-
-        async def to_its_end(comm: Communicator) -> None:
-            results[comm.rank] = await main(comm)
-            await end.wait()
-            raise OverError
-
-        with pytest.raises(OverError):
-            run_ranks(size, to_its_end, transport)
-        return results
-
-    return run
-
-
-def entered(comm: Communicator, epoch: int) -> Communicator:
-    """The communicator of all ranks in a later epoch, which this rank enters."""
-    endpoint = comm._core.member.endpoint
-    endpoint.enter(epoch, endpoint.membership.members)
-    return Communicator(comm._core.split(_group_of(endpoint)), comm.hosts)
+    return partial(run_ranks, transport=transport)
 
 
 @pytest.mark.parametrize("run", [simulated, over("inproc"), over("zmq")], ids=["simulated", "inproc", "zmq"])
@@ -63,7 +39,8 @@ def test_ranks_enter_an_epoch_one_after_another(size, run):
         sums = []
         for epoch in range(2, 5):
             await asyncio.sleep(1e-3 * ((comm.rank * epoch) % size))
-            comm = entered(comm, epoch)
+            comm = await comm.shrink()
+            assert comm.epoch == epoch
             for _ in range(3):
                 sums.append((await comm.allreduce(np.full(3, float(comm.rank))))[0])
                 ones = np.ones(3)
@@ -80,8 +57,8 @@ def test_windows_begin_anew():
 
     async def main(comm: Communicator) -> None:
         x = np.ones(SEGMENT_BYTES, np.uint8)
-        for epoch in range(2, 5):
-            comm = entered(comm, epoch)
+        for _ in range(3):
+            comm = await comm.shrink()
             if comm.rank == 0:
                 for tag in range(WINDOW_BYTES // SEGMENT_BYTES - 1):
                     await comm.send(x, 1, tag=tag)
@@ -96,13 +73,9 @@ def test_what_is_of_an_earlier_epoch_is_dropped():
     """Without credit, answer or dispute; an abort of it ends nothing."""
 
     async def main(comm: Communicator) -> None:
+        comm = await comm.shrink()
         endpoint = comm._core.member.endpoint
-        await comm.barrier()
-        if comm.rank == 0:
-            await asyncio.sleep(0.2)
-            comm = entered(comm, 2)
-        else:
-            comm = entered(comm, 2)
+        if comm.rank:
             sent, received = endpoint.traffic.messages_sent, endpoint.traffic.messages_received
             for kind in (wire.GRANT, wire.CREDIT, wire.OFFER, wire.CHECK):
                 endpoint.received(0, [wire.encode(kind, 1, 7, 1 << 40, 3, 4)])
@@ -116,21 +89,6 @@ def test_what_is_of_an_earlier_epoch_is_dropped():
         assert (await comm.allreduce(np.ones(3)))[0] == comm.size
 
     simulated(2, main)
-
-
-def test_what_no_call_has_taken_is_forgotten():
-    async def main(comm: Communicator) -> None:
-        endpoint = comm._core.member.endpoint
-        await comm.barrier()
-        for epoch in range(1, 5):
-            endpoint.received(0, [wire.encode(wire.SIGNAL, epoch, 7, 1, 3, 4), b""])
-            endpoint.received(0, wire.encode_control(wire.Unused(7), epoch))
-            endpoint.received(0, [wire.encode(wire.DATA, epoch, 7, 1, 3, 4), b"early"])
-            assert (endpoint.router._early_count, len(endpoint.executions._early)) == (2, 1)
-            comm = entered(comm, epoch + 1)
-            assert (endpoint.router._early_count, len(endpoint.executions._early)) == (0, 0)
-
-    simulated(1, main)
 
 
 FLOODS = {

@@ -21,6 +21,9 @@ from asyncoll.transport import Buffer, Loss, Receiver, check_frames
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
 
+_SILENCE_S = 0.5  # without a sign of life, after which a rank is taken for lost
+
+
 @dataclass(frozen=True, slots=True)
 class Pause:
     """Rank `rank` neither sends nor receives for `duration_s` seconds from `at_s` on. Its messages arrive later."""
@@ -54,7 +57,15 @@ class Crash:
     at_s: float
 
 
-Fault = Pause | Cut | Crash
+@dataclass(frozen=True, slots=True)
+class Silence:
+    """The next two ranks notice no sign of life of rank `rank` at `at_s`, and take it for lost. It lives."""
+
+    rank: int
+    at_s: float
+
+
+Fault = Pause | Cut | Crash | Silence
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +170,12 @@ class SimulatedWorld:
 
     def _lose(self, source: int, cause: str) -> None:
         for transport in self.transports:
-            transport.lose(source, cause)
+            transport.lose(Loss(source, cause))
+
+    def suspect(self, rank: int) -> None:
+        """The next two ranks of the ring take `rank` for lost."""
+        for after in (1, 2):
+            self.transports[(rank + after) % self.size].lose(Loss(rank, "it gives no sign of life", _SILENCE_S))
 
     def _delayed_by_faults(self, source: int, dest: int, sent: float, arrives: float) -> float:
         for fault in self.network.faults:
@@ -185,6 +201,7 @@ class SimulatedTransport:
         self._early: list[Callable[[Receiver], None]] = []
         self._closed = False
         self._members: Collection[int] = range(world.size)
+        self._lost: set[int] = set()
         self._on_crash: Callable[[], object] | None = None
         self.has_crashed = False
 
@@ -197,7 +214,7 @@ class SimulatedTransport:
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         check_frames(dest, self.size, frames)
-        if self._closed or dest not in self._members:
+        if self._closed or dest not in self._members or dest in self._lost:
             return
         loop = self._loop
         copies = list(map(bytes, frames))
@@ -247,17 +264,18 @@ class SimulatedTransport:
             self._closed = True
             self._world.announce_loss(self.rank, cause)
 
-    def lose(self, source: int, cause: str) -> None:
-        """Handle the loss of `source`. The world calls this."""
-        if self._closed or source not in self._members:
+    def lose(self, loss: Loss) -> None:
+        """Handle a loss. The world calls this."""
+        if self._closed or loss.rank not in self._members or loss.rank == self.rank or loss.rank in self._lost:
             return
         if self._receiver is not None:
-            self._receiver.lost(Loss(source, cause))
+            self._receiver.lost(loss)
         else:
-            self._early.append(lambda receiver: receiver.lost(Loss(source, cause)))
+            self._early.append(lambda receiver: receiver.lost(loss))
+        self._lost.add(loss.rank)
 
     def _arrive(self, when: float, source: int, frames: list[bytes], payload: int) -> None:
-        if self._closed:
+        if self._closed or source in self._lost:
             return
         self._world.trace.append((when, source, self.rank, payload))
         if self._receiver is not None:
