@@ -23,13 +23,15 @@ from asyncoll.communicator import Communicator
 from asyncoll.rpc import codec
 from asyncoll.rpc.hints import dataclasses_in
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.laws import dense, ending, gossip, rounds, sparse, training
+from asyncoll.testing.laws import dense, ending, epochs, gossip, rounds, sparse, training
 from asyncoll.testing.laws.dense_program import DenseProgram
 from asyncoll.testing.laws.ending import EndingProgram, ProgramError
+from asyncoll.testing.laws.epochs import EpochsProgram
 from asyncoll.testing.laws.methods import split
 from asyncoll.testing.laws.story import (
     DENSE,
     ENDING,
+    EPOCHS,
     GOSSIP,
     KINDS,
     SPARSE,
@@ -82,6 +84,7 @@ WORLD_KINDS = {
         training.TrainingProgram, training.Learner, training.TrainingPart, lambda part: len(part.done), training.LAWS
     ),
     ENDING: WorldKind(EndingProgram, ending.Mortal, ending.EndingPart, lambda part: part.calls, ending.LAWS),
+    EPOCHS: WorldKind(EpochsProgram, epochs.Survivor, epochs.EpochsPart, lambda part: len(part.sums), epochs.LAWS),
 }
 _WITH_DEVICES = (*KINDS, GOSSIP)  # kinds
 
@@ -137,6 +140,8 @@ async def take_part(comm: Communicator, case: Case, parts: dict[int, Any]) -> No
     make_rank = WORLD_KINDS[case.kind].rank
     if case.kind == ENDING:
         await ending.live(make_rank(comm, case), parts)
+    elif case.kind == EPOCHS:
+        await epochs.live(make_rank(comm, case), parts)
     elif comm.rank in case.on_devices and case.kind in _WITH_DEVICES:
         with device_of(comm, case.seed) as device:
             # At the end of the block the answers get their values.

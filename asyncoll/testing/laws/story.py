@@ -29,7 +29,7 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.testing.devices import FakeDevice
 from asyncoll.testing.laws import methods
 from asyncoll.testing.laws.tensors import ContributionLayout, Tensors
-from asyncoll.transport.messages.simulated import Network, Pause
+from asyncoll.transport.messages.simulated import Crash, Fault, Network, Pause, Silence
 
 KINDS = kinds.OF_ROUNDS
 GOSSIP = "gossip"
@@ -37,6 +37,7 @@ DENSE = "dense"
 SPARSE = "sparse"
 TRAINING = "training"
 ENDING = "ending"
+EPOCHS = "epochs"
 ALL_KINDS = kinds.ALL
 _WITH_HISTORY = ("solo", "majority", "quorum", "policy")
 _ROUNDS = 12
@@ -196,9 +197,19 @@ def _draw_network(kind: str, size: int, seed: int, network: Network) -> Network:
     """May let the end of a rank overtake its last messages. Where programs raise, it has no pauses, and may be slow."""
     generator = np.random.default_rng([seed, size, ALL_KINDS.index(kind), 2])  # of its own, as in `_draw_hosts`
     network = replace(network, ends_overtake=bool(generator.integers(2)))
+    if kind == EPOCHS:
+        return replace(network, faults=_draw_deaths(size, generator))
     if kind != ENDING:
         return network
     return replace(network, faults=(), bandwidth_bytes_per_s=_SLOW_BYTES_PER_S if generator.integers(2) else math.inf)
+
+
+def _draw_deaths(size: int, generator: np.random.Generator) -> list[Fault]:
+    """Some ranks die, or are taken for lost; one lives. Some at the same time, some while the others agree on that."""
+    ranks = generator.permutation(size)[: generator.integers(size)].tolist()
+    near = generator.choice([0.0, 1e-4, 1e-2, 0.3])
+    kinds = [Silence if generator.integers(4) == 0 else Crash for _ in ranks]
+    return [kind(rank, 0.5 + float(generator.uniform(0, near))) for kind, rank in zip(kinds, ranks, strict=True)]
 
 
 def _draw_hosts(size: int, seed: int) -> dict[str, Any]:
