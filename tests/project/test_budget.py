@@ -39,7 +39,7 @@ LINES = {
     "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_255,  # epochs in headers, names of environment variables, the search for a rank that died unsigned
-    "world": 1_790,  # the store that decides on epochs, in three kinds
+    "world": 1_815,  # the store that decides on epochs, in three kinds, and which one a world has
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`
 # What a way depends on beside the sizes in the tables: a function that asks one of these in a condition chooses a way.
