@@ -49,7 +49,7 @@ class Succession(Protocol):
         """The ranks of this epoch that live, and have not asked for the next."""
 
     def waiting(self) -> list[str]:
-        """One line for each rank that the next epoch waits for."""
+        """One line for each wait of this process in the newest epoch, and for each rank that the next one waits for."""
 
     async def close(self) -> None:
         """This rank leaves the world."""
@@ -131,10 +131,13 @@ class Endpoint:
         await self.transport.start(self)
 
     def waiting(self) -> list[str]:
-        """One line for each wait of this rank, for the report of a deadlock."""
+        """One line for each wait of this process, for the report of a deadlock."""
+        return self.own_waits() if self.succession is None else self.succession.waiting()
+
+    def own_waits(self) -> list[str]:
+        """One line for each wait of this rank in this epoch."""
         in_memory = self.arena.waiting() if self.arena is not None else []
-        successor = self.succession.waiting() if self.succession is not None else []
-        return self.executions.waiting() + in_memory + self.failures.watched() + successor
+        return self.executions.waiting() + in_memory + self.failures.watched()
 
     async def close(self, *, flush: bool = False) -> None:
         """Stop at once: pending waits raise ClosedError, background tasks are cancelled. Idempotent.

@@ -31,7 +31,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class Succeeded:
-    """The ranks have gone on in a later epoch. All members know."""
+    """This rank goes on in a later epoch, and the others do."""
 
     epoch: int
 
@@ -77,7 +77,7 @@ def error_of(failure: Failure) -> AsyncollError:
             return errors.ClosedError("this communicator is closed")
         case Succeeded():
             return errors.ClosedError(
-                f"the world has gone on to epoch {failure.epoch}: use the communicator that `shrink` returns"
+                f"its ranks go on in epoch {failure.epoch}: use the communicator that `shrink` has returned"
             )
 
 

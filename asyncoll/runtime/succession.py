@@ -46,7 +46,7 @@ class Succession(Generic[C]):
         self, endpoint: Endpoint, decisions: DecisionStore, overdue_s: float, installed: Callable[[Endpoint], C]
     ) -> None:
         """`endpoint` is that of the first epoch. After `overdue_s` a smaller part of the ranks may go on."""
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._decisions = decisions
         self._overdue_s = overdue_s
         self._installed = installed
@@ -66,7 +66,7 @@ class Succession(Generic[C]):
         The agreement goes on if this is cancelled. Raises EvictedError, and ServiceLostError if the store does not
         answer; then it may be called again.
         """
-        while self._newest is None or self._endpoint.membership.epoch <= epoch:
+        while self._newest is None or self.endpoint.membership.epoch <= epoch:
             if self._evicted is not None:
                 raise EvictedError(*self._evicted.args)
             if self._agreeing is None:
@@ -80,12 +80,12 @@ class Succession(Generic[C]):
         """The ranks of this epoch that live, as far as this one knows, and have not asked for the next."""
         ready = {number for number, message in self._state.ready if message.epoch == self._state.epoch + 1}
         missing = set(self._state.living) - ready - {self._state.rank}
-        return sorted(self._endpoint.membership.numbers.index(number) for number in missing)
+        return sorted(self.endpoint.membership.numbers.index(number) for number in missing)
 
     def waiting(self) -> list[str]:
-        """One line for each rank that `shrink` waits for."""
-        names = map(self._endpoint.membership.name, self.absent()) if self._waiters else ()
-        return [f"shrink: {name} has not called it" for name in names]
+        """One line for each wait of this process in the newest epoch, and for each rank that `shrink` waits for."""
+        names = map(self.endpoint.membership.name, self.absent()) if self._waiters else ()
+        return [*self.endpoint.own_waits(), *(f"shrink: {name} has not called it" for name in names)]
 
     async def close(self) -> None:
         """This rank leaves the world."""
@@ -131,10 +131,11 @@ class Succession(Generic[C]):
                 except TimeoutError:
                     event, wait_s = epochs.ChangeOverdue(), 2 * wait_s
                     look_s = loop.time() + wait_s
+                    self._tell_all()
                 await self._happen(event)
                 if self._evicted is not None:
                     return
-        except AsyncollError as error:
+        except Exception as error:
             self._wake(error)
         finally:
             self._agreeing = None
@@ -164,6 +165,14 @@ class Succession(Generic[C]):
             told = wire.Ready(message.epoch, *sets)
         self._transport.send(number, wire.encode_control(told, wire.OF_NO_EPOCH))
 
+    def _tell_all(self) -> None:
+        """Tell all members which ones are lost. Only some may know: a rank may die amid telling the others."""
+        if self._state.told is not None:
+            coordinator, ready = self._state.told
+            for number in self._state.living:
+                if number not in (coordinator, self._state.rank):
+                    self._send(number, ready)
+
     async def _decide(self, proposal: Decision) -> None:
         try:
             self._events.put_nowait(epochs.StoreAnswered(await offload(self._decisions.decide, proposal)))
@@ -179,12 +188,12 @@ class Succession(Generic[C]):
     # -- its outcome ------------------------------------------------------------------------------
 
     async def _install(self, decision: Decision) -> None:
-        before, numbers = self._endpoint, decision.members
+        before, numbers = self.endpoint, decision.members
         transport = AmongMembers(self._transport, numbers)
-        self._endpoint = before.next(decision.epoch, numbers, transport)
+        self.endpoint = before.next(decision.epoch, numbers, transport)
         before.retire(decision.epoch)
-        await self._endpoint.start()
-        self._newest = self._installed(self._endpoint)
+        await self.endpoint.start()
+        self._newest = self._installed(self.endpoint)
         for source, frames in self._ahead.take(decision.epoch):
             transport.received(source, frames)
         for number in sorted(self._state.lost.intersection(numbers)):
@@ -204,7 +213,7 @@ class Succession(Generic[C]):
 
     def _report(self, number: int, cause: str) -> None:
         """Fail the communicators of this epoch, and tell the others."""
-        endpoint = self._endpoint
+        endpoint = self.endpoint
         rank = endpoint.membership.rank_of(number, -1)
         if rank >= 0 and rank not in endpoint.membership.lost:
             endpoint.report(Loss(rank, cause), is_known=False)

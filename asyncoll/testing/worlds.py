@@ -27,6 +27,7 @@ from asyncoll._core import NativeCore
 from asyncoll.communicator import Communicator
 from asyncoll.errors import AbortedError, DeadlockError, UsageError
 from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.failures import Closed
 from asyncoll.runtime.membership import Membership
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.testing.records import Record
@@ -219,7 +220,7 @@ async def _run_all(
                 run = _run_alone(world, main, errors) if departs else _run_rank(world, main, errors, tasks)
                 tasks.append(ranks.create_task(run))
                 if isinstance(transport, SimulatedTransport):
-                    transport.on_crash(tasks[-1].cancel)
+                    transport.on_crash(partial(_stop, world, tasks[-1]))
     except BaseExceptionGroup as group:
         failed = errors or list(group.exceptions)  # errors of the library itself
     if failed:  # raised outside of the `except`, so that the errors of other ranks are not its context
@@ -229,6 +230,12 @@ async def _run_all(
         None if task.cancelled() and _has_crashed(transport) else task.result()  # type: ignore[misc]
         for transport, task in zip(transports, tasks, strict=True)
     ]
+
+
+def _stop(world: World, task: asyncio.Task[Any]) -> None:
+    """A rank has crashed: its program stops, and nothing of it waits any more, for no message comes."""
+    task.cancel()
+    world.endpoint.failures.fail(Closed())
 
 
 async def _run_alone(world: World, main: Main[T], errors: list[BaseException]) -> T:

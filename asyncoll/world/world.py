@@ -80,7 +80,7 @@ class World:
         `decisions` is the store of epochs; None if there is none, so that the ranks cannot go on after a death. A rank
         without a sign of life for `freeze_s` is lost; 0: never.
         """
-        self._endpoint = endpoint
+        self.endpoint = endpoint  # of the newest epoch
         self._former: list[Core] = []  # the communicators of all ranks in earlier epochs
         if decisions is not None:
             overdue_s = _OVERDUE * (freeze_s or FREEZE_S)
@@ -127,13 +127,13 @@ class World:
             _ = self._departs or self._core.rpc
         try:
             if error is None:
-                unfinished.check(self._endpoint)
+                unfinished.check(self.endpoint)
                 await self._flush()
         except BaseException as reason:
             error = reason
             raise
         finally:
-            unfinished.forget(self._endpoint)
+            unfinished.forget(self.endpoint)
             await self._end(error)
 
     def abandon(self, parent: int) -> None:
@@ -145,7 +145,7 @@ class World:
         """Wait for what the program may not have awaited. Raises DeviceError if a result has not reached its device."""
         # A call that has just begun on this loop counts as pending then.
         await asyncio.sleep(0)
-        self._unsettled = self._endpoint.departures.unsettled(has_begun=bool(self._runner.held))
+        self._unsettled = self.endpoint.departures.unsettled(has_begun=bool(self._runner.held))
         if self._runner.held or not self._is_settled():
             await self._runner.within(self._settle())
         if not self._departs:
@@ -153,7 +153,7 @@ class World:
             with contextlib.suppress(AsyncollError):
                 for rpc in self._core.rpcs:
                     await rpc.flush()
-        if self._endpoint.returns.any:
+        if self.endpoint.returns.any:
             await self._runner.within(self._return())
 
     def _is_settled(self) -> bool:
@@ -162,7 +162,7 @@ class World:
         Calls of the other communicators are waited for in `_part`, where no rank makes another call. Before it a rank
         would wait for those of ranks that are leaving, and that wait for this rank.
         """
-        return self._endpoint.departures.is_settled() if self._departs else self._core.lifetime.is_settled()
+        return self.endpoint.departures.is_settled() if self._departs else self._core.lifetime.is_settled()
 
     async def _settle(self) -> None:
         """On the runtime's loop: wait until then.
@@ -183,7 +183,7 @@ class World:
 
     async def _return(self) -> None:
         """On the runtime's loop: wait for the copies of results to devices. A failure of the world ends the wait."""
-        failures, returns = self._endpoint.failures, self._endpoint.returns
+        failures, returns = self.endpoint.failures, self.endpoint.returns
         over, is_late = returns.over(), False
         with contextlib.suppress(AsyncollError):  # `_leave` deals with it
             with failures.watch(self._group.communicator, "results to reach a device") as failed:
@@ -192,7 +192,7 @@ class World:
         if is_late:
             names = self._core.memory.devices.names or "a device"
             raise DeviceError(
-                f"rank {self._endpoint.rank}: {names} has not taken all results {_RETURN_S:g} s after the last call"
+                f"rank {self.endpoint.rank}: {names} has not taken all results {_RETURN_S:g} s after the last call"
             )
         returns.check()
 
@@ -220,16 +220,16 @@ class World:
     def _broke(self, error: BaseException) -> None:
         """Fail the world at all ranks, because `error` has ended the runtime's loop for a moment, amid any work."""
         reason = f"its runtime was interrupted: {describe(error)}"
-        self._endpoint.failures.abort(WORLD, self._group.ranks, reason)
+        self.endpoint.failures.abort(WORLD, self._group.ranks, reason)
 
     async def _join(self) -> Communicator:
         self._runner.broke = self._broke
         try:
             await self._start()
-            if self._endpoint.arena is not None:
-                self._endpoint.arena.runtime_loop = asyncio.get_running_loop()
+            if self.endpoint.arena is not None:
+                self.endpoint.arena.runtime_loop = asyncio.get_running_loop()
             if self._has_processes:
-                self._endpoint.introduce(self._hosts[self._endpoint.rank], os.getpid())
+                self.endpoint.introduce(self._hosts[self.endpoint.rank], os.getpid())
             # After this barrier all ranks are connected to each other.
             await self._meet()
         except BaseException as error:
@@ -238,19 +238,19 @@ class World:
                 if self._joining is not None:
                     await self._joining.fail(error)
             finally:
-                await self._endpoint.close(flush=self._failed())
+                await self.endpoint.close(flush=self._failed())
                 await self._let_go()
             raise
-        self._core = Core(Member(self._endpoint, self._group, self._runner), self._choose)
+        self._core = Core(Member(self.endpoint, self._group, self._runner), self._choose)
         self.has_joined = True
         return Communicator(self._core, self._hosts)
 
     def _enter(self, endpoint: Endpoint) -> Core:
         """Go on in a later epoch, on the runtime's loop."""
         self._former.append(self._core)
-        unfinished.forget(self._endpoint)
+        unfinished.forget(self.endpoint)
         endpoint.standstill.program = self._runner
-        self._endpoint, self._group = endpoint, _group_of(endpoint)
+        self.endpoint, self._group = endpoint, _group_of(endpoint)
         self._core = Core(Member(endpoint, self._group, self._runner), self._choose)
         return self._core
 
@@ -265,32 +265,32 @@ class World:
     async def _start(self) -> None:
         """Start the endpoint. Ends early if another rank reports that joining has failed, or is lost."""
         if self._joining is None:
-            return await self._endpoint.start()
-        starting = asyncio.ensure_future(self._endpoint.start())
+            return await self.endpoint.start()
+        starting = asyncio.ensure_future(self.endpoint.start())
         try:
-            with self._endpoint.failures.watch(WORLD, "all ranks to be connected") as failed:
+            with self.endpoint.failures.watch(WORLD, "all ranks to be connected") as failed:
                 await asyncio.wait([starting, failed], return_when=asyncio.FIRST_COMPLETED)
                 if not starting.done():
                     await failed
                 try:
                     await starting
                 except PeerLostError as error:  # perhaps its whole host is gone
-                    self._endpoint.lost(Loss(error.rank, error.cause, error.last_seen_s))
+                    self.endpoint.lost(Loss(error.rank, error.cause, error.last_seen_s))
                     await failed
         finally:
             starting.cancel()
             await asyncio.wait([starting])
 
     def _unheard(self) -> list[int]:
-        return [rank for rank in self._group.ranks if not self._endpoint.membership.knows(rank)]
+        return [rank for rank in self._group.ranks if not self.endpoint.membership.knows(rank)]
 
     def _tell_of(self, error: BaseException) -> None:
         """Tell the other ranks why joining has failed, so that they do not report this rank, which leaves now."""
         if isinstance(error, PeerLostError):
-            self._endpoint.report(Loss(error.rank, error.cause, error.last_seen_s))
+            self.endpoint.report(Loss(error.rank, error.cause, error.last_seen_s))
         elif isinstance(error, DeadlineError):
             lists = (",".join(map(str, ranks)) for ranks in (error.arrived, error.missing))
-            self._endpoint.failures.give_up(Overdue(WORLD, str(error), *lists), WORLD, self._group.ranks)
+            self.endpoint.failures.give_up(Overdue(WORLD, str(error), *lists), WORLD, self._group.ranks)
 
     async def _leave(self, error: BaseException | None) -> None:
         try:
@@ -298,28 +298,28 @@ class World:
                 await self._depart(error)
             elif not self._failed():
                 await self._part(error)
-            elif isinstance(failure := self._endpoint.failures.of(self._group.communicator), Departed):
+            elif isinstance(failure := self.endpoint.failures.of(self._group.communicator), Departed):
                 # Only this rank knows: the others wait for it to leave in good order.
-                self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error or error_of(failure)))
-            failure = self._endpoint.failures.of(self._group.communicator)
+                self.endpoint.failures.abort(WORLD, self._group.ranks, describe(error or error_of(failure)))
+            failure = self.endpoint.failures.of(self._group.communicator)
             if failure is not None and not self._departs:
-                await self._endpoint.give_reason(reason_to_leave(error or error_of(failure)))
+                await self.endpoint.give_reason(reason_to_leave(error or error_of(failure)))
         finally:
-            if self._endpoint.succession is not None:
-                await self._endpoint.succession.close()
+            if self.endpoint.succession is not None:
+                await self.endpoint.succession.close()
             for core in self._former:
                 core.member.endpoint.closed = True
-            await self._endpoint.close(flush=self._departs or self._failed())
+            await self.endpoint.close(flush=self._departs or self._failed())
 
     async def _let_go(self) -> None:
         """Release the memory that the ranks of the host share."""
-        for endpoint in (*(core.member.endpoint for core in self._former), self._endpoint):
+        for endpoint in (*(core.member.endpoint for core in self._former), self.endpoint):
             if endpoint.arena is not None:
                 endpoint.arena.close()
 
     def _failed(self) -> bool:
         """Whether this rank has heard of a failure: then the ranks do not leave in good order."""
-        return self._endpoint.failures.has_failed(self._group.communicator)
+        return self.endpoint.failures.has_failed(self._group.communicator)
 
     async def _part(self, error: BaseException | None) -> None:
         """Leave in good order, by two barriers; or tell the others of `error`.
@@ -329,20 +329,20 @@ class World:
         at once; a rank that ends during the second is not lost, only faster.
         """
         if error is not None:
-            self._endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
+            self.endpoint.failures.abort(WORLD, self._group.ranks, describe(error))
             return
-        self._endpoint.depart()
+        self.endpoint.depart()
         # For calls that wait for this rank. Not at once: as all ranks end, each would send a message to each.
-        later = asyncio.get_running_loop().call_later(_ENDED_S, self._endpoint.departures.returned)
+        later = asyncio.get_running_loop().call_later(_ENDED_S, self.endpoint.departures.returned)
         try:
             await self._core.leave(self._end_site)
             await self._settle_others()
-            if self._endpoint.returns.any:
+            if self.endpoint.returns.any:
                 # First: a copy that has failed is the reason why its communicator has.
                 await self._return()
             for communicator in self._unsettled:
                 communicator.check()  # perhaps no handle of the call that has failed is left
-            self._endpoint.part()
+            self.endpoint.part()
             with contextlib.suppress(PeerLostError):
                 await self._barrier("leaving")
         finally:
@@ -355,10 +355,10 @@ class World:
         """
         try:
             async with asyncio.timeout(_SETTLE_S):
-                await self._endpoint.departures.settle()
+                await self.endpoint.departures.settle()
         except TimeoutError:
             raise DeadlineError(
-                f"rank {self._endpoint.rank} has left a collective of a communicator made by `split` without an await, "
+                f"rank {self.endpoint.rank} has left a collective of a communicator made by `split` without an await, "
                 f"and {_SETTLE_S:g} s after the last call of all ranks it is not over: another rank has not made it, "
                 "or a device has not come to it"
             ) from None
@@ -369,17 +369,17 @@ class World:
         In both cases the others answer before the connections end, so that no rank takes their end for a loss.
         """
         await self._take_over()
-        failures, reason = self._endpoint.failures, reason_to_leave(error)
+        failures, reason = self.endpoint.failures, reason_to_leave(error)
         if (failure := failures.of(WORLD)) is not None:
-            await self._endpoint.give_reason(reason or reason_to_leave(error_of(failure)))
+            await self.endpoint.give_reason(reason or reason_to_leave(error_of(failure)))
             return
         is_its_own = reason is not None and reason.rank is None and not isinstance(error, ClosedError)
         if error is not None and is_its_own and not self._failed():
             failures.abort(WORLD, self._group.ranks, describe(error))
-        self._endpoint.depart()
-        await self._endpoint.departures.leave_world(reason)
+        self.endpoint.depart()
+        await self.endpoint.departures.leave_world(reason)
 
     async def _barrier(self, why: str) -> None:
         context = digest(self._group.communicator, why)
-        with Lane(self._endpoint.executions, self._group, context, 1, 1, lambda: f"{why} the world") as lane:
+        with Lane(self.endpoint.executions, self._group, context, 1, 1, lambda: f"{why} the world") as lane:
             await on_lane.barrier(lane)

@@ -1,7 +1,7 @@
 """A world that goes on after deaths, the record of what its ranks have done in each epoch, and the laws of that.
 
-Ranks crash, or others take them for lost while they live. The survivors shrink and go on, as they do at some calls where
-no rank is lost. In real time no rank dies.
+Ranks crash, or others take them for lost while they live. The survivors shrink and go on. They also do at some calls
+where no rank is lost. In real time no rank dies.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class Survivor(CaseRank):
             try:
                 await self._compute()
                 if index in self._program.shrinks:
-                    index = await self._shrink(index)
-                    half = None
+                    index, half = await self._shrink(index), None
+                    continue
                 half = half or await self._comm.split(self._program.colors[self.number])
                 await self._call(index, half, *self._program.calls[index % _CALLS])
                 index += 1

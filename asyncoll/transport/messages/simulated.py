@@ -20,7 +20,6 @@ from asyncoll.statistics import WORD_BYTES
 from asyncoll.transport import Buffer, Loss, Receiver, check_frames
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 
-
 _SILENCE_S = 0.5  # without a sign of life, after which a rank is taken for lost
 
 
