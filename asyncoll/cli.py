@@ -123,6 +123,12 @@ def main() -> None:
     help="Shared memory, or messages alone.  [default: $ASYNCOLL_TRANSPORT, or shm]",
 )
 @click.option(
+    "--min-ranks",
+    metavar="M",
+    type=Count(1),
+    help="Go on after deaths of ranks while M of them are left.  [default: all]",
+)
+@click.option(
     "--json",
     "report",
     type=_FilePath(path_type=Path),
@@ -138,6 +144,10 @@ def launch(ranks: int | None, hosts: str | None, program: tuple[str, ...], **opt
     failed first is printed first, and its exit code is the command's. Ctrl-C gives the ranks time to end; a second
     Ctrl-C kills them. --json writes a report for programs, however the job has ended.
 
+    With --min-ranks M the job goes on after the death of a rank while at least M ranks are left: a line on stderr tells
+    each death, and the exit code is 0 if all ranks that are left succeed. A death is an end by a signal, as of kill -9,
+    or with the rank's host. A rank that raises, or exits with another code than 0, ends the job nevertheless.
+
     With --hosts a:4,b:4 ranks 0 to 3 run on host a, and 4 to 7 on host b. `ssh a` and `ssh b` must work without a
     question, also for this host. Python, asyncoll, the program and the current folder must be at the same paths on all
     hosts. The ranks get the variables ASYNCOLL_*, PYTHON*, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, and those of --env.
@@ -150,6 +160,7 @@ def launch(ranks: int | None, hosts: str | None, program: tuple[str, ...], **opt
       asyncoll launch -n 4 train.py --epochs 3
       asyncoll launch --hosts a:4,b:4 --timeout 3600 -m package.train
       asyncoll launch -n 4 --json report.json train.py || jq .first report.json
+      asyncoll launch -n 4 --min-ranks 2 train.py
     """
     from asyncoll.launch import launch as run
     from asyncoll.launch import parse_hosts

@@ -17,7 +17,7 @@ RANKS_MAX = 1024
 # Former spellings, and those of other launchers, with the option that each means in a command that has it.
 MEANT = {
     "--ranks": "--sizes",
-    **dict.fromkeys(("--np", "--nproc", "--nprocs", "--nproc-per-node", "--nproc_per_node"), "--ranks"),
+    **dict.fromkeys(("--rank", "--np", "--nproc", "--nprocs", "--nproc-per-node", "--nproc_per_node"), "--ranks"),
     **dict.fromkeys(("--key", "--keyfile"), "--key-file"),
     **dict.fromkeys(("--report", "--output"), "--json"),
     **dict.fromkeys(("--repeat", "--repeats"), "--seeds"),

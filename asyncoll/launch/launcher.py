@@ -40,7 +40,7 @@ from asyncoll.launch.supervisor import (
     Outcome,
     Supervisor,
 )
-from asyncoll.launch.verdict import explain, signal_name, tell_stopped, were
+from asyncoll.launch.verdict import explain, signal_name, tell_deaths, tell_stopped, were
 from asyncoll.transport import settings, standard_streams
 from asyncoll.transport.keys import new_key
 from asyncoll.transport.loopback import loopback
@@ -63,6 +63,7 @@ def launch(
     transport: str | None = None,
     environment: Sequence[str] = (),
     report: str | os.PathLike[str] | None = None,
+    min_ranks: int | None = None,
 ) -> int:
     """Run a Python program as `ranks` ranks on this host, or on the hosts of a map, and return the job's exit code.
 
@@ -82,17 +83,24 @@ def launch(
     The modules that the ranks will import are loaded once, before the ranks are forked: numpy, torch and asyncoll, or
     those in ASYNCOLL_PRELOAD (names separated by commas, or nothing).
 
+    With `min_ranks` the job goes on after the death of a rank, by a signal or with its host, while at least `min_ranks`
+    of the ranks have not died. Each death is told in a line on stderr. A rank that fails otherwise ends the job. The
+    exit code is 0 if all ranks that have not died succeed.
+
     Several hosts: `ranks` has their names and the number of ranks on each, such as {"a": 4, "b": 4}. All are reached by
     `ssh`, this one too, which must run a program there without asking a question. Python, asyncoll, the program and the
     current folder must be at the same paths on all hosts. The ranks get a key of the job, the variables ASYNCOLL_* and
     PYTHON*, OMP_NUM_THREADS, OPENBLAS_NUM_THREADS, and those that `environment` names. Rank 0's host serves the
-    store, at the address at which ssh has reached it. A broken connection to a host ends the ranks there, and the job.
+    store, at the address at which ssh has reached it. A broken connection to a host ends the ranks there, and the job
+    unless enough ranks are left.
     """
     check_current_folder()
     check_encoding(os.environ)
     read_settings(os.environ)  # its errors here once, and not in each rank
     settings.check_transport(transport)
     placement = Placement({HERE: ranks} if isinstance(ranks, int) else dict(ranks))
+    if min_ranks is not None and not 1 <= min_ranks <= placement.size:
+        raise UsageError(f"--min-ranks {min_ranks}: the job has {placement.size} ranks; give 1 to {placement.size}")
     if timeout is not None and not timeout > 0:
         raise UsageError(f"the timeout must be positive, not {timeout}")
     program = Program(tuple(argv), module)
@@ -105,7 +113,7 @@ def launch(
         output = job.enter_context(open_output(placement.size, None if log_dir is None else Path(log_dir)))
         signals = job.enter_context(stop_signals())
         sources = Sources(job.enter_context(selectors.DefaultSelector()))
-        launcher = Launcher(placement, timeout, grace_s, transport, output, signals, sources)
+        launcher = Launcher(placement, timeout, grace_s, transport, output, signals, sources, min_ranks)
         if placement.is_here:
             hosts = {HERE: job.enter_context(_this_host(placement, program, sources, launcher.hear))}
         else:
@@ -187,6 +195,7 @@ class Launcher:
     output: Output
     signals: socket.socket  # of the user
     sources: Sources
+    min_ranks: int | None = None  # the job goes on after a death while so many have not died; None: it ends
 
     def __post_init__(self) -> None:
         self._deadline = None if self.timeout is None else time.monotonic() + self.timeout
@@ -199,7 +208,8 @@ class Launcher:
         self._stopped_by: int | None = None
         self._give_up_at: float | None = None  # when hosts that have not ended are given up
         self._look_at: float | None = None  # the time of the next look at the states of the ranks that still run
-        self._supervisor = Supervisor(self.placement.size, time.monotonic(), self._order, self.grace_s)
+        size, now = self.placement.size, time.monotonic()
+        self._supervisor = Supervisor(size, now, self._order, self.grace_s, self.min_ranks)
         self.sources.watch(self.signals, self._hear_user)
 
     def run(self, hosts: Mapping[str, LaunchedHost]) -> Outcome:
@@ -222,7 +232,8 @@ class Launcher:
         if exit_code is None:
             exit_code = supervisor.root.exit_code if supervisor.root else 0
         seconds = time.monotonic() - supervisor.started_at
-        return Outcome(exit_code, words, supervisor.root, self._stopped_by, self._pids, supervisor.ends, seconds)
+        ends, deaths = supervisor.ends, [*supervisor.deaths.values()]
+        return Outcome(exit_code, words, supervisor.root, self._stopped_by, self._pids, ends, deaths, seconds)
 
     def _end(self, hosts: Collection[LaunchedHost]) -> None:
         """End all hosts. One that does not answer is given up."""
@@ -352,7 +363,7 @@ class Launcher:
                     self._supervisor.started_at = now
                 self._pids[rank] = pid
             case {"exited": rank, "code": code}:
-                self._supervisor.exited(rank, code, now)
+                self._tell_deaths(self._supervisor.exited(rank, code, now))
             case {"states": states}:
                 self._take_states(states)
             case {"ended": why}:
@@ -377,7 +388,12 @@ class Launcher:
         if name not in self._addresses and not self._supervisor.stopping:
             self._refusals.setdefault(name, why)
         of_host = "" if name == HERE else f"host {name}: "
-        self._supervisor.lost(self._running_on(name), f"{of_host}{why}", time.monotonic())
+        self._tell_deaths(self._supervisor.lost(self._running_on(name), f"{of_host}{why}", time.monotonic()))
+
+    def _tell_deaths(self, deaths: Sequence[Failure]) -> None:
+        """Report deaths after which the job goes on."""
+        if deaths:
+            _say([tell_deaths(deaths, self._supervisor.living, self._pids, self._host_names())])
 
     def _order(self, signum: int, ranks: Sequence[int]) -> None:
         for name, host in self._hosts.items():

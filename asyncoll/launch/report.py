@@ -59,8 +59,17 @@ def report(outcome: Outcome, placement: Placement) -> dict[str, Any]:
         "exit_code": outcome.exit_code,
         "seconds": _milliseconds(outcome.seconds),
         "first": None if outcome.root is None else {**place(outcome.root.rank), **_failure(outcome.root)},
+        "deaths": [{**place(death.rank), **_death(death)} for death in outcome.deaths],
         "ranks": [{**place(rank), **end(rank)} for rank in range(placement.size)],
     }
+
+
+def _death(death: Failure) -> dict[str, Any]:
+    return {"kind": _kind(death), "error": death.summary or fate(death), "after_s": _milliseconds(death.after_s)}
+
+
+def _kind(failure: Failure) -> str:
+    return failure.kind or ("lost" if failure.is_lost else "exit" if failure.code >= 0 else "signal")
 
 
 def _milliseconds(seconds: float | None) -> float | None:
@@ -69,7 +78,7 @@ def _milliseconds(seconds: float | None) -> float | None:
 
 def _failure(root: Failure) -> dict[str, Any]:
     return {
-        "kind": root.kind or ("lost" if root.is_lost else "exit" if root.code >= 0 else "signal"),
+        "kind": _kind(root),
         "error": root.summary or fate(root),
         "place": root.place or None,
         "traceback": root.traceback or None,

@@ -1,5 +1,7 @@
 """Which rank has failed first, which ranks to stop and when, and how the job ends.
 
+A rank that dies, by a signal or with its host, has failed if fewer than `min_ranks` are left. Else the job goes on.
+
 No process, no clock: events come in as calls, and orders go out.
 """
 
@@ -49,6 +51,11 @@ class Failure(NamedTuple):
         return exit_code(self.code)
 
 
+def is_same_loss(failure: Failure, other: Failure) -> bool:
+    """Whether both are the same failure, or of ranks that were lost with the same host."""
+    return failure is other or (failure.is_lost and other.is_lost and failure.summary == other.summary)
+
+
 def exit_code(code: int) -> int:
     """The exit code as a shell shows it: 128 plus the signal for a negative `code`."""
     return 128 - code if code < 0 else code
@@ -63,6 +70,7 @@ class Outcome(NamedTuple):
     stopped_by: int | None
     pids: Mapping[int, int]  # by rank
     ends: Mapping[int, tuple[int, float]]  # as those of Supervisor
+    deaths: Sequence[Failure]
     seconds: float  # after the start of the ranks
 
 
@@ -75,15 +83,19 @@ class Supervisor:
         now: float,
         order: Callable[[int, Sequence[int]], None],
         stopped_grace_s: float = STOPPED_GRACE_S,
+        min_ranks: int | None = None,
     ) -> None:
+        """The job goes on after a death while at least `min_ranks` of the `size` ranks have not died; None: `size`."""
         self.running = set(range(size))
         self.failures: dict[int, Failure] = {}  # in the order of the reports
+        self.deaths: dict[int, Failure] = {}  # before the ranks were stopped; the job may have gone on after them
         self.ends: dict[int, tuple[int, float]] = {}  # the exit codes of processes, and the seconds after the start
         self.stopped: list[int] = []
         self.stopping = False
         self.exit_code: int | None = None  # set if the user, or a timeout, ends the job
         self.started_at = now
         self.stopped_grace_s = stopped_grace_s
+        self.min_ranks = size if min_ranks is None else min_ranks
         self._order = order
         self._plan: deque[tuple[float, int]] = deque()
         self._size = size
@@ -114,23 +126,54 @@ class Supervisor:
         if not self.stopping or (is_late and failure.rank not in self.failures):
             self.failures.setdefault(failure.rank, failure)
             self.stopped = [rank for rank in self.stopped if rank != failure.rank]
+            # The job has gone on after a death, and a program has not.
+            if failure.blames in self.deaths and failure.blames not in self.failures:
+                death = self.deaths[failure.blames]
+                self.failures.update((each.rank, each) for each in self.deaths.values() if is_same_loss(each, death))
 
-    def exited(self, rank: int, code: int, now: float) -> None:
-        """The process of `rank` has ended with exit code `code`."""
-        self.ends[rank] = code, now - self.started_at
-        if code:
-            self.failed(Failure(rank, code, now - self.started_at))
+    def exited(self, rank: int, code: int, now: float) -> list[Failure]:
+        """The process of `rank` has ended with exit code `code`. Returns its death, if the job goes on after it."""
         self.running.discard(rank)
+        self.ends[rank] = code, now - self.started_at
+        end = Failure(rank, code, now - self.started_at)
+        if code < 0 and rank not in self.failures:
+            return self._died([end])
+        if code:
+            self.failed(end)
+        return []
 
-    def lost(self, ranks: Sequence[int], why: str, now: float) -> None:
-        """The host of these ranks, which ran, has ended."""
-        for rank in ranks:
-            self.failed(Failure(rank, 1, now - self.started_at, summary=why, is_lost=True))
-            self.running.discard(rank)
+    def lost(self, ranks: Sequence[int], why: str, now: float) -> list[Failure]:
+        """The host of these ranks, which ran, has ended. Returns their deaths, if the job goes on after them."""
+        self.running.difference_update(ranks)
+        ends = [Failure(rank, 1, now - self.started_at, summary=why, is_lost=True) for rank in ranks]
+        return self._died([end for end in ends if end.rank not in self.failures])
+
+    def _died(self, deaths: list[Failure]) -> list[Failure]:
+        if self.stopping:
+            return []
+        self.deaths.update((death.rank, death) for death in deaths)
+        if self.living >= self.min_ranks and not self.failures:
+            return deaths
+        for death in deaths:
+            self.failed(death)
+        return []
+
+    @property
+    def living(self) -> int:
+        """The number of ranks that have not died. They run, or have ended by themselves."""
+        return self._size - len(self.deaths)
+
+    @property
+    def is_too_small(self) -> bool:
+        """Whether too few ranks live in a job that goes on after some deaths."""
+        return self.living < self.min_ranks < self._size
 
     @property
     def has_stragglers(self) -> bool:
-        """Whether some ranks have ended well and others run. If these are stopped, no rank is left to continue them."""
+        """Whether some ranks have ended, none has failed, and others run.
+
+        If these are stopped, no rank is left to continue them.
+        """
         return 0 < len(self.running) < self._size and not self.failures and not self.stopping
 
     def looked(self, states: Mapping[int, str], now: float) -> list[int]:
@@ -152,6 +195,9 @@ class Supervisor:
         if self._looks == 2:
             return sorted(self.running)
         if self._looks > 2 and now >= self._stopped_since + self.stopped_grace_s:
+            if self.min_ranks < self._size:
+                self._order(signal.SIGKILL, sorted(self.running))  # a death as any other
+                return []
             for rank in sorted(self.running):
                 self.failed(Failure(rank, -signal.SIGSTOP, now - self.started_at))
         return []

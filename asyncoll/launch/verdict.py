@@ -6,7 +6,7 @@ import math
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 
-from asyncoll.launch.supervisor import Failure, Supervisor
+from asyncoll.launch.supervisor import Failure, Supervisor, is_same_loss
 
 
 def explain(
@@ -30,8 +30,8 @@ def explain(
     if accused is not None:
         yield f"{_ranks([accused], hosts=hosts)} is the root cause, as the other ranks report: {root.summary}"
     if root.is_lost:
-        lost = [failure.rank for failure in supervisor.failures.values() if _is_same_loss(failure, root)]
-        yield f"{were(lost)} lost after {root.after_s:.1f} s: {root.summary}"
+        lost = [failure.rank for failure in supervisor.failures.values() if is_same_loss(failure, root)]
+        yield _loss(lost, root)
     else:
         name = _ranks([root.rank], hosts=hosts)
         yield f"{name} {fate(root)} after {root.after_s:.1f} s" + (":" if root.traceback else "")
@@ -40,6 +40,8 @@ def explain(
     elif last := [line.decode(errors="replace") for line in last_lines[root.rank]]:
         yield f"the last lines of its stderr ({len(last)}):"
         yield from (f"    {line}" for line in last)
+    if supervisor.is_too_small:
+        yield f"fewer than {supervisor.min_ranks} ranks were left (--min-ranks)"
     yield from followers(supervisor, root)
     if supervisor.exit_code is None and supervisor.stopped:
         if accused is None:
@@ -47,6 +49,16 @@ def explain(
             yield f"{were(supervisor.stopped)} stopped {cause}"
         else:  # its program may have ended, and its interpreter not yet
             yield f"processes that had not ended yet were stopped: {_ranks(supervisor.stopped)}"
+
+
+def tell_deaths(deaths: Sequence[Failure], living: int, pids: Mapping[int, int], hosts: Mapping[int, str]) -> str:
+    """The message for the user when ranks have died, of one cause, and the job goes on."""
+    first = deaths[0]
+    if first.is_lost:
+        told = _loss([death.rank for death in deaths], first)
+    else:
+        told = f"{_ranks([first.rank], pids, hosts)} {fate(first)} after {first.after_s:.1f} s"
+    return f"{told}; the job goes on with {living} rank{'s' * (living > 1)}"
 
 
 def tell_stopped(ranks: Sequence[int], pids: Mapping[int, int], grace_s: float, hosts: Mapping[int, str]) -> str:
@@ -82,19 +94,19 @@ def followers(supervisor: Supervisor, root: Failure) -> Iterator[str]:
     """The lines that name the other ranks that have failed, alike ones together."""
     alike: dict[str, list[int]] = {}
     for failure in supervisor.failures.values():
-        if failure is not root and not _is_same_loss(failure, root):
+        if not is_same_loss(failure, root):
             what = failure.summary or fate(failure)
             alike.setdefault(what, []).append(failure.rank)
     for what, members in alike.items():
         yield f"{_ranks(members)} failed too: {what}"
 
 
+def _loss(members: Sequence[int], failure: Failure) -> str:
+    return f"{were(members)} lost after {failure.after_s:.1f} s: {failure.summary}"
+
+
 def were(members: Sequence[int]) -> str:
     return f"{_ranks(members)} {'was' if len(members) == 1 else 'were'}"
-
-
-def _is_same_loss(failure: Failure, root: Failure) -> bool:
-    return root.is_lost and failure.is_lost and failure.summary == root.summary
 
 
 def _ranks(

@@ -29,6 +29,7 @@ from asyncoll.launch.placement import Placement
 from asyncoll.launch.remote import travelling
 from asyncoll.launch.supervisor import Failure, Supervisor
 from asyncoll.launch.verdict import explain, tell_stopped
+from tests.launch.test_deaths import job
 from tests.launch.test_launch import SCRIPTS, await_ready, check_suspends, launch, pids, runs, start, until
 from tests.support.places import STUBS
 from tests.support.processes import PATIENCE_S
@@ -217,7 +218,7 @@ def test_nothing_is_left_on_any_host(how, hosts, tmp_path):
     with start("--hosts", "a:1,b:1", "--json", report, program, tmp_path, env=hosts) as process:
         await_ready(process, 2)
         template = int((tmp_path / "template-1").read_text())
-        agent = int(Path(f"/proc/{template}/stat").read_text().rpartition(")")[2].split()[1])
+        agent = parent(template)
         victims = {"kill the launcher": process.pid, "kill the agent": agent, "kill the template": template}
         os.kill(victims.get(how, process.pid), signal.SIGKILL if how in victims else signal.SIGINT)
         _, err = process.communicate(timeout=PATIENCE_S)
@@ -236,6 +237,24 @@ def test_nothing_is_left_on_any_host(how, hosts, tmp_path):
         told = json.loads(report.read_text())
         assert (told["first"]["rank"], told["first"]["host"], told["first"]["kind"]) == (1, "b", "lost")
         assert told["ranks"][1]["exit_code"] is None
+
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_without_a_rank_and_without_a_host(hosts, tmp_path):
+    with job(tmp_path, 4, 1, "--hosts", "a:2,b:2", env=hosts) as it:
+        it.kill(0)
+        it.hears(f"rank 0 (host a, pid {it.pid(0)}) was killed by SIGKILL ", "; the job goes on with 3 ranks")
+        os.kill(parent(parent(it.pid(2))), signal.SIGKILL)  # the agent
+        it.hears("ranks 2, 3 were lost after ", "; the job goes on with 1 rank")
+        it.end(1)
+        code, err, report = it.ended()
+    assert (code, err, report["first"]) == (0, "", None)
+    told = [(each["rank"], each["host"], each["kind"]) for each in report["deaths"]]
+    assert told == [(0, "a", "signal"), (2, "b", "lost"), (3, "b", "lost")]
 
 
 @pytest.mark.slow
@@ -267,7 +286,7 @@ def test_a_host_that_does_not_answer_is_given_up_at_the_third_interrupt(hosts, t
     with start("--hosts", "a:1,b:1", SCRIPTS / "launch/starts_a_child_and_kills_it.py", tmp_path, env=hosts) as process:
         await_ready(process, 2)
         template = int((tmp_path / "template-1").read_text())
-        agent = int(Path(f"/proc/{template}/stat").read_text().rpartition(")")[2].split()[1])
+        agent = parent(template)
         os.kill(agent, signal.SIGSTOP)
         for said in ("SIGINT: the ranks get 10 s", "killing the ranks", "killing the ranks"):
             process.send_signal(signal.SIGINT)

@@ -28,7 +28,9 @@ WAITS = SCRIPTS / "launch/ignores_signals.py"
 def read(file: Path) -> dict[str, Any]:
     """The report, whose parts have the right form."""
     report = json.loads(file.read_text())
-    assert list(report) == ["exit_code", "seconds", "first", "ranks"]
+    assert list(report) == ["exit_code", "seconds", "first", "deaths", "ranks"]
+    for entry in report["deaths"]:
+        assert list(entry) == ["rank", "host", "pid", "kind", "error", "after_s"]
     assert [entry["rank"] for entry in report["ranks"]] == list(range(len(report["ranks"])))
     for entry in report["ranks"]:
         assert list(entry) == ["rank", "host", "pid", "exit_code", "signal", "ended_s"]
@@ -82,6 +84,8 @@ def _is_told(file: Path, how: str, code: int, signum: str | None, kind: str, err
     traceback = report["first"].pop("traceback")
     named = {name: failed[name] for name in ("rank", "host", "pid")}
     assert report["first"] == {**named, "kind": kind, "error": error, "place": place}
+    deaths = [{**named, "kind": kind, "error": error}] if signum else []
+    assert [{name: each[name] for name in each if name != "after_s"} for each in report["deaths"]] == deaths
     assert (traceback or "").endswith(f"\n{UNWELL}\n") == (how == "raise")
 
 
