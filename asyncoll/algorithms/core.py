@@ -32,7 +32,6 @@ from asyncoll.tensors.registered import RegisteredMemory, SharedMemory
 from asyncoll.transport.staging.opening import open_stager
 
 _PLANS_MAX = 1024
-NO_STORE = "shrink needs a store of epochs that outlives the ranks: start the job by `asyncoll launch`"
 ChooseBackend = Callable[[Member], RoundsBackend]
 
 
@@ -167,7 +166,7 @@ class Core:
         """On the runtime's loop: the communicator of all ranks in the next epoch."""
         endpoint = self.member.endpoint
         if endpoint.succession is None:
-            raise UsageError(NO_STORE)
+            raise UsageError(f"shrink needs a store of epochs that outlives the ranks: {endpoint.how_to_succeed}")
         try:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None):
                 world: Core = await endpoint.succession.next(self.member.group.epoch)

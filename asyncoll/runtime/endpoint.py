@@ -102,6 +102,7 @@ class Endpoint:
         self.failures = Failures(self.router, self.membership)
         self.executions = Executions(transport, self.router, self.failures, self.membership)
         self.succession: Succession | None = None  # to the next epoch; None without a store of epochs
+        self.how_to_succeed = ""  # how to get one, for errors
         self._notices = Notices(self.router, self.membership)
         self._host_losses = HostLosses(self.host_of, self.rank, self.membership, self._ask_of, self.report)
         self.standstill = Standstill(self.router, self.failures, self.membership)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import resource
+import select
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,29 @@ _KILL_PENDING = 1 << (signal.SIGKILL - 1)
 def is_gone(number: int) -> bool:
     """Whether the process or thread `number` has ended. A zombie has."""
     return state(number) in ("", "Z", "X")
+
+
+def end(number: int, patience_s: float) -> bool:
+    """Kill the process `number`, and wait for its end, for a limited time. Returns whether it has ended.
+
+    One that a debugger has stopped is left alone.
+    """
+    if is_gone(number):
+        return True
+    if state(number) == "t":
+        return False
+    try:
+        process = os.pidfd_open(number)
+    except OSError:
+        return is_gone(number)
+    try:
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        ended, _, _ = select.select([process], [], [], patience_s)
+        return bool(ended)
+    except OSError:  # it has ended, or belongs to another user
+        return is_gone(number)
+    finally:
+        os.close(process)
 
 
 def is_ending(number: int) -> bool:

@@ -38,6 +38,7 @@ from asyncoll.transport import Loss
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.messages.peer_reports import FREEZE_S
 from asyncoll.transport.wire import Overdue
+from asyncoll.world.epoch_stores import HOW_TO_GET_ONE
 
 # The time for collectives that all ranks have made and that the program has not awaited.
 _SETTLE_S = 60.0
@@ -82,6 +83,7 @@ class World:
         """
         self.endpoint = endpoint  # of the newest epoch
         self._former: list[Core] = []  # the communicators of all ranks in earlier epochs
+        endpoint.how_to_succeed = HOW_TO_GET_ONE
         if decisions is not None:
             overdue_s = _OVERDUE * (freeze_s or FREEZE_S)
             endpoint.succession = Succession(endpoint, decisions, overdue_s, self._enter)

@@ -38,9 +38,10 @@ class AmongMembers:
     async def drain(self, dest: int) -> None:
         await self._inner.drain(self._numbers[dest])
 
-    def enter(self, receiver: Receiver, members: Collection[int]) -> None:
+    def enter(self, receiver: Receiver, members: Collection[int], ending: Collection[int] = ()) -> None:
         self._receiver = receiver
-        self._inner.enter(self, [self._numbers[rank] for rank in members])
+        among, ended = ([self._numbers[rank] for rank in ranks] for ranks in (members, ending))
+        self._inner.enter(self, among, ended)
 
     async def close(self, *, flush: bool = False) -> None:
         await self._inner.close(flush=flush)

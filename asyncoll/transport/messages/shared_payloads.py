@@ -95,11 +95,14 @@ class SlottedTransport:
         self._incoming.give_back()
         await self._inner.drain(dest)
 
-    def enter(self, receiver: Receiver, members: Collection[int]) -> None:
-        """Go on without slots: their locks may have died with a rank. What is in some still comes."""
+    def enter(self, receiver: Receiver, members: Collection[int], ending: Collection[int] = ()) -> None:
+        """Go on without slots: their locks may have died with a rank. What is in some still comes.
+
+        The other ranks of this host end: one that was stopped would go on to write into the memory of this one.
+        """
         self._neighbours = frozenset()
         self._incoming.receiver = receiver
-        self._inner.enter(self._incoming, members)
+        self._inner.enter(self._incoming, members, {*ending, *self._arena.ranks}.difference(members))
 
     async def close(self, *, flush: bool = False) -> None:
         """Close `inner`. The slots remain as long as the arena, because receivers may still read payloads in them."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import struct
 import threading
@@ -44,6 +45,9 @@ from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_addres
 from asyncoll.transport.messages.patience import Patience
 from asyncoll.transport.messages.peer_reports import FREEZE_S, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.reach import LONG
+from asyncoll.transport.processes import end
+
+logger = logging.getLogger("asyncoll")
 
 # A message up to this many bytes is copied into one ZeroMQ frame. Each further frame costs some microseconds of Python
 # and of ZeroMQ at both ends, which is more than the copy.
@@ -59,6 +63,7 @@ _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCON
 _HIGH_WATER_MARK = 64  # messages queued in ZeroMQ for one peer; further ones wait in `_PeerConnection.queue`
 _BATCH = 64  # messages delivered before the loop may run other callbacks
 _CURVE_BYTES = 64  # the bytes that CURVE may add to a frame
+_END_S = 1.0  # the kernel ends a process within milliseconds
 _FLUSH_MS = 200  # the time to send queued messages at `close`; messages to a peer that has ended take all of it
 _IN_FLIGHT_S = 0.03  # the last messages of a peer may arrive this much later than the end of its other connection
 # The ranks of one process freeze together, which none of them can notice. On a busy machine the threads of ZeroMQ may
@@ -241,11 +246,13 @@ class ZeroMQTransport:
         if dest in self._peers:
             await self._peers[dest].drained.wait()
 
-    def enter(self, receiver: Receiver, members: Collection[int]) -> None:
+    def enter(self, receiver: Receiver, members: Collection[int], ending: Collection[int] = ()) -> None:
         self._receiver, self._members = receiver, sorted(members)
         for peer in self._peers.values():
             if peer.rank not in members:
                 self._drop(peer, linger_ms=0)
+            if peer.rank in ending and peer.pid and not end(peer.pid, _END_S):
+                logger.warning("rank %d is lost, and its process %d has not ended", peer.rank, peer.pid)
         monitored = self._monitored_ranks() if self._patience.freeze_s else ()
         for peer in self._peers.values():
             if peer.rank in monitored and not (peer.is_monitored or peer.is_dropped):
