@@ -198,6 +198,40 @@ def key(file: Path) -> None:
     write_key(file)
 
 
+@main.command()
+@click.option(
+    "--listen", metavar="HOST:PORT", required=True, help="An IP address of this host, and a port; 0: a free one."
+)
+@click.option(
+    "--key-file",
+    type=_FilePath(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The key of the ranks.  [default: $ASYNCOLL_KEY_FILE, or ~/.asyncoll.key]",
+)
+def store(listen: str, key_file: Path | None) -> None:
+    """Keep what the ranks of any number of jobs decide after a death, until Ctrl-C.
+
+    Ranks that are not started by `asyncoll launch -n` find it by ASYNCOLL_STORE=HOST:PORT. It must outlive them. All of
+    them have its key, and two jobs may have the same one: no job sees an entry of another. Prints where it listens.
+
+    \b
+    Examples:
+      asyncoll store --listen 10.0.0.1:29600
+      ASYNCOLL_STORE=10.0.0.1:29600 srun --ntasks 4 python train.py
+    """
+    import asyncio
+
+    from asyncoll.transport.keys import find_key
+    from asyncoll.transport.settings import host_and_port
+    from asyncoll.world.remote_store import serve_store
+
+    address, port = host_and_port(listen, "--listen ", least=0)
+    found = key_file or find_key(os.environ)
+    if not found:
+        raise UsageError("a store needs a key, which the ranks have, too: make one with `asyncoll key ~/.asyncoll.key`")
+    asyncio.run(serve_store(address, port, Path(found), lambda place: click.echo(f"the store listens at {place}")))
+
+
 @main.command(cls=_Doctor)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--gpu", is_flag=True, help="Open the devices of CUDA, and show the routes of copies.")

@@ -37,7 +37,8 @@ BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from asyncoll.launch.host_a
 # The greeting, with what the shell of the host prints before it, has at most so many bytes.
 GREETING_BYTES_MAX = 1 << 16
 TRAVELLING = ("ASYNCOLL_", "PYTHON")
-STAYING = ("ASYNCOLL_ADDRESS", "ASYNCOLL_FOLDER", "ASYNCOLL_RANK_OF")  # of one host, or of one process
+# Of one host, of one process, or of jobs with another key.
+STAYING = ("ASYNCOLL_ADDRESS", "ASYNCOLL_FOLDER", "ASYNCOLL_RANK_OF", "ASYNCOLL_STORE")
 SSH_FAILED, NO_PROGRAM = 255, (126, 127)
 
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 from asyncoll.errors import UsageError
 
 PREFIX = "ASYNCOLL_"
+PORT_MAX = 65_535
 TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the rest; or messages alone
 NAMES = (  # docs/reference/variables.md says what they mean
     *("ASYNCOLL_TRANSPORT", "ASYNCOLL_DEADLINE_S", "ASYNCOLL_FREEZE_S", "ASYNCOLL_STOPPED_S", "ASYNCOLL_PRELOAD"),
     *("ASYNCOLL_KEY_FILE", "ASYNCOLL_ENCRYPT", "ASYNCOLL_INTERFACE", "ASYNCOLL_ADDRESS", "ASYNCOLL_PORTS"),
-    *("ASYNCOLL_CORE", "ASYNCOLL_BUILD_CORE", "ASYNCOLL_SIZES"),
+    *("ASYNCOLL_CORE", "ASYNCOLL_BUILD_CORE", "ASYNCOLL_SIZES", "ASYNCOLL_STORE"),
     *("ASYNCOLL_FOLDER", "ASYNCOLL_RANK_OF", "ASYNCOLL_FAULTS_CABLE"),  # set by asyncoll itself
 )
 OF_TESTS = "ASYNCOLL_TEST_"  # begins the names of those that tests read
@@ -51,6 +52,18 @@ def choice(environ: Mapping[str, str], name: str, choices: Sequence[str]) -> str
     if chosen not in choices:
         raise UsageError(f"{name}={chosen!r} in the environment: use one of {', '.join(choices)}")
     return chosen
+
+
+def host_and_port(text: str, name: str, least: int = 1) -> tuple[str, int]:
+    """The host and the port in `text`, as "a:29600"; an address of IPv6 is in brackets.
+
+    Raises UsageError, which begins with `name`, if they are not there, or the port is less than `least`.
+    """
+    host, _, port = text.rpartition(":")
+    number = int(port) if port.isascii() and port.isdecimal() and len(port) <= len(str(PORT_MAX)) else -1
+    if not host.strip("[]") or (":" in host) != host.startswith("[") or not least <= number <= PORT_MAX:
+        raise UsageError(f"{name}{text!r:.100}: give HOST:PORT, as in host0:29600 or [fd00::1]:29600")
+    return host.strip("[]"), number
 
 
 def seconds(environ: Mapping[str, str], name: str, default: float) -> float:

@@ -14,13 +14,12 @@ from typing import Any
 from asyncoll.errors import UsageError
 from asyncoll.transport.keys import find_key
 from asyncoll.transport.messages.peer_reports import FREEZE_S
-from asyncoll.transport.settings import TRANSPORTS, check_names, choice, seconds
+from asyncoll.transport.settings import PORT_MAX, TRANSPORTS, check_names, choice, host_and_port, seconds
 from asyncoll.world.launchers import RUN, check_agrees, check_is_no_worker, read_launcher
 
 ENCRYPT = ("control", "all")  # between hosts: all but long payloads (CURVE moves a fourth of them a second); or all
 _DEADLINE_S = 1800.0
 _FREEZE_MIN_S, _FREEZE_MAX_S = 0.02, 86_400  # ZeroMQ counts heartbeats in whole ms, in 32 bits
-_PORT_MAX = 65_535
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +40,8 @@ class Environment:
     address: str = ""  # that ranks of other hosts connect to; empty: that of the interface
     interface: str = ""  # at which this rank listens for them; empty: at `address`, or towards the master
     ports: Sequence[int] = (0,)  # on which it may listen; 0: the kernel chooses
+    launch_folder: str = ""  # of the job, on this host; empty unless `asyncoll launch -n` has started it
+    epoch_store: tuple[str, int] | None = None  # the host and the port of an `asyncoll store`
     store: Any = None  # a torch.distributed store of all ranks; None: rank 0, or torchrun's agent, serves one
 
     @classmethod
@@ -55,7 +56,7 @@ class Environment:
         limit = {"ASYNCOLL_DEADLINE_S": environ.get("ASYNCOLL_DEADLINE_S") or "0"}
         environment = cls.read({**environ, **given, **limit}, place)
         assert environment is not None
-        return replace(environment, store=store)
+        return replace(environment, store=store, launch_folder=environ.get("ASYNCOLL_FOLDER", ""))
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ, place: tuple[str, int] | None = None) -> Environment | None:
@@ -89,6 +90,7 @@ class Environment:
             master_addr=place[0].strip("[]"),
             master_port=place[1],
             run=environ.get(RUN, ""),
+            launch_folder=folder,
             key_file="" if folder else find_key(environ),
             address=environ.get("ASYNCOLL_ADDRESS", "").strip("[]"),
             interface=environ.get("ASYNCOLL_INTERFACE", ""),
@@ -105,6 +107,7 @@ def read_settings(environ: Mapping[str, str]) -> dict[str, Any]:
         "deadline_s": deadline_s(environ),
         "encrypt": choice(environ, "ASYNCOLL_ENCRYPT", ENCRYPT),
         "ports": _ports(environ),
+        "epoch_store": host_and_port(text, "ASYNCOLL_STORE=") if (text := environ.get("ASYNCOLL_STORE", "")) else None,
     }
 
 
@@ -131,8 +134,8 @@ def _integer(environ: Mapping[str, str], name: str) -> int:
 
 def _port(environ: Mapping[str, str]) -> int:
     port = _integer(environ, "MASTER_PORT")
-    if not 1 <= port <= _PORT_MAX:
-        raise UsageError(f"MASTER_PORT={port} in the environment: give 1 to {_PORT_MAX}, a free port of rank 0's host")
+    if not 1 <= port <= PORT_MAX:
+        raise UsageError(f"MASTER_PORT={port} in the environment: give 1 to {PORT_MAX}, a free port of rank 0's host")
     return port
 
 
@@ -142,7 +145,7 @@ def _ports(environ: Mapping[str, str]) -> Sequence[int]:
     if not text:
         return (0,)
     first, _, last = text.partition("-")
-    if first.strip().isdecimal() and last.strip().isdecimal() and 1 <= int(first) <= int(last) <= _PORT_MAX:
+    if first.strip().isdecimal() and last.strip().isdecimal() and 1 <= int(first) <= int(last) <= PORT_MAX:
         return range(int(first), int(last) + 1)
     raise UsageError(f"ASYNCOLL_PORTS={text!r} in the environment: give the first and the last port, as in 30000-30015")
 

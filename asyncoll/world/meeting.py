@@ -194,11 +194,12 @@ def _meet_in_store(environment: Environment, joining: Joining) -> PeerLinks:
         _check_reachable(addresses.messages, hosts.names)
         transport = _transport(streams, addresses, hosts.neighbours, folder)
         joining.fails_by(store.tell)
+        decisions = decisions_of(environment, store.world, session, store.of_agent())
         # From now on a connection tells of a failure, and the store would block the loop.
         joining.listen(None)
         links.pop_all()
         has_arenas = addresses.all_have_arenas
-        return PeerLinks(transport, arena, hosts.names, hosts.machines, has_arenas, None, undo.pop_all())
+        return PeerLinks(transport, arena, hosts.names, hosts.machines, has_arenas, decisions, undo.pop_all())
 
 
 def _exchange_hosts(environment: Environment, store: SealedStore) -> _ToldHosts:

@@ -45,7 +45,7 @@ class SealedStore:
         self._entries = SealedEntries(store, rank, size, key, joining, serves=serves)
         self.host = self._entries.host  # where this rank has reached the store; empty if it has no address
         self._worlds = NumberedWorlds(self._entries, prefix)
-        self._world = prefix
+        self.world = prefix  # begins the names of the entries of the world that this rank has entered
         self._failure = ToldFailure(self._entries, prefix)
         self._rank = rank
         self._size = size
@@ -55,8 +55,8 @@ class SealedStore:
 
     def begin_turn(self) -> None:
         """Enter the next world of this store. See `NumberedWorlds.enter`."""
-        self._world = self._worlds.enter()
-        self._failure = ToldFailure(self._entries, self._world)
+        self.world = self._worlds.enter()
+        self._failure = ToldFailure(self._entries, self.world)
         self._joining.listen(self._hear)
 
     def begin_session(self) -> Key:
@@ -81,8 +81,12 @@ class SealedStore:
         for peer, (_, _, _, its_space, pid, _) in enumerate(said):
             if space and its_space == space and peer != self._rank and pid.isdecimal():
                 self._joining.watch(peer, int(pid))
-        self._key = Key(self._key.derive("session", self._world, *(nonce for _, _, nonce, *_ in said)))
+        self._key = Key(self._key.derive("session", self.world, *(nonce for _, _, nonce, *_ in said)))
         return self._key
+
+    def of_agent(self) -> Store | None:
+        """The store itself, if torchrun's agent serves it, so that it outlives the ranks; None otherwise."""
+        return None if self._entries.serves else self._entries.raw()
 
     def post(self, topic: str, *texts: str) -> None:
         """Publish `texts` under `topic`."""
@@ -253,7 +257,7 @@ class SealedStore:
             self._failure.hear()
 
     def _name(self, topic: str, rank: int) -> str:
-        return f"{self._world}/{topic}/{rank}"
+        return f"{self.world}/{topic}/{rank}"
 
 
 def _version() -> str:

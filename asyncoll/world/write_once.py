@@ -21,6 +21,7 @@ from asyncoll.world.sealed_entries import seal, unseal
 ENTRY_BYTES: Final = 1 << 16  # the longest entry
 _MEMBERS_MAX: Final = 1 << 12  # of an epoch
 _NUMBER_DIGITS: Final = 9  # of an epoch or a member number
+_NAME_MAX: Final = 200  # characters
 _NAMES: Final = frozenset("abcdefghijklmnopqrstuvwxyz0123456789-")
 
 
@@ -55,7 +56,7 @@ class FolderStore:
         self._folder = folder
 
     def compare_and_set(self, name: str, entry: bytes) -> bytes:
-        _check(name, entry)
+        check(name, entry)
         own = self._folder / f".{name}.{secrets.token_hex(8)}"
         try:
             descriptor = os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -67,23 +68,23 @@ class FolderStore:
             finally:
                 own.unlink()
         except OSError as error:
-            raise _lost(self._folder, error) from error
+            raise lost(self._folder, error) from error
         held = self.read(name)
         if held is None:
-            raise _lost(self._folder, f"the entry {name} is gone")
+            raise lost(self._folder, f"the entry {name} is gone")
         return held
 
     def read(self, name: str) -> bytes | None:
-        _check(name)
+        check(name)
         try:
             with open(self._folder / name, "rb") as file:
                 return file.read(ENTRY_BYTES + 1)
         except FileNotFoundError:
             if self._folder.is_dir():
                 return None
-            raise _lost(self._folder, "the folder is gone") from None
+            raise lost(self._folder, "the folder is gone") from None
         except OSError as error:
-            raise _lost(self._folder, error) from error
+            raise lost(self._folder, error) from error
 
 
 class TorchStore:
@@ -98,19 +99,19 @@ class TorchStore:
         self._prefix = prefix
 
     def compare_and_set(self, name: str, entry: bytes) -> bytes:
-        _check(name, entry)
+        check(name, entry)
         try:
             return _bytes(self._store.compare_set(self._prefix + name, "", b64encode(entry).decode()))
         except RuntimeError as error:  # those of torch.distributed are
-            raise _lost(self._prefix, error) from error
+            raise lost(self._prefix, error) from error
 
     def read(self, name: str) -> bytes | None:
-        _check(name)
+        check(name)
         try:
             is_there = self._store.check([self._prefix + name])
             return _bytes(self._store.get(self._prefix + name)) if is_there else None
         except RuntimeError as error:
-            raise _lost(self._prefix, error) from error
+            raise lost(self._prefix, error) from error
 
 
 class MemoryStore:
@@ -120,11 +121,11 @@ class MemoryStore:
         self._entries: dict[str, bytes] = {}
 
     def compare_and_set(self, name: str, entry: bytes) -> bytes:
-        _check(name, entry)
+        check(name, entry)
         return self._entries.setdefault(name, entry)
 
     def read(self, name: str) -> bytes | None:
-        _check(name)
+        check(name)
         return self._entries.get(name)
 
 
@@ -136,13 +137,15 @@ def _bytes(text: bytes) -> bytes:
         return b""
 
 
-def _lost(place: object, error: object) -> ServiceLostError:
+def lost(place: object, error: object) -> ServiceLostError:
+    """The error for a store that does not answer."""
     return ServiceLostError(f"the store of epochs {place} does not answer: {error}")
 
 
-def _check(name: str, entry: bytes = b"-") -> None:
-    if not name or not set(name) <= _NAMES:
-        raise UsageError(f"{name!r:.80} is no name of an entry: use small letters, digits and -")
+def check(name: str, entry: bytes = b"-") -> None:
+    """Raise UsageError for an impossible name, or an entry that is empty or too long."""
+    if not 0 < len(name) <= _NAME_MAX or not set(name) <= _NAMES:
+        raise UsageError(f"{name!r:.80} is no name of an entry: use up to {_NAME_MAX} small letters, digits and -")
     if not 0 < len(entry) <= ENTRY_BYTES:
         raise UsageError(f"the entry {name} has {len(entry)} bytes; it must have 1 to {ENTRY_BYTES}")
 

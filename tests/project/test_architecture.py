@@ -123,6 +123,7 @@ PACKAGES: dict[str, set[str]] = {
         "communicator",
         "errors",
         "forks",
+        "rpc",
         "runtime",
         "transport",
         "transport.memory",
@@ -224,7 +225,19 @@ PACKAGES: dict[str, set[str]] = {
         "transport",
     },
     "notebook": {"arguments", "errors", "launch", "rpc", "runtime", "transport", "world"},
-    "cli": {"", "algorithms", "bench", "cli_base", "doctor", "errors", "kinds", "launch", "testing", "transport"},
+    "cli": {
+        "",
+        "algorithms",
+        "bench",
+        "cli_base",
+        "doctor",
+        "errors",
+        "kinds",
+        "launch",
+        "testing",
+        "transport",
+        "world",
+    },
     "__main__": {"cli"},
 }
 SUBPACKAGES = {name for name in PACKAGES if "." in name}

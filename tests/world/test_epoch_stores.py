@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch.distributed import HashStore
 
 from asyncoll import UsageError
 from asyncoll.runtime.epochs import Decision
@@ -14,10 +15,8 @@ KEY = Key(bytes(range(32)))
 
 
 def launched(job):
-    """The environment of a rank of `asyncoll launch -n 3`, with a folder as a world makes it."""
-    for world in "12":
-        (job / world).mkdir(exist_ok=True)
-    return Environment(1, 3, str(job), "", 0, shares_memory=True, run="")
+    """The environment of a rank of `asyncoll launch -n 3`."""
+    return Environment.read({"RANK": "1", "WORLD_SIZE": "3", "ASYNCOLL_FOLDER": str(job)})
 
 
 def test_ranks_of_one_world_have_one_store_and_the_next_world_has_another(tmp_path):
@@ -27,13 +26,31 @@ def test_ranks_of_one_world_have_one_store_and_the_next_world_has_another(tmp_pa
 
 
 def test_an_entry_of_another_job_or_another_world_is_refused(tmp_path):
-    decisions_of(launched(tmp_path), "1", KEY).decide(Decision(2, (0,)))
+    """As if somebody had copied it."""
+    first, second = (decisions_of(launched(tmp_path), world, KEY) for world in "12")
+    folders = list(tmp_path.iterdir())
+    first.decide(Decision(2, (0,)))
+    for folder in folders:
+        if not (folder / "epoch-2").exists():
+            (folder / "epoch-2").write_bytes((folders[1 - folders.index(folder)] / "epoch-2").read_bytes())
     with pytest.raises(UsageError, match="none of this job"):
-        decisions_of(launched(tmp_path), "1", Key(bytes(reversed(range(32))))).read(2)
-    (tmp_path / "1/epochs").rename(tmp_path / "2/epochs")
-    with pytest.raises(UsageError, match="none of this job"):
-        decisions_of(launched(tmp_path), "2", KEY).read(2)
+        second.read(2)
 
 
 def test_ranks_that_meet_in_a_store_of_rank_0_have_none():
     assert decisions_of(Environment(1, 3, "", "127.0.0.1", 1, shares_memory=True, run=""), "1", KEY) is None
+
+
+def test_ranks_of_torchrun_have_the_store_of_its_agent():
+    agent, environment = HashStore(), Environment(1, 3, "", "127.0.0.1", 1, shares_memory=True, run="")
+    decisions_of(environment, "1", KEY, agent).decide(Decision(2, (0,)))
+    assert decisions_of(environment, "1", KEY, agent).read(2) == Decision(2, (0,))
+    assert decisions_of(environment, "2", KEY, agent).read(2) is None
+
+
+def test_a_process_group_of_launched_ranks_has_the_folder_of_the_job(tmp_path):
+    """It meets in a store of torch, which rank 0 serves."""
+    environ = {"ASYNCOLL_FOLDER": str(tmp_path), "MASTER_ADDR": "127.0.0.1"}
+    environment = Environment.of_store(HashStore(), 1, 3, environ)
+    decisions_of(environment, "1", KEY).decide(Decision(2, (0,)))
+    assert [*tmp_path.glob("epochs-*/epoch-2")]
