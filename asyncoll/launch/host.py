@@ -9,6 +9,7 @@ Orders, as maps:
     fork: rank, environment: variables   start this rank, with these variables beside those of its host
     signal: number, ranks: [rank, …]     send a signal to the process groups of these ranks; end the host if none runs
     look: [rank, …]                      tell the states of these ranks
+    answered: number, answer: data       of the launcher's store, to another host
 
 News:
 
@@ -19,6 +20,7 @@ News:
     rank: rank, code, traceback, summary, blames      the report of a rank that fails (asyncoll/launch/rank.py)
     output: rank, error: bool, data: bytes            from its stdout or stderr; no data: its end
     states: [[rank, letter], …]
+    asked: number, question: data        to the launcher's store, from another host
     ended: text                          the last news; the text says why, if the host has not been told to end
 """
 

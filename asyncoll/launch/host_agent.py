@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import selectors
 import sys
+from contextlib import closing
 from typing import Any
 
 import asyncoll
@@ -18,6 +19,7 @@ from asyncoll.launch.host import READ_BYTES, News, Sources
 from asyncoll.launch.local import LocalHost, check, local_host, template_of
 from asyncoll.launch.program import Program
 from asyncoll.launch.rank_environment import job_folder
+from asyncoll.launch.store_relay import SOCKET, StoreRelay
 from asyncoll.transport.keys import KEY_FILE
 
 GREETING = f"asyncoll agent {asyncoll.__version__}\n".encode()
@@ -49,9 +51,16 @@ class _HostAgent:
             program = Program(tuple(job["argv"]), job["module"])
             check(job["size"], program)
             with job_folder(job["key"]) as folder:
-                environ = {**os.environ, KEY_FILE: str(folder / "job"), "ASYNCOLL_FOLDER": ""}
-                start = template_of(job["size"], program, folder, environ)
-                with local_host(start, address, self._sources, self._tell) as host:
+                place = {
+                    KEY_FILE: str(folder / "job"),
+                    "ASYNCOLL_FOLDER": "",
+                    "ASYNCOLL_LAUNCHER": str(folder / SOCKET),
+                }
+                start = template_of(job["size"], program, folder, {**os.environ, **place})
+                with (
+                    closing(StoreRelay(folder, self._sources, self._tell)) as self._relay,
+                    local_host(start, address, self._sources, self._tell) as host,
+                ):
                     self._serve(host)
         except UsageError as error:
             self._tell({"refused": str(error)})
@@ -80,7 +89,10 @@ class _HostAgent:
             self._end()
         try:
             for order in self._frames.feed(data):
-                self._host.tell(order)
+                if "answered" in order:
+                    self._relay.answer(order["answered"], order["answer"])
+                else:
+                    self._host.tell(order)
         except ProtocolError as error:
             self._give_up(error)
 

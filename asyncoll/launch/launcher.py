@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import asyncoll._core  # noqa: F401 (raises UsageError for a wrong ASYNCOLL_CORE: here once, and not in each rank)
 from asyncoll.errors import ProtocolError, UsageError
@@ -45,6 +46,9 @@ from asyncoll.transport import settings, standard_streams
 from asyncoll.transport.keys import new_key
 from asyncoll.transport.loopback import loopback
 from asyncoll.world.environment import read_settings
+
+if TYPE_CHECKING:
+    from asyncoll.world.launcher_store import AnsweringStore
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SUSPENDING = signal.SIGTSTP  # Ctrl-Z
@@ -205,6 +209,7 @@ class Launcher:
         self._pids: dict[int, int] = {}
         self._states: dict[int, str] = {}  # at the last look
         self._last_words: list[str] = []
+        self._store: AnsweringStore | None = None
         self._stopped_by: int | None = None
         self._give_up_at: float | None = None  # when hosts that have not ended are given up
         self._look_at: float | None = None  # the time of the next look at the states of the ranks that still run
@@ -366,11 +371,21 @@ class Launcher:
                 self._tell_deaths(self._supervisor.exited(rank, code, now))
             case {"states": states}:
                 self._take_states(states)
+            case {"asked": number, "question": question}:
+                self._hosts[name].tell({"answered": number, "answer": self._answer(question)})
             case {"ended": why}:
                 self._lose(name, why)
             case _:
                 self.output.log_error(news["rank"], news["traceback"])
                 self._supervisor.failed(Failure(after_s=now - self._supervisor.started_at, **news))
+
+    def _answer(self, question: bytes) -> bytes:
+        """The answer of the store of epochs, which ranks of other hosts ask after a death."""
+        if self._store is None:
+            from asyncoll.world.launcher_store import AnsweringStore  # a part of the start otherwise
+
+            self._store = AnsweringStore()
+        return self._store.answer(question)
 
     def _show(self, stream: OutputStream, data: bytes) -> None:
         """Show output. If the reader of it is gone (`| head`), stop the job. A full disk stops the output alone."""

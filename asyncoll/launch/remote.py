@@ -38,7 +38,7 @@ BOOT = "import sys; sys.path.insert(0, sys.argv[1]); from asyncoll.launch.host_a
 GREETING_BYTES_MAX = 1 << 16
 TRAVELLING = ("ASYNCOLL_", "PYTHON")
 # Of one host, of one process, or of jobs with another key.
-STAYING = ("ASYNCOLL_ADDRESS", "ASYNCOLL_FOLDER", "ASYNCOLL_RANK_OF", "ASYNCOLL_STORE")
+STAYING = ("ASYNCOLL_ADDRESS", "ASYNCOLL_FOLDER", "ASYNCOLL_LAUNCHER", "ASYNCOLL_RANK_OF", "ASYNCOLL_STORE")
 SSH_FAILED, NO_PROGRAM = 255, (126, 127)
 
 

@@ -14,7 +14,7 @@ NAMES = (  # docs/reference/variables.md says what they mean
     *("ASYNCOLL_TRANSPORT", "ASYNCOLL_DEADLINE_S", "ASYNCOLL_FREEZE_S", "ASYNCOLL_STOPPED_S", "ASYNCOLL_PRELOAD"),
     *("ASYNCOLL_KEY_FILE", "ASYNCOLL_ENCRYPT", "ASYNCOLL_INTERFACE", "ASYNCOLL_ADDRESS", "ASYNCOLL_PORTS"),
     *("ASYNCOLL_CORE", "ASYNCOLL_BUILD_CORE", "ASYNCOLL_SIZES", "ASYNCOLL_STORE"),
-    *("ASYNCOLL_FOLDER", "ASYNCOLL_RANK_OF", "ASYNCOLL_FAULTS_CABLE"),  # set by asyncoll itself
+    *("ASYNCOLL_FOLDER", "ASYNCOLL_LAUNCHER", "ASYNCOLL_RANK_OF", "ASYNCOLL_FAULTS_CABLE"),  # set by asyncoll itself
 )
 OF_TESTS = "ASYNCOLL_TEST_"  # begins the names of those that tests read
 _OF_A_SERVICE = "_SERVICE_HOST"  # ends the name of one of those that Kubernetes sets for a service

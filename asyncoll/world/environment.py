@@ -41,6 +41,9 @@ class Environment:
     interface: str = ""  # at which this rank listens for them; empty: at `address`, or towards the master
     ports: Sequence[int] = (0,)  # on which it may listen; 0: the kernel chooses
     launch_folder: str = ""  # of the job, on this host; empty unless `asyncoll launch -n` has started it
+    launcher: str = (
+        ""  # the socket of its agent on this host; empty unless `asyncoll launch --hosts` has started the job
+    )
     epoch_store: tuple[str, int] | None = None  # the host and the port of an `asyncoll store`
     store: Any = None  # a torch.distributed store of all ranks; None: rank 0, or torchrun's agent, serves one
 
@@ -91,6 +94,7 @@ class Environment:
             master_port=place[1],
             run=environ.get(RUN, ""),
             launch_folder=folder,
+            launcher=environ.get("ASYNCOLL_LAUNCHER", ""),
             key_file="" if folder else find_key(environ),
             address=environ.get("ASYNCOLL_ADDRESS", "").strip("[]"),
             interface=environ.get("ASYNCOLL_INTERFACE", ""),

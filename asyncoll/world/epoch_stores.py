@@ -8,11 +8,12 @@ from typing import Final
 from asyncoll.errors import UsageError
 from asyncoll.transport.keys import KEY_FILE, Key
 from asyncoll.world.environment import Environment
+from asyncoll.world.launcher_store import LauncherStore
 from asyncoll.world.sealed_entries import Store
 from asyncoll.world.write_once import Decisions, FolderStore, TorchStore, WriteOnce
 
 HOW_TO_GET_ONE: Final = (
-    "start the job with `asyncoll launch -n RANKS`; or start `asyncoll store --listen HOST:PORT` beside it, and set "
+    "start the job with `asyncoll launch`; or start `asyncoll store --listen HOST:PORT` beside it, and set "
     "ASYNCOLL_STORE=HOST:PORT for its ranks"
 )
 
@@ -35,6 +36,8 @@ def _store_of(environment: Environment, space: str, agent: Store | None) -> Writ
     """`space` names the entries of this world."""
     if environment.launch_folder:
         return FolderStore(Path(environment.launch_folder, f"epochs-{space}"))
+    if environment.launcher:
+        return LauncherStore(Path(environment.launcher), space)
     if environment.epoch_store is not None:
         if not environment.key_file:
             raise UsageError(f"ASYNCOLL_STORE needs the key of that store: copy it to this host, and set {KEY_FILE}")

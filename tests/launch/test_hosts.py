@@ -258,6 +258,14 @@ def test_a_job_goes_on_without_a_rank_and_without_a_host(hosts, tmp_path):
 
 
 @pytest.mark.slow
+def test_ranks_of_all_hosts_decide_in_the_store_of_the_launcher(hosts):
+    run = launch("--hosts", "a:2,b:1", SCRIPTS / "launch/decides_on_an_epoch.py", env=hosts)
+    assert (run.returncode, run.stderr) == (0, "")
+    said = [line.partition(": ")[2] for line in run.stdout.splitlines()]
+    assert (said.count("None True b''"), len(said), len(set(said))) == (3, 6, 2)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("has_job", [False, True], ids=["before the job", "after it"])
 def test_an_agent_that_does_not_understand_its_launcher_says_so_and_ends(has_job):
     command = [sys.executable, "-c", "from asyncoll.launch import host_agent; host_agent.main()"]

@@ -29,7 +29,7 @@ LINES = {
     "algorithms/seam": 331,  # ranks compare the ways of the program, which are checked; each rank has its own
     "algorithms/sparse": 1_024,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
-    "launch": 1_885,  # a job that goes on after deaths: what counts as one, which is the root cause, what is told
+    "launch": 1_950,  # a job that goes on after deaths: which is the root cause, and a store for ranks of other hosts
     "ray": 390,
     "rpc": 3_078,  # how a stub declares a stream
     # The agreement on the next epoch, how the news of a loss spreads, and messages and windows by epoch.
@@ -39,7 +39,7 @@ LINES = {
     "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
     "transport": 6_265,  # epochs in headers, names of variables, addresses, the search for a rank that died unsigned
-    "world": 1_892,  # the store that decides on epochs, in four kinds, one of them a process, and which one a world has
+    "world": 1_942,  # the store that decides on epochs, in five kinds, two of them in other processes, and which one a world has
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`
 # What a way depends on beside the sizes in the tables: a function that asks one of these in a condition chooses a way.

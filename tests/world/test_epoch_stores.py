@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from asyncoll import UsageError
+from asyncoll import ServiceLostError, UsageError
 from asyncoll.runtime.epochs import Decision
 from asyncoll.transport.keys import Key
 from asyncoll.world.environment import Environment
@@ -46,6 +46,12 @@ def test_ranks_of_torchrun_have_the_store_of_its_agent():
     decisions_of(environment, "1", KEY, agent).decide(Decision(2, (0,)))
     assert decisions_of(environment, "1", KEY, agent).read(2) == Decision(2, (0,))
     assert decisions_of(environment, "2", KEY, agent).read(2) is None
+
+
+def test_a_launcher_that_is_gone_is_a_lost_store(tmp_path):
+    environment = Environment(1, 3, "", "127.0.0.1", 1, shares_memory=True, run="", launcher=str(tmp_path / "store"))
+    with pytest.raises(ServiceLostError, match="the store of epochs of the launcher does not answer"):
+        decisions_of(environment, "1", KEY).read(2)
 
 
 def test_a_process_group_of_launched_ranks_has_the_folder_of_the_job(tmp_path):
