@@ -21,7 +21,6 @@ from asyncoll.errors import DeadlineError, Reason, UsageError
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.rpc.service import FunctionRegistry
 from asyncoll.runtime.deadlines import remaining_s
-from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.lifetime import Lifetime
 from asyncoll.runtime.member import Member
@@ -157,7 +156,7 @@ class Core:
         self.member.check_caller()
         limit_s = min(self.member.endpoint.patience_s, remaining_s() or math.inf)
         world = await self.member.runner.within(self._next_world(limit_s))
-        later = world if self.lifetime.is_world else world.split(self._group_in(world.member.endpoint))
+        later = world if self.lifetime.is_world else world.split(self._group_in(world.member))
         if self._rpc is not None and later._rpc is None:
             later._open_rpc(self._rpc.registry)
         return later
@@ -177,13 +176,12 @@ class Core:
             raise DeadlineError(text, (), tuple(missing)) from None
         return world
 
-    def _group_in(self, endpoint: Endpoint) -> Group:
-        """The members of this communicator that live in the epoch of `endpoint`, in the same order."""
-        before, now = self.member.endpoint.membership.numbers, endpoint.membership.numbers
+    def _group_in(self, world: Member) -> Group:
+        """The members of this communicator that live in the epoch of `world`, in the same order."""
+        before, now = self.member.endpoint.membership.numbers, world.endpoint.membership.numbers
         ranks = tuple(now.index(before[rank]) for rank in self.member.group.ranks if before[rank] in now)
-        epoch = endpoint.membership.epoch
-        context = digest(self.member.communicator, "shrink", epoch)
-        return Group(ranks, ranks.index(endpoint.rank), context, epoch=epoch)
+        context = digest(self.member.communicator, "shrink", world.group.epoch)
+        return Group(ranks, ranks.index(world.group.rank), context, epoch=world.group.epoch)
 
     def close(self, error: Reason | None = None) -> None:
         """Make no more calls. In any thread. Raises UsageError for the communicator of the world.

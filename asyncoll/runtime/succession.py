@@ -17,7 +17,7 @@ from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.epochs import Agreement, Decision
 from asyncoll.runtime.progress import offload
 from asyncoll.transport import Buffer, Loss, settle, wire
-from asyncoll.transport.messages.among_members import AmongMembers
+from asyncoll.transport.among_members import AmongMembers
 
 C = TypeVar("C")  # the communicator of all ranks
 _LOOKS_END_S = 1e9  # a simulated world in which nothing else happens ends then

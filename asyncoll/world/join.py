@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import math
 import os
+import secrets
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
@@ -22,12 +23,14 @@ from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop, new_lo
 from asyncoll.runtime.threads import program_loop
 from asyncoll.transport import START_TIMEOUT_S, Transport, standard_streams
 from asyncoll.transport.joining import Joining, in_daemon_thread
+from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import inproc
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
 from asyncoll.world import error_file
 from asyncoll.world.environment import Environment
 from asyncoll.world.meeting import PeerLinks, meet
 from asyncoll.world.world import World
+from asyncoll.world.write_once import Decisions, MemoryStore
 
 _member = threading.Lock()  # held while this process is in a world
 T = TypeVar("T")
@@ -128,6 +131,12 @@ async def connect() -> AsyncIterator[Communicator]:
         yield comm
 
 
+def alone(runner: Runner, *, departs: bool = False) -> World:
+    """A world of one rank, which needs no store that outlives it."""
+    decisions = Decisions(MemoryStore(), Key(secrets.token_bytes(32)))
+    return World(Endpoint(inproc.world(1)[0]), runner, departs=departs, decisions=decisions)
+
+
 @contextlib.asynccontextmanager
 async def connected(read: Callable[[], Environment | None]) -> AsyncIterator[Communicator]:
     """Join the world that `read` describes, a world of one rank if that is None, with a progress thread of its own."""
@@ -135,7 +144,7 @@ async def connected(read: Callable[[], Environment | None]) -> AsyncIterator[Com
     with sole_membership():
         environment = read()
         if environment is None or environment.size == 1:
-            async with World(Endpoint(inproc.world(1)[0]), SharedLoop()) as comm:
+            async with alone(SharedLoop()) as comm:
                 yield comm
             return
         process = os.getpid()
@@ -185,7 +194,7 @@ async def joined(
     With `departs`, leaving is not collective: this rank leaves once its calls are over, and the others go on.
     """
     if environment is None or environment.size == 1:
-        async with World(Endpoint(inproc.world(1)[0]), runner, departs=departs) as comm:
+        async with alone(runner, departs=departs) as comm:
             yield comm
         return
     with _claimed(environment):

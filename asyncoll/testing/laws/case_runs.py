@@ -23,10 +23,10 @@ from asyncoll.communicator import Communicator
 from asyncoll.rpc import codec
 from asyncoll.rpc.hints import dataclasses_in
 from asyncoll.testing.devices.of_rank import device_of
-from asyncoll.testing.laws import dense, ending, epochs, gossip, rounds, sparse, training
+from asyncoll.testing.laws import deaths, dense, ending, gossip, rounds, sparse, training
+from asyncoll.testing.laws.deaths import EpochsProgram
 from asyncoll.testing.laws.dense_program import DenseProgram
 from asyncoll.testing.laws.ending import EndingProgram, ProgramError
-from asyncoll.testing.laws.epochs import EpochsProgram
 from asyncoll.testing.laws.methods import split
 from asyncoll.testing.laws.story import (
     DENSE,
@@ -84,7 +84,7 @@ WORLD_KINDS = {
         training.TrainingProgram, training.Learner, training.TrainingPart, lambda part: len(part.done), training.LAWS
     ),
     ENDING: WorldKind(EndingProgram, ending.Mortal, ending.EndingPart, lambda part: part.calls, ending.LAWS),
-    EPOCHS: WorldKind(EpochsProgram, epochs.Survivor, epochs.EpochsPart, lambda part: len(part.sums), epochs.LAWS),
+    EPOCHS: WorldKind(EpochsProgram, deaths.Survivor, deaths.EpochsPart, lambda part: len(part.sums), deaths.LAWS),
 }
 _WITH_DEVICES = (*KINDS, GOSSIP)  # kinds
 
@@ -141,7 +141,7 @@ async def take_part(comm: Communicator, case: Case, parts: dict[int, Any]) -> No
     if case.kind == ENDING:
         await ending.live(make_rank(comm, case), parts)
     elif case.kind == EPOCHS:
-        await epochs.live(make_rank(comm, case), parts)
+        await deaths.live(make_rank(comm, case), parts)
     elif comm.rank in case.on_devices and case.kind in _WITH_DEVICES:
         with device_of(comm, case.seed) as device:
             # At the end of the block the answers get their values.
