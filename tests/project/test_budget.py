@@ -38,7 +38,7 @@ LINES = {
     "testing": 6_080,  # worlds that go on after deaths, the explorer of protocols, deaths at each step of a record
     "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
-    "transport": 6_390,  # epochs: a transport among the members of one, processes that are ended, ranks that seem silent
+    "transport": 6_390,  # epochs: a transport among the members of one, processes that are ended, silent ranks
     "world": 1_985,  # the store that decides on epochs, in five kinds, and how a rank enters one
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`
