@@ -23,14 +23,16 @@ from asyncoll.algorithms.guarantees import (
     CANCELLATION,
     CANCELLATION_IN_PLACE,
     COLLECTIVE,
+    COLLECTIVE_IF_AWAITED,
     COLLECTIVE_IN_GRAPH,
     LEAVE_ALONE,
+    READS,
     ROUNDS,
+    ROUNDS_IN_GROUPS,
     guarantees,
     round_guarantees,
 )
-from asyncoll.algorithms.rounds.operation import Opening, Operation, check_operation
-from asyncoll.algorithms.rounds.policies import policy_of
+from asyncoll.algorithms.rounds.operation import Opening
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
@@ -47,9 +49,7 @@ from asyncoll.runtime.signature import site_outside
 from asyncoll.runtime.uncopied import Uncopied
 from asyncoll.tensors import reductions, shapes
 from asyncoll.tensors.operands import (
-    Bundle,
     Operand,
-    Single,
     as_operand,
     bundle,
     one_for_each,
@@ -173,10 +173,6 @@ class Communicator(Uncopied):
         Returns:
             `x` itself, which holds the result.
 
-        Raises:
-            UsageError: `x` is not such a tensor, or `op` is not defined for its dtype.
-            MismatchError: other operation, dtype, number of elements or `op`.
-
         Example:
 
             gradients = torch.full((1000,), float(comm.rank))
@@ -210,10 +206,6 @@ class Communicator(Uncopied):
         Returns:
             `x` itself, which holds the root's content.
 
-        Raises:
-            UsageError: `x` is not such a tensor, or `root` is no rank.
-            MismatchError: other operation, dtype, number of elements or root.
-
         Example:
 
             weights = np.full(1000, float(comm.rank))
@@ -237,15 +229,9 @@ class Communicator(Uncopied):
         Args:
             x: numpy array or torch tensor of any layout, writable at the root. Dtype and number of elements are the
                 same at every rank.
-            root: the rank that gets the result; the same at every rank.
-            op: the reduction, as for `allreduce`.
 
         Returns:
             `x` itself; at the root it holds the result.
-
-        Raises:
-            UsageError: `x` is not such a tensor, `op` is not defined for its dtype, or `root` is no rank.
-            MismatchError: other operation, dtype, number of elements, `op` or root.
 
         Example:
 
@@ -266,7 +252,7 @@ class Communicator(Uncopied):
 
         return self._start("reduce", operand, f"{op.name}, root {root}", body, overlaps=True)
 
-    @guarantees(COLLECTIVE, CANCELLATION)
+    @guarantees(COLLECTIVE, READS, CANCELLATION)
     def reduce_scatter(self, x: T, op: ReduceOp = ReduceOp.SUM) -> Coroutine[Any, Any, T]:
         """Reduce `x` element by element over all ranks, and give each rank its shard of the rows of the result.
 
@@ -275,15 +261,10 @@ class Communicator(Uncopied):
 
         Args:
             x: numpy array or torch tensor of any layout with at least one dimension. Dtype and shape are the same
-                at every rank. It is only read, but must not change from the call until the coroutine has ended.
-            op: the reduction, as for `allreduce`.
+                at every rank.
 
         Returns:
             A new tensor of the kind and dtype of `x` and of shape (rows of this rank, *x.shape[1:]).
-
-        Raises:
-            UsageError: `x` is not such a tensor, or `op` is not defined for its dtype.
-            MismatchError: other operation, dtype, number of elements or `op`.
 
         Example:
 
@@ -305,20 +286,15 @@ class Communicator(Uncopied):
 
         return self._start("reduce_scatter", operand, op.name, body, overlaps=True)
 
-    @guarantees(COLLECTIVE, CANCELLATION)
+    @guarantees(COLLECTIVE, READS, CANCELLATION)
     def allgather(self, x: T) -> Coroutine[Any, Any, T]:
         """Collect every rank's `x` at every rank, stacked along a new first dimension.
 
         Args:
-            x: numpy array or torch tensor of any layout. Dtype and shape are the same at every rank. It is only
-                read, but must not change from the call until the coroutine has ended.
+            x: numpy array or torch tensor of any layout. Dtype and shape are the same at every rank.
 
         Returns:
             A new tensor of the kind and dtype of `x` and of shape (size, *x.shape); `stacked[r]` is the `x` of rank r.
-
-        Raises:
-            UsageError: `x` is not such a tensor.
-            MismatchError: other operation, dtype or number of elements.
 
         Example:
 
@@ -336,20 +312,18 @@ class Communicator(Uncopied):
 
         return self._start("allgather", operand, "", body, overlaps=True)
 
-    @guarantees(COLLECTIVE, CANCELLATION)
+    @guarantees(COLLECTIVE, READS, CANCELLATION)
     def allgatherv(self, x: T) -> Coroutine[Any, Any, list[T]]:
         """Collect every rank's `x`, of any shape, at every rank.
 
         Args:
-            x: numpy array or torch tensor of any layout. The dtype is the same at every rank; the shapes may
-                differ. It is only read, but must not change from the call until the coroutine has ended.
+            x: numpy array or torch tensor of any layout. The dtype is the same at every rank; the shapes may differ.
 
         Returns:
             A list of `size` new tensors of the kind and dtype of `x`; the r-th has content and shape of the `x` of rank
             r.
 
         Raises:
-            UsageError: `x` is not such a tensor.
             MismatchError: other operation or dtype.
 
         Example:
@@ -370,22 +344,16 @@ class Communicator(Uncopied):
 
         return self._start("allgatherv", operand, "", body, any_count=True)
 
-    @guarantees(COLLECTIVE, CANCELLATION)
+    @guarantees(COLLECTIVE, READS, CANCELLATION)
     def gather(self, x: T, root: int = 0) -> Coroutine[Any, Any, T | None]:
         """Collect every rank's `x` at the root, stacked along a new first dimension.
 
         Args:
-            x: numpy array or torch tensor of any layout. Dtype and shape are the same at every rank. It is only
-                read, but must not change from the call until the coroutine has ended.
-            root: the rank that gets the result; the same at every rank.
+            x: numpy array or torch tensor of any layout. Dtype and shape are the same at every rank.
 
         Returns:
             At the root, a new tensor of the kind and dtype of `x` and of shape (size, *x.shape); None at the other
             ranks.
-
-        Raises:
-            UsageError: `x` is not such a tensor, or `root` is no rank.
-            MismatchError: other operation, dtype, number of elements or root.
 
         Example:
 
@@ -450,21 +418,16 @@ class Communicator(Uncopied):
         nbytes = sum(operand.flat.nbytes for operand in operands)
         return self._calls.start(Call(call, body, nbytes, staged_parts(operands)))
 
-    @guarantees(COLLECTIVE, CANCELLATION)
+    @guarantees(COLLECTIVE, READS, CANCELLATION)
     def alltoall(self, x: T) -> Coroutine[Any, Any, T]:
         """Send the i-th of `size` equal blocks of the rows of `x` to rank i, and receive one block from each rank.
 
         Args:
             x: numpy array or torch tensor of any layout, whose number of rows (dimension 0) is a multiple of
-                `size`. Dtype and shape are the same at every rank. It is only read, but must not change from the call
-                until the coroutine has ended.
+                `size`. Dtype and shape are the same at every rank.
 
         Returns:
             A new tensor of the kind, dtype and shape of `x`: the block of rank 0, then that of rank 1, and so on.
-
-        Raises:
-            UsageError: `x` is not such a tensor.
-            MismatchError: other operation, dtype or number of elements.
 
         Example:
 
@@ -497,10 +460,6 @@ class Communicator(Uncopied):
         Returns:
             A list of `size` new tensors of the kind of `xs[0]`; the r-th has content and shape of the tensor that rank
             r had for this one.
-
-        Raises:
-            UsageError: `xs` is not such a sequence.
-            MismatchError: other operation or dtype.
 
         Example:
 
@@ -542,7 +501,7 @@ class Communicator(Uncopied):
 
     # -- point to point ---------------------------------------------------------------------------
 
-    @guarantees()
+    @guarantees(READS)
     def send(self, x: object, dest: int, tag: int = 0) -> Coroutine[Any, Any, None]:
         """Send `x` to rank `dest`, which receives it with `recv`.
 
@@ -556,13 +515,11 @@ class Communicator(Uncopied):
         later calls of all its ranks raise AbortedError.
 
         Args:
-            x: numpy array or torch tensor of any layout. It is only read, but must not change from the call until
-                the coroutine has ended.
+            x: numpy array or torch tensor of any layout.
             dest: the receiver, another rank than this one.
             tag: any 64-bit integer.
 
         Raises:
-            UsageError: `x` is not such a tensor, `dest` is no other rank, or `tag` no such integer.
             MismatchError: when awaited: `dest` receives this message into a tensor of another dtype or number of
                 elements.
             PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of `dest` has ended.
@@ -599,7 +556,6 @@ class Communicator(Uncopied):
             `x` itself, which holds the message.
 
         Raises:
-            UsageError: `x` is not such a tensor, `source` is no other rank, or `tag` no such integer.
             MismatchError: when awaited: `source` has sent a tensor of another dtype or number of elements.
             PeerLostError: when awaited: a rank of the world is gone or frozen, or the program of `source` has ended.
 
@@ -690,9 +646,6 @@ class Communicator(Uncopied):
                 many rounds; 0: no round does.
             history: number of results to keep. Costs as many times the memory of `x` at every rank.
 
-        Returns:
-            A `Reduction`: which round `x` holds, and whether this contribution is in it.
-
         Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
         partial collective operations", PPoPP 2020, section 4.1 (solo) and section 5 (stale gradients).
 
@@ -738,9 +691,6 @@ class Communicator(Uncopied):
         Args:
             candidates: number of ranks drawn for each round, from 1 to `size`.
 
-        Returns:
-            A `Reduction`: which round `x` holds, and whether this contribution is in it.
-
         Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
         partial collective operations", PPoPP 2020, section 4.2.
 
@@ -775,9 +725,6 @@ class Communicator(Uncopied):
 
         Args:
             quorum: number of ranks whose arrival starts a round, from 1 to `size`; None: `size // 2 + 1`.
-
-        Returns:
-            A `Reduction`: which round `x` holds, and whether this contribution is in it.
 
         Source: Li, Ben-Nun, Di Girolamo, Alistarh, Hoefler, "Taming unbalanced training workloads in deep learning with
         partial collective operations", PPoPP 2020; section 8 asks for other quorums than solo, majority and full.
@@ -816,9 +763,6 @@ class Communicator(Uncopied):
             policy: the name of the function.
             candidates: number of ranks drawn for each round, from `seed`, which the function sees; from 1 to `size`.
 
-        Returns:
-            A `Reduction`: which round `x` holds, and whether this contribution is in it.
-
         Example:
 
             from asyncoll.extending import register_policy
@@ -830,7 +774,7 @@ class Communicator(Uncopied):
         arguments = (op, text(policy, "policy"), False, sync_every, sync_offset, history, candidates, seed)
         return self._wait_avoiding(x, name, weight, arguments, (*_SOLO_RULES, "candidates", "seed"))
 
-    @round_guarantees()
+    @round_guarantees(*ROUNDS_IN_GROUPS)
     def group_allreduce(
         self,
         x: object,
@@ -855,17 +799,6 @@ class Communicator(Uncopied):
         A round has groups of `group_size` ranks. If that does not divide `size`, it has ceil(size / group_size) groups
         of nearly equal size. The groups change from round to round, so that an update reaches all ranks within about
         log(size) / log(group_size) rounds.
-
-        Not collective: ranks may make different numbers of calls. The call starts at once. If the round that it aims at
-        (the one after the newest that this rank was given) is over already, it returns the newest result at once. So a
-        caller must count rounds (`Reduction.round`), never its own calls. Calls of one rank under one name take turns.
-        Leave `x` alone from the call until the coroutine has ended.
-
-        Cancellation does not abort the communicator. The contribution stays in, and the round goes on. If a round has
-        begun that uses the memory of `x`, the cancellation waits for its end. Afterwards `x` is no longer in use; its
-        content is undefined.
-
-        A rank that has left its program keeps no round waiting.
 
         Args:
             group_size: from 1 to `size`.
@@ -949,7 +882,7 @@ class Communicator(Uncopied):
 
     # -- sparse -----------------------------------------------------------------------------------
 
-    @guarantees()
+    @guarantees(COLLECTIVE_IF_AWAITED, LEAVE_ALONE)
     def sparse_allreduce(
         self,
         x: object,
@@ -971,13 +904,8 @@ class Communicator(Uncopied):
         `SparseReduction.lost_values`. Zeros are not sent, except by "dense". Sums may overflow to infinity. float16 and
         bfloat16 are summed, and returned, in float32.
 
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        call starts at once; the coroutine only waits for its end, so several calls may be under way, and may be awaited
-        in any order.
-
         The elements to send are selected at once, in the caller's thread. Each name has one call under way at a time.
-        Thresholds and regions are kept from round to round under the name. Leave `x` alone from the call until the
-        coroutine has ended.
+        Thresholds and regions are kept from round to round under the name.
 
         Cancellation, and a call that is never awaited, abort the communicator, because this rank alone does not know
         the result. `x` is then as it was before the call, or the residual if the round was over.
@@ -1095,11 +1023,6 @@ class Communicator(Uncopied):
         Returns:
             `x` itself, which holds the mean.
 
-        Raises:
-            UsageError: `x` is not such a tensor, there is no such graph, `iteration` is negative, or `peers` is below
-                1, or not 1 for a ring.
-            MismatchError: other operation, dtype, number of elements, graph, iteration or peers.
-
         Source: Lian, Zhang, Zhang, Hsieh, Zhang, Liu, "Can decentralized algorithms outperform centralized algorithms?
         A case study for decentralized parallel stochastic gradient descent" (D-PSGD), NeurIPS 2017, algorithm 1.
 
@@ -1165,7 +1088,6 @@ class Communicator(Uncopied):
             UsageError: when called: `x` or `weight` is not such a tensor, there is no such graph, `iteration` is
                 negative, or `peers` is below 1, or not 1 for a ring; or this thread runs no event loop. Nothing has
                 been sent, `x` and `weight` are as before, and this rank may call again.
-            MismatchError: other operation, dtype, number of elements, graph, iteration or peers.
 
         Source: Assran, Loizou, Ballas, Rabbat, "Stochastic gradient push for distributed deep learning" (SGP), ICML
         2019, algorithm 1; the overlap: algorithm 2 of its appendix.
@@ -1204,16 +1126,15 @@ class Communicator(Uncopied):
 
         return self._calls.start(Call(call, body, push.nbytes, push.staged, discarded=discarded))
 
-    @guarantees(CANCELLATION)
+    @guarantees(COLLECTIVE_IF_AWAITED, CANCELLATION)
     def gossip(self, x: object, *, graph: str = "ring", seed: int = 0) -> Coroutine[Any, Any, Gossip]:
         """Make a `Gossip`: a copy of `x` at each rank, which other ranks average with theirs while programs compute.
 
         This is the exchange of AD-PSGD. Ranks average in pairs of an active rank, which is even, and a passive one,
         which is odd. So no circle of ranks waits.
 
-        Collective: every rank of the communicator makes this call, at the same position among its collective calls. The
-        calls of the gossip itself are not, except `close`. The gossip takes memory for three more `x`. In shared memory
-        its averages go by message, too.
+        The calls of the gossip itself are not collective, except `close`. The gossip takes memory for three more `x`.
+        In shared memory its averages go by message, too.
 
         Args:
             x: numpy array or torch tensor of any layout, of a float or complex dtype: the model. Dtype and number
@@ -1225,10 +1146,6 @@ class Communicator(Uncopied):
 
         Returns:
             A `Gossip` of this rank.
-
-        Raises:
-            UsageError: `x` is not such a tensor, there is no such graph, or `seed` is no such integer.
-            MismatchError: other operation, dtype, number of elements, graph or seed.
 
         Source: Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel stochastic gradient descent" (AD-PSGD),
         ICML 2018. The distances of the exponential graph are those of the authors of SGP.
@@ -1516,39 +1433,12 @@ class Communicator(Uncopied):
         spec = None
         # Only these types: an equal value of another type may mean something else.
         if type(name) is str and {*map(type, arguments[3:])} <= _INTEGERS and isinstance(op, ReduceOp):
-            spec = core.plans.get(given)
+            spec = core.descriptions.known.get(given)
         if spec is None:
-            spec = self._plan(given, name, weighted, contribution, arguments, rules)
+            spec = core.descriptions.add(given, name, weighted, contribution, arguments, rules)
         if not weighted and name not in core.operations.repeats:
             core.operations.expect(spec, arguments, x)
         return core.operations.start(spec, contribution, site_outside())
-
-    def _plan(
-        self,
-        given: tuple[object, ...],
-        name: str,
-        weighted: bool,
-        contribution: Bundle | Single,
-        arguments: tuple[Any, ...],
-        rules: tuple[str, ...],
-    ) -> Operation:
-        """The operation that these arguments stand for. Raises UsageError if it makes no sense.
-
-        It is remembered for arguments of exact built-in types: others may equal them, and yet mean something else.
-        """
-        op, opening, fixed, *values = arguments
-        reductions.check_reduction(op, contribution.layout[0][0], in_rounds=True)
-        exact = {rule: whole(value, rule) for rule, value in zip(rules, values, strict=True)}
-        layout, buckets = contribution.layout, contribution.boundaries
-        options: dict[str, Any] = {**exact, "fixed": fixed, "weighted": weighted, "buckets": buckets}
-        if not isinstance(opening, Opening):
-            opening, options["policy"] = Opening.POLICY, opening
-            policy_of(options["policy"])
-        operation = Operation(text(name, "name"), layout, op, opening, epoch=self._epoch, **options)
-        check_operation(operation, self.size)
-        if {*map(type, values)} <= {int} and type(name) is str:
-            self._core.remember(given, operation)
-        return operation
 
     def _rows(self, operand: Operand, operation: str) -> tuple[int, int]:
         """The number of rows of `operand`, and the number of elements of a row."""

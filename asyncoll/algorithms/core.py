@@ -10,8 +10,8 @@ from typing import Any
 from asyncoll.algorithms.calls import Calls
 from asyncoll.algorithms.choice import choose_backend
 from asyncoll.algorithms.messages import Messages
+from asyncoll.algorithms.rounds.descriptions import Descriptions
 from asyncoll.algorithms.rounds.directory import RoundsBackend
-from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.operations import Operations
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.sparse.sparse_operations import SparseOperations
@@ -30,7 +30,6 @@ from asyncoll.statistics import Traffic
 from asyncoll.tensors.registered import RegisteredMemory, SharedMemory
 from asyncoll.transport.staging.opening import open_stager
 
-_PLANS_MAX = 1024
 ChooseBackend = Callable[[Member], RoundsBackend]
 
 
@@ -79,8 +78,7 @@ class Core:
         self.messages = Messages(member, calls)
         self.operations = Operations(member, self.backend, pending)
         self.sparse = SparseOperations()
-        # By the arguments of calls. Programs repeat the same few calls, so these are checked and described once.
-        self.plans: dict[tuple[object, ...], Operation] = {}
+        self.descriptions = Descriptions(member.group)
         self._rpc: Rpc | None = None
         self.lifetime = Lifetime(
             member,
@@ -129,13 +127,6 @@ class Core:
             operations=self.operations.statistics(),
             calls=calls,
         )
-
-    def remember(self, arguments: tuple[object, ...], operation: Operation) -> None:
-        """Note that calls with these `arguments` are calls of `operation`, so that they are not checked again."""
-        # A program that uses ever new arguments must not fill the memory. It pays with the checks only.
-        if len(self.plans) == _PLANS_MAX:
-            self.plans.clear()
-        self.plans[arguments] = operation
 
     def leave(self, site: Site) -> Coroutine[Any, Any, None]:
         """Start a barrier as the last call of this rank. `site` is shown in errors."""

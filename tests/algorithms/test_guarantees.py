@@ -105,6 +105,50 @@ def test_an_entry_of_the_source_enters_a_shared_sentence():
     assert "made a different call at this position: other operation. PeerLostError" in told
 
 
+def test_arguments_say_what_may_be_wrong_and_what_may_differ():
+    def reduce(self, x: object, root: int, op: int) -> None:
+        """Do it."""
+
+    def send(self, dest: int) -> None:
+        """Do it.
+
+        Raises:
+            MismatchError: other things.
+        """
+
+    def stop(self) -> None:
+        """Do it.
+
+        Raises:
+            UsageError: it is done.
+        """
+
+    told = help_of_function(guarantees()(reduce))
+    assert "called: `x` is not such a tensor, `op` is not defined for its dtype, or `root` is no rank; or this" in told
+    assert "at this position: other operation, dtype, number of elements, `op` or root. PeerLostError" in told
+    told = help_of_function(guarantees()(send))
+    assert "called: `dest` is no other rank; or this thread" in told
+    assert "at this position: other things. PeerLostError" in told
+    told = help_of_function(guarantees()(stop))
+    assert "called: it is done; or this thread" in told
+    assert "at this position: other operation. PeerLostError" in told
+
+
+def test_a_result_of_rounds_is_told_unless_the_source_tells_another():
+    def one(self) -> None:
+        """Do it."""
+
+    def other(self) -> None:
+        """Do it.
+
+        Returns:
+            A number.
+        """
+
+    assert "Returns: A `Reduction`: which round" in help_of_function(round_guarantees()(one))
+    assert "Returns: A number. Raises:" in help_of_function(round_guarantees()(other))
+
+
 def help_of_function(call) -> str:
     return " ".join((inspect.getdoc(call) or "").split())
 
