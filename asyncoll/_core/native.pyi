@@ -97,7 +97,11 @@ class Rounds:
         """
 
     def at_once(self, array: Any, /) -> Answer | Exception | None:
-        """As `Rounds.at_once`."""
+        """A whole call of a contribution that is one flat array of the dtype of the operation.
+
+        Returns an awaitable with the result, or the error of a lost lock. Returns None, and has done nothing, if the
+        call would have to wait, or Python has to decide something.
+        """
 
     def trace(self, append: Callable[[Any], object] | None, make: Callable[[int, float, int], Any], /) -> None:
         """From now on pass the rounds that this rank opens to `append`, if it is not None.

@@ -54,7 +54,7 @@ class Router:
     def send_directly(self, dest: int, frames: list[Buffer]) -> bool:
         """Send one message in this thread, without the runtime's loop, if that is possible. Returns whether it was.
 
-        As `Transport.send_directly`, whose conditions hold here, too.
+        May be called in any thread in which no signal handler may raise.
         """
         if not self._transport.send_directly(dest, frames):
             return False

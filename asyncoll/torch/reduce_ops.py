@@ -69,7 +69,10 @@ def scale(x: Tensor, factor: Any) -> Tensor:
 
 
 def _scaled_on_device(x: Tensor, factor: Any, *, fresh: bool) -> Tensor:
-    """`x`, multiplied in place, or a copy of it, after the work that the program has queued. As `scale`."""
+    """`x`, multiplied in place, or a copy of it, after the work that the program has queued.
+
+    Raises UsageError if the product is of another dtype.
+    """
     stager = stager_of(x)
     product = torch.result_type(x, factor)
     if not torch.can_cast(product, x.dtype):

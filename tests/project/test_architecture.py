@@ -421,7 +421,9 @@ REPLACED = {
     "transport/test_transport.py": {"split._LEAVING_S": "so that the test does not wait for it"},
     "algorithms/dense/test_two_levels.py": {"two_level._WINDOW_BYTES": "short arrays in many windows"},
 }
-POINTS = re.compile(r"^(As|Like|See|Is|That|Those) (of |in )?`|\b(is|are) (that|those) of\s+`")
+POINTS = re.compile(
+    r"\A(See|Is|That|Those) (of |in )?`|(\A|\n\n|\.\s)(As|Like) (of |in )?`|\b(is|are) (that|those) of\s+`"
+)
 FORBIDDEN_NAMES = {"pickle", "cPickle", "dill", "cloudpickle", "recv_pyobj", "send_pyobj", "marshal", "shelve"}
 
 modules = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
@@ -515,7 +517,7 @@ def test_one_name_is_one_thing():
 
 def test_docstrings_stand_alone():
     """None only points at another one. Where an implementation has nothing to add to its protocol, it has none."""
-    for path in [*modules.values(), *ROOT.glob("trainers/**/*.py")]:
+    for path in [*modules.values(), *PACKAGE.rglob("*.pyi"), *ROOT.glob("trainers/**/*.py")]:
         for node in ast.walk(parse(path)):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
                 assert not POINTS.search(ast.get_docstring(node) or ""), f"{path}: {getattr(node, 'name', '')}"
