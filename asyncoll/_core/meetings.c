@@ -24,7 +24,6 @@
  * that its claim takes much less time than its reduction. */
 enum { CHUNKS = 4, CHUNK_MIN = 1 << 15 };
 enum { COPIED_UNDER_LOCK = 4096 }; /* bytes: to copy them takes less time than to acquire the lock again */
-enum { PATIENCE = 16 }; /* how many times as often as usual a rank looks for the next private chunk before it sleeps */
 
 static Record record_of(const Meetings *self, int64_t number)
 {

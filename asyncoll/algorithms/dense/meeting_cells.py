@@ -1,4 +1,4 @@
-"""The cells of a `StagingArea`, and the arithmetic on them that all ranks share, with the compiled core and without it.
+"""The cells of a `RendezvousArea`, and the arithmetic on them that all ranks share, with the core and without it.
 
 The core is generated from this module (`hatch_build.py`), which imports nothing but the standard library. A function
 here is one expression of integers that are not negative.
@@ -42,6 +42,10 @@ COPY_IN, REDUCE_SHARE, COPY_OUT, STEPS = range(4)
 
 # The ways of an allreduce that the compiled core carries out, too. Of several, a call may take the first that it can.
 BY_MEETING, IN_PLACE, IN_A_COPY, IN_PRIVATE_MEMORY = 1, 2, 4, 8
+
+# How many times as often as usual a rank polls before it sleeps, where the others only end what they do: a sleep and a
+# wake-up take longer.
+PATIENCE = 16
 
 NUMBERS = 1 << 30  # call numbers are taken modulo this, so that a tag fits into a signed cell
 PRIVATE_CHUNKS = 62  # of an array in private memory, at most: a bit for each fits into a signed cell

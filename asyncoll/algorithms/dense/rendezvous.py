@@ -39,6 +39,7 @@ from asyncoll.algorithms.dense.meeting_cells import (
     PART_BUSY,
     PART_BYTES,
     PART_CELLS,
+    PATIENCE,
     PEER_CELLS,
     PRIVATE,
     RECORD_HEAD,
@@ -65,8 +66,6 @@ from asyncoll.transport.staging import HANDLE_BYTES
 _HALF = 1 << 63  # subtracted from an unsigned fingerprint, so that it fits into a signed cell
 _LEAST = 1024  # bytes of the smallest slot
 _VIEWS_MAX = 1024  # combinations of record, dtype and length whose views are kept
-# To sleep and to wake takes longer than the other ranks need for their last chunks.
-PATIENCE = 8
 # A very long registered array is reduced in so many claims, because one takes some 15 us in Python.
 _CLAIMS = 128
 _NO_CALL = -1  # in place of a number, which are from 1

@@ -26,10 +26,11 @@ from asyncoll.algorithms.dense.meeting_cells import (
     IN_A_COPY,
     IN_PLACE,
     IN_PRIVATE_MEMORY,
+    PATIENCE,
     private_chunk,
 )
 from asyncoll.algorithms.dense.pieces import Summand
-from asyncoll.algorithms.dense.rendezvous import PATIENCE, Rendezvous, RendezvousArea, signed
+from asyncoll.algorithms.dense.rendezvous import Rendezvous, RendezvousArea, signed
 from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.algorithms.seam.short_calls import Block, Plan
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
