@@ -158,6 +158,7 @@ def ways(ranks: int, as_json: bool) -> str:
     """The ways of calls among so many ranks, in the order in which they are tried, as text or as one JSON object.
 
     It says of each whether the core of this process carries it out, too, once it has learnt a call from one like it.
+    Without a core there are no ways that need one.
 
     Raises UsageError for a wrong ASYNCOLL_SIZES.
     """
@@ -167,7 +168,7 @@ def ways(ranks: int, as_json: bool) -> str:
     rows = defaultdict(list)
     for where, table in tables(ranks, os.environ).items():
         for way in table:
-            if way.over < way.up_to:
+            if way.over < way.up_to and (_core.native is not None or not way.by_core):
                 in_c = "whole calls" * (way.compiled > 0 and _core.native is not None)
                 needs = way.needs or "an element for each rank" * way.is_cut
                 rows[f"{way.call}, {where}"].append((limits(way), way.name, in_c, way.why, needs))

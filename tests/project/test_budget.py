@@ -24,18 +24,18 @@ LINES = {
     "_core": 5_580,  # short calls know the last line of the user, which saves a sixth of their time
     # Texts of errors and results that the docstrings of calls share, and the parts of a communicator in the next epoch.
     "algorithms": 1_245,
-    "algorithms/dense": 2_590,
+    "algorithms/dense": 2_593,  # the patience of waits, of which the core had another, and a way that needs the core
     "algorithms/gossip": 320,
     # Operations as arguments describe them, which the communicator had.
     "algorithms/rounds": 3_684,  # no round opens after a failure, and a program sees the names of its policies
-    "algorithms/seam": 331,  # ranks compare the ways of the program, which are checked; each rank has its own
+    "algorithms/seam": 332,  # the ways of the program, which are checked and each rank has; ways that need the core
     "algorithms/sparse": 1_024,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_950,  # a job that goes on after deaths: which is the root cause, and a store for ranks of other hosts
     "ray": 390,
     "rpc": 3_085,  # how a stub declares a stream, and functions that go on in the next epoch
     # The agreement on the next epoch, how a rank goes on in it, and how the news of a loss spreads.
-    "runtime": 4_300,
+    "runtime": 4_310,
     "tensors": 1_310,  # results whose elements overlap are refused, in numpy as in torch, for any strides
     "testing": 6_080,  # worlds that go on after deaths, the explorer of protocols, deaths at each step of a record
     "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten

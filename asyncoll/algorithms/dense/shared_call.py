@@ -601,6 +601,7 @@ def allreduce_ways(sizes: Sizes) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
             over=sizes.whole,
             up_to=sizes.private_max,
             needs="a kernel in the core, and leave to read the others",
+            by_core=True,
             compiled=IN_PRIVATE_MEMORY,
         ),
         way("slots", SharedCall.reduce_through_slots, "pieces stay in the cache"),

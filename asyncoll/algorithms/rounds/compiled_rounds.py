@@ -97,7 +97,7 @@ def _in_python(setting: Setting, operation: Operation, prompt_max: int) -> OneSi
 
 
 ROUNDS_WAYS: tuple[Way[OneSidedRounds], ...] = (
-    Way("rounds", "memory, in C", _compiled, "a call is one step in C", needs="an operation of the core"),
+    Way("rounds", "memory, in C", _compiled, "a call is one step in C", needs="an operation of the core", by_core=True),
     Way("rounds", "memory, in Python", _in_python, "the reference"),
 )
 

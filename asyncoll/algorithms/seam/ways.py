@@ -48,6 +48,7 @@ class Way(NamedTuple, Generic[R]):
     is_cut: bool = False  # into a part for each rank: it takes no array of fewer elements
     dtypes: Collection[str] = ()  # that it takes; empty: all
     needs: str = ""  # what else `begin` requires; without that it declines no array that it takes
+    by_core: bool = False  # the compiled core carries it out: without one it declines all calls
     compiled: int = 0  # the compiled core carries out the same, and calls it so (`dense.meeting_cells`); 0: it does not
 
     def takes(self, shape: Shape) -> bool:
@@ -121,8 +122,8 @@ def _check(way: Way[Any]) -> None:
         raise UsageError(f"{named}: it takes no array; give `over`, {way.over}, fewer bytes than `up_to`, {way.up_to}")
     if not callable(way.begin):
         raise UsageError(f"{named}: `begin` is {way.begin!r}; give a function that returns a coroutine, or None")
-    if way != way._replace(counts_link=False, compiled=0):
-        raise UsageError(f"{named}: leave out `counts_link` and `compiled`, which are for ways of the package")
+    if way != way._replace(counts_link=False, by_core=False, compiled=0):
+        raise UsageError(f"{named}: leave out `counts_link`, `by_core` and `compiled`: for the package alone")
 
 
 def with_own(call: Call[R]) -> Call[R]:

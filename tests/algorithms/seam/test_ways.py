@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -200,7 +204,7 @@ def test_a_way_that_cuts_arrays_gets_an_element_for_each_rank(size):
         ({"dtypes": "int8"}, "`dtypes` is 'int8'; give a tuple"),
         ({"begin": None}, "`begin` is None; give a function that returns a coroutine, or None"),
         ({"counts_link": True}, "leave out `counts_link`"),
-        ({"compiled": 1}, "leave out `counts_link` and `compiled`"),
+        ({"compiled": 1}, "leave out `counts_link`, `by_core` and `compiled`"),
     ],
 )
 def test_a_way_that_cannot_be_tried_is_refused(changed, text):
@@ -356,6 +360,15 @@ def test_the_table_is_printed_as_json_with_the_sizes_of_the_environment(monkeypa
     assert row["in C"] == ("whole calls" if _core.native else "")
     with pytest.raises(UsageError, match="short=5"):
         tables(3, {"ASYNCOLL_SIZES": "short=5"})
+
+
+def test_ways_that_need_the_core_are_shown_where_there_is_one():
+    for core in ("python", *(["c"] if _core.native else [])):
+        command = [sys.executable, "-m", "asyncoll", "doctor", "--ways", "--json", "-n", "2"]
+        done = subprocess.run(command, env={**os.environ, "ASYNCOLL_CORE": core}, stdout=subprocess.PIPE, check=True)
+        rows = [row for shown in json.loads(done.stdout).values() for row in shown]
+        needing = [row["way"] for row in rows if re.search(r"\bC\b|\bcore\b|whole calls", " ".join(row.values()))]
+        assert bool(needing) == ({"memory, in C", "private memory"} <= {row["way"] for row in rows}) == (core == "c")
 
 
 @looped(
