@@ -74,7 +74,7 @@ class PeerLostError(AsyncollError):
         host: the host of its process; empty if it is not known.
         pid: its process; 0 if it is not known.
         last_seen_s: seconds between the last sign of life and the error.
-        doing: the last call of the lost rank that the survivor knows of; empty if there is none.
+        doing: the last call, and the last round, of the lost rank that are known; empty if none is.
         left_in_order: nothing is wrong with the rank: its program has ended, or it has closed the communicator, and
             this one has waited for a call of it.
     """

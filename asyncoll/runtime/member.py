@@ -46,6 +46,12 @@ class Member:
         """Call `forget` once no rank uses the communicator any more. Not at the end of the world."""
         self._forget.append(forget)
 
+    def knows_rounds(self, last_round: Callable[[int], tuple[int, str]]) -> None:
+        """`last_round` tells the last known round of a world rank, for errors: `Membership.last_rounds`."""
+        known = self.endpoint.membership.last_rounds
+        known.append(last_round)
+        self.at_end(lambda: known.remove(last_round))
+
     def forget(self) -> None:
         """Run the callbacks of `at_end`, and forget the communicator in the endpoint. On the runtime's loop."""
         while self._forget:

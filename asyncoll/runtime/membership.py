@@ -8,6 +8,8 @@ from asyncoll.transport import Loss
 from asyncoll.transport.processes import is_gone
 from asyncoll.transport.wire import Hello, Lost
 
+JOINING = "joining the world"  # in place of a call
+
 
 class Membership:
     """The ranks of the world as this rank knows them: epoch and members, their processes, and which of them are lost.
@@ -35,6 +37,8 @@ class Membership:
         self._processes: dict[int, Hello] = {}
         # Each returns the last known call of a rank as text, or an empty string. Later ones are asked first.
         self.last_calls: list[Callable[[int], str]] = []
+        # The same of rounds: the number, 0 for none, and the operation.
+        self.last_rounds: list[Callable[[int], tuple[int, str]]] = []
 
     def next(self, epoch: int, numbers: Sequence[int]) -> Membership:
         """The membership of a later epoch, whose members are these of this one."""
@@ -78,6 +82,15 @@ class Membership:
         `ranks` are all ranks that are lost with it; by default that rank alone.
         """
         host, pid = self.process(loss.rank)
-        doing = next((text for last_call in tuple(reversed(self.last_calls)) if (text := last_call(loss.rank))), "")
         listed = ",".join(map(str, ranks or (loss.rank,)))
-        return Lost(loss.rank, loss.cause, host, pid, round(1000 * loss.last_seen_s), doing, listed)
+        return Lost(loss.rank, loss.cause, host, pid, round(1000 * loss.last_seen_s), self._doing(loss.rank), listed)
+
+    def _doing(self, rank: int) -> str:
+        """The last known call of `rank`, and its last known round: no order of the two is known."""
+        call = next((text for last_call in tuple(reversed(self.last_calls)) if (text := last_call(rank))), "")
+        rounds = (last_round(rank) for last_round in tuple(reversed(self.last_rounds)))
+        number, operation = next(((number, operation) for number, operation in rounds if number), (0, ""))
+        if not number or operation in call:  # messages of a later round of it have come
+            return call
+        told = f"round {number} of {operation}"
+        return f"{call} and {told}" if call and call != JOINING else told

@@ -31,6 +31,7 @@ from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import WORLD, Departed, error_of
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.member import Member
+from asyncoll.runtime.membership import JOINING
 from asyncoll.runtime.progress import TAKEOVER_S, Runner
 from asyncoll.runtime.signature import Site, place_of_end
 from asyncoll.runtime.succession import DecisionStore, Succession
@@ -257,7 +258,7 @@ class World:
         return self._core
 
     async def _meet(self) -> None:
-        barrier = self._barrier("joining")
+        barrier = self._barrier(JOINING)
         if self._joining is None:
             await barrier
         else:
@@ -346,7 +347,7 @@ class World:
                 communicator.check()  # perhaps no handle of the call that has failed is left
             self.endpoint.part()
             with contextlib.suppress(PeerLostError):
-                await self._barrier("leaving")
+                await self._barrier("leaving the world")
         finally:
             later.cancel()
 
@@ -383,5 +384,5 @@ class World:
 
     async def _barrier(self, why: str) -> None:
         context = digest(self._group.communicator, why)
-        with Lane(self.endpoint.executions, self._group, context, 1, 1, lambda: f"{why} the world") as lane:
+        with Lane(self.endpoint.executions, self._group, context, 1, 1, lambda: why) as lane:
             await on_lane.barrier(lane)

@@ -26,8 +26,8 @@ LINES = {
     "algorithms": 1_245,
     "algorithms/dense": 2_593,  # the patience of waits, of which the core had another, and a way that needs the core
     "algorithms/gossip": 320,
-    # Operations as arguments describe them, which the communicator had.
-    "algorithms/rounds": 3_684,  # no round opens after a failure, and a program sees the names of its policies
+    # Operations as arguments describe them, which the communicator had; and the last round of a lost rank.
+    "algorithms/rounds": 3_713,  # no round opens after a failure, and a program sees the names of its policies
     "algorithms/seam": 332,  # the ways of the program, which are checked and each rank has; ways that need the core
     "algorithms/sparse": 1_024,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -160,6 +161,50 @@ def test_the_error_names_the_last_known_call_of_the_lost_rank(size, simulated):
     doing = {error.doing.partition(" at ")[0] for error in raised.values()}
     assert doing & {"allreduce #1 of 3 float64, SUM", "allgather #2 of 2 float64"}
     assert doing <= {"allreduce #1 of 3 float64, SUM", "allgather #2 of 2 float64", "joining the world", ""}
+
+
+@pytest.mark.parametrize("place", ["messages", "memory", "hosts"])
+@pytest.mark.parametrize("elements", [3, 1 << 19])  # by message: for a coordinator, and for a tree
+def test_the_error_names_the_last_known_round_of_the_lost_rank(place, elements):
+    async def act(is_after_a_collective: bool, comm: Communicator) -> None:
+        if is_after_a_collective:
+            await comm.allreduce(np.ones(3))
+        for _ in range(2):
+            await comm.quorum_allreduce(np.ones(3), quorum=comm.size, name="few")
+        for _ in range(3):
+            await comm.quorum_allreduce(np.ones(elements), quorum=comm.size)
+        await asyncio.sleep(20 if comm.rank else 0)
+        await comm.quorum_allreduce(np.ones(elements), quorum=comm.size)
+
+    hosts = [rank // 2 for rank in range(4)] if place == "hosts" else None
+    for is_after_a_collective in (False, True):
+        for lost in (1, 3):
+            faults = Network(faults=[Crash(lost, 10.0)])
+            world = partial(simulate, network=faults, shared_memory=place != "messages", hosts=hosts)
+            raised = failures(4, partial(act, is_after_a_collective), world, survivors=3)
+            doing = [error.doing.partition(" at ")[::2] for error in raised.values()]
+            assert all("joining" not in first for first, _ in doing)
+            told = [text for text in doing if "round 3 of quorum allreduce 'quorum'" in " ".join(text)]
+            assert told == doing
+
+
+@pytest.mark.parametrize("place", ["messages", "memory"])
+def test_the_last_known_round_of_a_rank_that_was_always_late_is_one_with_its_contribution(place):
+    async def act(comm: Communicator) -> None:
+        if comm.rank == 2:
+            await asyncio.sleep(1)
+        for _ in range(3 if comm.rank == 0 else 1):
+            await comm.solo_allreduce(np.ones(3))
+        await asyncio.sleep(2 if comm.rank == 0 else 20)
+        reduction = await comm.solo_allreduce(np.ones(3))
+        assert comm.rank or 2 in reduction.ranks
+        await asyncio.sleep(10)
+        await comm.solo_allreduce(np.ones(3))
+
+    faults = Network(faults=[Crash(2, 5.0)])
+    raised = failures(3, act, partial(simulate, network=faults, shared_memory=place == "memory"), survivors=2)
+    last = {error.doing.partition(" of ")[0] for error in raised.values()}
+    assert last == {"round 4"}
 
 
 @pytest.mark.parametrize(("at_s", "is_told"), [(7.5, True), (8.5, False), (9.5, False), (11.5, False)])

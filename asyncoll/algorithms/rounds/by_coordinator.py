@@ -140,7 +140,7 @@ class CoordinatedRounds(WaitAvoiding):
         del self._sent[: int(included)]
         if not self._round.has_begun:  # as far as this rank knew: only the coordinator sees a round begin
             self._tally.began(self._port.now_s())
-        ranks, gone, weight = self._tally.count_round(self._all_ranks, participation)
+        ranks, gone, weight = self._tally.count_round(self._number, self._all_ranks, participation)
         synchronous = self.operation.is_synchronous(self._number) and not gone
         self._end_round(Result(self._number, parts, ranks, self._all_ranks, taken, synchronous, weight), gone)
 

@@ -155,7 +155,7 @@ class ActivatedRounds(WaitAvoiding):
         with port.lane(group, number, lambda: f"round {number} of {self.describe()}", participation) as lane:
             for part, combine in zip(parts, self._combines, strict=True):
                 await by_size.allreduce(lane, part, combine)
-        ranks, absent, total = self._tally.count_round(members, participation)
+        ranks, absent, total = self._tally.count_round(number, members, participation)
         synchronous = self.operation.is_synchronous(number)
         deserted = synchronous and absent == group.size
         synchronous &= not absent

@@ -82,6 +82,9 @@ class Rounds(Protocol):
     def statistics(self) -> OperationStatistics:
         """Totals so far. In any thread."""
 
+    def last_round(self, rank: int) -> int:
+        """The newest round that group rank `rank` is known to have taken part in; 0: none. In any thread."""
+
 
 class Directory:
     """Operations by name. The first call with a name, at any rank, fixes the operation of that name."""
@@ -89,6 +92,19 @@ class Directory:
     def __init__(self, member: Member) -> None:
         self._member = member
         self.known: dict[str, Rounds] = {}  # by name
+        member.knows_rounds(self.last_round)
+
+    def last_round(self, rank: int) -> tuple[int, str]:
+        """The last round that world rank `rank` is known to have taken part in, and its operation; 0 for none.
+
+        Of several operations, the one with the most rounds, and of equal ones the newest.
+        """
+        ranks = self._member.group.ranks
+        if rank not in ranks:
+            return 0, ""
+        known = [(rounds.last_round(ranks.index(rank)), rounds) for rounds in self]
+        number, rounds = max(reversed(known), key=lambda each: each[0], default=(0, None))
+        return number, rounds.describe() if rounds else ""
 
     def find(self, operation: Operation, caller: int, site: Site | str) -> Rounds | None:
         """The rounds of `operation`, which rank `caller` has called at `site`; None if there are none here yet.

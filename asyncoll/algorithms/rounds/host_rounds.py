@@ -18,7 +18,7 @@ from asyncoll.algorithms.rounds.one_sided import OneSidedCall, OneSidedRounds, S
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.round_cells import NONE
 from asyncoll.algorithms.rounds.round_record import RoundRecord
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import fill_neutral
@@ -42,6 +42,7 @@ class HostRounds(OneSidedRounds):
         self._port = port
         self._hosts = hosts
         self._drive = drive
+        self._newest: Result | None = None  # of the results that calls were given
         self._told = 0  # the newest round of which this rank has told that it has arrived
         super().__init__(setting, operation)
         self._rank, self._size = port.group.rank, port.group.size
@@ -61,7 +62,13 @@ class HostRounds(OneSidedRounds):
 
     async def call(self, contribution: Contribution) -> Delivery:
         delivery: Delivery = await self._drive(super().call(contribution))
+        self._newest = delivery.results[-1]
         return delivery
+
+    def last_round(self, rank: int) -> int:
+        if rank in self._hosts.here:
+            return super().last_round(self._hosts.here.index(rank))
+        return self._newest.number if self._newest is not None and rank in self._newest.ranks else 0
 
     async def join(self) -> Delivery | None:
         delivery: Delivery | None = await self._drive(super().join())

@@ -89,6 +89,9 @@ class OneSidedRounds(Accounted):
     def _record(self) -> RoundRecord:
         return RoundRecord(self._memory, self.operation, self._layout, self._reduce_blocks, self._trace)
 
+    def last_round(self, rank: int) -> int:
+        return self._rounds.last_round(rank)
+
     def is_idle(self) -> bool:
         """Whether no call is under way at this rank."""
         return self._order.is_idle()

@@ -192,6 +192,16 @@ class RoundRecord:
         """How many contributions of all ranks are in round `number`, which is kept, and in those before it."""
         return int(self._results[number % self._kept_rounds, :, KEPT.taken].sum())
 
+    def last_round(self, rank: int) -> int:
+        """The newest round that `rank` has arrived at, or has a contribution in, as far as is known; 0: none.
+
+        Without the lock, which a rank that died may hold.
+        """
+        latest = self.latest
+        before, newest = (self._results[number % self._kept_rounds, rank] for number in (latest - 1, latest))
+        is_in_newest = newest[KEPT.taken] > before[KEPT.taken]
+        return max(self.cells[self._row[rank].here], latest if is_in_newest else 0)
+
     def is_being_read(self) -> bool:
         """Whether the running round reads memory that this rank's caller has lent."""
         return self.running > 0 and self.cells[self._mine.source] == LENT

@@ -88,6 +88,7 @@ class Tally:
         self.times_s = np.zeros((2, size))  # waited and late, by rank
         self.rounds = 0
         self.active: Counter[int] = Counter()  # rounds, by the number of contributors
+        self.newest = np.zeros(size, np.int64)  # the newest round with a contribution of each rank
 
     def came(self, now_s: float) -> None:
         """A call of this rank begins."""
@@ -127,8 +128,8 @@ class Tally:
         self._own_times_s = [0.0, 0.0]
         return participation.reshape(-1)
 
-    def count_round(self, members: tuple[int, ...], participation: Array) -> Participation:
-        """Add the summed list of a finished round."""
+    def count_round(self, number: int, members: tuple[int, ...], participation: Array) -> Participation:
+        """Add the summed list of round `number`, which is over."""
         # Counted as nonzero: at a coordinator several contributions of one rank add up to more than 1.
         rows = participation.reshape(self._rows, len(members))
         ranks, gone = tuple(rows[PRESENT].nonzero()[0].tolist()), int(np.count_nonzero(rows[GONE]))
@@ -137,6 +138,7 @@ class Tally:
         else:
             ranks = tuple([members[place] for place in ranks])
             self.times_s[:, members] += rows[TIMES_S]
+        self.newest[list(ranks)] = number
         # Otherwise there is no result, and no caller for it.
         if ranks or gone < len(members):
             self.rounds += 1

@@ -238,6 +238,9 @@ class WaitAvoiding(Accounted, ABC):
         tally = self._tally
         return self._engine.statistics(tally.rounds, tally.active, *tally.times_s.tolist())
 
+    def last_round(self, rank: int) -> int:
+        return int(self._tally.newest[rank])
+
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:
         """Add `contribution` to the staged one, or replace that in groups. Returns its number, the ticket.
 
