@@ -80,7 +80,8 @@ class Communicator(Uncopied):
     All other errors are raised when a call is awaited, except ClosedError, which may come at either time.
     MismatchError, AbortedError and DeadlineError end the communicator; PeerLostError, and ProtocolError (a rank has
     sent forbidden bytes), end all communicators of the world. All ranks raise the same first error, in every pending
-    and later call. If several ranks fail at the same time, each raises the error that it has known first.
+    and later call. If several ranks fail at the same time, each raises the error that it has known first. What a
+    PeerLostError says of its cause may differ between ranks.
 
     *Cancellation.* Cancelling a collective or a message under way aborts the communicator, because other ranks wait for
     this one. Cancelling a wait-avoiding call does not: its contribution stays in.

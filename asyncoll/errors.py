@@ -65,7 +65,9 @@ class ProtocolError(AsyncollError):
 class PeerLostError(AsyncollError):
     """A rank, or a whole host, is gone or frozen: its process has ended or is stopped, or the network to it is cut.
 
-    Every survivor raises it, in every pending and later call.
+    Every survivor raises it, in every pending and later call. If one rank is lost, `rank`, `ranks`, `host` and `pid`
+    are the same at all of them. The rest may differ: each survivor keeps the news that it has first, its own or that
+    of another rank.
 
     Attributes:
         rank: the lost rank, in the world; of a host that is gone, its first one.

@@ -414,7 +414,7 @@ class Endpoint:
         """End the world because of a lost rank. Every loss comes here: `source` has told it; None: noticed here.
 
         The first loss is told to others, which may not have noticed it, unless all have made their last call. So all
-        survivors raise the same PeerLostError.
+        survivors raise a PeerLostError, and name the same rank if one is lost.
         """
         lost = {news.rank, *ranks_in(news.ranks)}
         self.membership.lost |= lost

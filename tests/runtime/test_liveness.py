@@ -66,6 +66,28 @@ def test_processes_are_not_checked_once_the_lost_rank_is_known(monkeypatch):
     failures(2, lambda comm: act(comm) if comm.rank == 0 else asyncio.sleep(0), simulate)
 
 
+@pytest.mark.parametrize("size", [3, 5])
+def test_survivors_that_notice_a_death_in_different_ways_name_the_same_process(size):
+    """Each keeps what it has noticed or heard first, so that none waits for the others before it raises."""
+
+    async def act(comm: Communicator) -> None:
+        await comm.barrier()
+        endpoint = comm._core.member.endpoint
+        if comm.rank == 0:
+            endpoint.lost_in_memory(Loss(1, "it died while it was changing shared memory"))
+        if comm.rank == 2:
+            endpoint.lost(Loss(1, "its process has ended", 0.5))
+        await (asyncio.sleep(100) if comm.rank == 1 else comm.barrier())
+
+    raised = [error for rank, error in sorted(failures(size, act, in_shared_memory).items()) if rank != 1]
+    assert len(raised) == size - 1
+    assert {(error.rank, error.ranks) for error in raised} == {(1, (1,))}
+    assert len({(error.host, error.pid) for error in raised}) == 1
+    told = [(error.cause, error.last_seen_s) for error in raised]
+    assert told[:2] == [("it died while it was changing shared memory", 0.0), ("its process has ended", 0.5)]
+    assert {*told} == {*told[:2]}, "the others have heard of one of them"
+
+
 def in_shared_memory(size, main):
     return simulate(size, main, shared_memory=True)
 
