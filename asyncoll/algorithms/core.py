@@ -80,6 +80,7 @@ class Core:
         self.sparse = SparseOperations()
         self.descriptions = Descriptions(member.group)
         self._rpc: Rpc | None = None
+        self._later: Core | None = None  # the same communicator in a later epoch
         self.lifetime = Lifetime(
             member,
             pending,
@@ -147,7 +148,10 @@ class Core:
         self.member.check_caller()
         limit_s = min(self.member.endpoint.patience_s, remaining_s() or math.inf)
         world = await self.member.runner.within(self._next_world(limit_s))
-        later = world if self.lifetime.is_world else world.split(self._group_in(world.member))
+        later = self._later
+        if later is None or later.member.group.epoch != world.member.group.epoch:  # else it was asked for before
+            later = world if self.lifetime.is_world else world.split(self._group_in(world.member))
+            self._later = later
         if self._rpc is not None and later._rpc is None:
             later._open_rpc(self._rpc.registry)
         return later
@@ -161,10 +165,10 @@ class Core:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None):
                 world: Core = await endpoint.succession.next(self.member.group.epoch)
         except TimeoutError:
-            missing = endpoint.succession.absent()
-            names = ", ".join(map(endpoint.membership.name, missing)) or "the store"
-            text = f"shrink has not ended in {limit_s:g} s: {names} has not answered; all survivors must call it"
-            raise DeadlineError(text, (), tuple(missing)) from None
+            missing = tuple(endpoint.succession.absent())
+            names = " and ".join(map(endpoint.membership.name, missing)) or "the store of epochs"
+            text = f"shrink is not over after {limit_s:g} s, and waits for {names}: all ranks that live must call it"
+            raise DeadlineError(text, (), missing) from None
         return world
 
     def _group_in(self, world: Member) -> Group:

@@ -46,7 +46,7 @@ class Succession(Protocol):
         """Wait for an epoch after `epoch`, and return the communicator of all ranks in it."""
 
     def absent(self) -> list[int]:
-        """The ranks of this epoch that live, and have not asked for the next."""
+        """The ranks of this epoch that this one waits for, to enter the next."""
 
     def waiting(self) -> list[str]:
         """One line for each wait of this process in the newest epoch, and for each rank that the next one waits for."""

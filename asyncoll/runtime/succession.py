@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from asyncoll.errors import AsyncollError, EvictedError
+from asyncoll.errors import AsyncollError, ClosedError, EvictedError
 from asyncoll.runtime import epochs
 from asyncoll.runtime.ahead import Ahead
 from asyncoll.runtime.endpoint import Endpoint
@@ -77,21 +77,24 @@ class Succession(Generic[C]):
         return self._newest
 
     def absent(self) -> list[int]:
-        """The ranks of this epoch that live, as far as this one knows, and have not asked for the next."""
-        ready = {number for number, message in self._state.ready if message.epoch == self._state.epoch + 1}
-        missing = set(self._state.living) - ready - {self._state.rank}
+        """The ranks of this epoch that this one waits for: the coordinator, or at that those that are not ready."""
+        state = self._state
+        coordinator, *others = state.living
+        ready = {number for number, message in state.ready if message.epoch == state.epoch + 1}
+        missing = set(others) - ready if coordinator == state.rank else {coordinator}
         return sorted(self.endpoint.membership.numbers.index(number) for number in missing)
 
     def waiting(self) -> list[str]:
         """One line for each wait of this process in the newest epoch, and for each rank that `shrink` waits for."""
-        names = map(self.endpoint.membership.name, self.absent()) if self._waiters else ()
-        return [*self.endpoint.own_waits(), *(f"shrink: {name} has not called it" for name in names)]
+        names = map(self.endpoint.membership.name, self.absent()) if self._agreeing is not None else ()
+        return [*self.endpoint.own_waits(), *(f"shrink waits for {name}" for name in names)]
 
     async def close(self) -> None:
         """This rank leaves the world."""
         if self._agreeing is not None:
             self._agreeing.cancel()
             await asyncio.wait([self._agreeing])
+        self._wake(ClosedError("this rank has left the world"))
 
     # -- from the endpoint ------------------------------------------------------------------------
 
@@ -106,7 +109,8 @@ class Succession(Generic[C]):
             self._events.put_nowait(epochs.Heard(source, epochs.Ready(message.epoch, *sets)))
             return
         decision = Decision(message.epoch, wire.unpacked(message.members))
-        if self._agreeing is None and self._state.rank not in decision.members:
+        is_new = decision.epoch > self._state.epoch
+        if is_new and self._agreeing is None and self._state.rank not in decision.members:
             self._give_up()  # its calls would wait for ever
         self._events.put_nowait(epochs.Heard(source, decision))
 
