@@ -21,6 +21,7 @@ from asyncoll.algorithms.gossip.pairwise import Gossip
 from asyncoll.algorithms.sparse.sparse_operations import ALGORITHMS
 from asyncoll.cli import main
 from asyncoll.cli_base import Kinds, RankCounts
+from asyncoll.errors import EvictedError
 from asyncoll.extending import register_policy
 from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.failures import Failures
@@ -28,6 +29,7 @@ from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import LawBroken, check_laws
 from asyncoll.testing.laws import case_runs, dense, ending, gossip, sparse, sweep, training
 from asyncoll.testing.laws.case_runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
+from asyncoll.testing.laws.deaths import EpochsPart, EpochsProgram, forward
 from asyncoll.testing.laws.dense_program import OPERATIONS, DenseProgram
 from asyncoll.testing.laws.rounds import conservation, laws_of, staleness, synchrony
 from asyncoll.testing.laws.sparse import SparseProgram
@@ -35,6 +37,7 @@ from asyncoll.testing.laws.story import (
     ALL_KINDS,
     DENSE,
     ENDING,
+    EPOCHS,
     GOSSIP,
     KINDS,
     NAP_S,
@@ -43,11 +46,13 @@ from asyncoll.testing.laws.story import (
     Cancelled,
     MadeCall,
     Story,
+    WorldStory,
     draw,
 )
 from asyncoll.training import EagerSGD
 from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery
+from asyncoll.world.write_once import MemoryStore
 from tests.support.processes import PATIENCE_S, without_delays
 
 CALLS = draw("solo", 1, 0).calls  # the most calls of a rank
@@ -575,6 +580,43 @@ def test_the_drawn_programs_have_all_operations_on_hosts_of_all_kinds():
     assert {call.dtype for call in calls} == set(DTYPES)
     assert {len(set(case.hosts)) for case in cases} == {1, 2, 3, 4, 5}
     assert {case.bare is None for case in cases} == {case.impatient is None for case in cases} == {True, False}
+
+
+async def counts_one_rank_twice(comm, x, *rest):
+    await TRUE_ALLREDUCE(comm, x, *rest)
+    x[-1] *= 2
+    x[0] *= 2
+    return x
+
+
+async def gives_up(comm):
+    raise EvictedError("here")
+
+
+def forgets(store, name, entry):
+    return entry
+
+
+TRUE_ALLREDUCE = Communicator.allreduce
+EPOCHS_FAULTS = [
+    ("whole", Communicator, "allreduce", counts_one_rank_twice),
+    ("survival", Communicator, "shrink", gives_up),
+    ("agreed", MemoryStore, "compare_and_set", forgets),
+]
+
+
+@pytest.mark.parametrize(("law", "owner", "name", "fault"), EPOCHS_FAULTS)
+def test_a_fault_breaks_its_law_of_epochs(law, owner, name, fault, monkeypatch):
+    monkeypatch.setattr(owner, name, fault)
+    assert any(broken.law == law for _, broken in breaches(EPOCHS))
+
+
+def test_a_rank_that_goes_back_breaks_a_law():
+    program = EpochsProgram(draw(EPOCHS, 3, 0))
+    parts = [EpochsPart([(1, [0, 1, 2]), (3, [0, 1]), (2, [0, 1])])]
+    assert [*forward(WorldStory(program, parts, 0, 0))]
+    assert [*forward(WorldStory(program, [EpochsPart([(1, [0, 1]), (2, [0, 1, 2])])], 0, 0))]
+    assert not [*forward(WorldStory(program, [EpochsPart([(1, [0, 1, 2]), (2, [0, 1])])], 0, 0))]
 
 
 async def blames_nobody(call, comm, x):
