@@ -66,7 +66,8 @@ class Communicator(Uncopied):
 
     `asyncoll.run` and `asyncoll.connect` give the communicator of all ranks, `split` gives one of a subset. The
     attributes `rank` and `size` are this rank's number, from 0, and the number of ranks; `hosts` has the name of each
-    rank's host. Ranks in arguments and results are ranks of this communicator; those in errors are ranks of the world.
+    rank's host. Ranks in arguments and results are ranks of this communicator; those in errors are ranks of the world,
+    as it was in the first epoch.
 
     *Starting.* A call checks its arguments and starts at once. The coroutine that it returns only waits for its end. A
     call needs a running event loop: that of the program, or one in another thread.
@@ -1267,14 +1268,14 @@ class Communicator(Uncopied):
 
     @property
     def epoch(self) -> int:
-        """The membership of the world that this communicator is of: 1, and one more after each `shrink`."""
+        """The membership of the world that this communicator is of: 1, and more after a `shrink`."""
         return self._epoch
 
     async def shrink(self) -> Communicator:
         """Go on without the ranks that are lost or have left: make a communicator of the survivors, in a new epoch.
 
         Collective: every survivor calls it, after a PeerLostError or `abort`, on any communicator of its epoch. It
-        begins when it is awaited, and waits for the others. The survivors keep their order and get new ranks. Ranks
+        begins when it is awaited, and waits for the others, unless this rank is in a later epoch already. The survivors keep their order and get new ranks. Ranks
         that are lost meanwhile are not in the new epoch, or fail its calls at once: then call `shrink` again.
 
         All communicators of the epoch before end with it, also if no rank is lost. Of one made by `split` this gives

@@ -70,7 +70,7 @@ class PeerLostError(AsyncollError):
     of another rank.
 
     Attributes:
-        rank: the lost rank, in the world; of a host that is gone, its first one.
+        rank: the lost rank, in the world of the first epoch; of a host that is gone, its first one.
         ranks: all ranks of the host if all of them are lost, and it is not the host of this rank; else `rank` alone.
         cause: how the loss of `rank` was noticed.
         host: the host of its process; empty if it is not known.

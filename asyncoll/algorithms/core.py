@@ -81,6 +81,7 @@ class Core:
         self.descriptions = Descriptions(member.group)
         self._rpc: Rpc | None = None
         self._later: Core | None = None  # the same communicator in a later epoch
+        self._origin = member.communicator  # its number in the epoch in which `split` has made it
         self.lifetime = Lifetime(
             member,
             pending,
@@ -151,7 +152,7 @@ class Core:
         later = self._later
         if later is None or later.member.group.epoch != world.member.group.epoch:  # else it was asked for before
             later = world if self.lifetime.is_world else world.split(self._group_in(world.member))
-            self._later = later
+            self._later, later._origin = later, self._origin
         if self._rpc is not None and later._rpc is None:
             later._open_rpc(self._rpc.registry)
         return later
@@ -165,17 +166,18 @@ class Core:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None):
                 world: Core = await endpoint.succession.next(self.member.group.epoch)
         except TimeoutError:
-            missing = tuple(endpoint.succession.absent())
-            names = " and ".join(map(endpoint.membership.name, missing)) or "the store of epochs"
-            text = f"shrink is not over after {limit_s:g} s, and waits for {names}: all ranks that live must call it"
-            raise DeadlineError(text, (), missing) from None
+            absent, numbers = endpoint.succession.absent(), endpoint.membership.numbers
+            missing = tuple(numbers[rank] for rank in absent)
+            names = " and ".join(map(endpoint.membership.name, absent)) or "the store of epochs"
+            waited = f"shrink is not over after {max(limit_s, 0):g} s, and waits for {names}"
+            raise DeadlineError(f"{waited}: all ranks that live must call it", (), missing) from None
         return world
 
     def _group_in(self, world: Member) -> Group:
         """The members of this communicator that live in the epoch of `world`, in the same order."""
         before, now = self.member.endpoint.membership.numbers, world.endpoint.membership.numbers
         ranks = tuple(now.index(before[rank]) for rank in self.member.group.ranks if before[rank] in now)
-        context = digest(self.member.communicator, "shrink", world.group.epoch)
+        context = digest(self._origin, "shrink", world.group.epoch)
         return Group(ranks, ranks.index(world.group.rank), context, epoch=world.group.epoch)
 
     def close(self, error: Reason | None = None) -> None:

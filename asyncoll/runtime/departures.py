@@ -119,10 +119,11 @@ class Departures:
         await self.part_from_others(reason)
 
     def told(self, reason: Reason | None) -> tuple[str, int]:
-        """The cause of the PeerLostError of the others if this rank leaves for `reason`, and the rank that it names."""
-        cause, rank = reason or IN_ORDER
+        """The cause of the PeerLostError of the others if this rank leaves for `reason`, and its member number."""
+        cause, number = reason or IN_ORDER
+        numbers = self._membership.numbers
         # The error of an earlier world may name a rank that this one has not.
-        return cause, rank if rank is not None and 0 <= rank < self._router.size else self._router.rank
+        return cause, number if number is not None and number in numbers else numbers[self._router.rank]
 
     async def part_from_others(self, reason: Reason | None) -> None:
         """Tell the other ranks that the connections of this one end, and wait for their answers, for a limited time.
@@ -135,8 +136,7 @@ class Departures:
         # A rank that has left needs no answer, and gives none.
         self._unanswered = others - self._membership.ended
         self.has_told = True
-        cause, rank = self.told(reason)
-        ending = Ending(not reason, cause, self._membership.numbers[rank])
+        ending = Ending(not reason, *self.told(reason))
         for rank in self._unanswered:
             self._router.tell(rank, ending)
         if self._unanswered:

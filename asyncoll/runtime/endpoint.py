@@ -123,6 +123,11 @@ class Endpoint:
             self.failures.on_failure(WORLD, lambda *_: arena.recheck())
         forks.register(self)
 
+    @property
+    def number(self) -> int:
+        """The member number of this rank, which errors have."""
+        return self.membership.numbers[self.rank]
+
     async def start(self) -> None:
         """Connect to all peers, on the runtime's loop. Raises PeerLostError for a rank that does not come in time."""
         self._loop = asyncio.get_running_loop()
@@ -181,6 +186,12 @@ class Endpoint:
         )
         later.succession = self.succession
         return later
+
+    def neighbours_lost(self) -> set[int]:
+        """The members that this rank shares memory with, and takes for lost. They have not left."""
+        shared = self.arena.ranks if self.arena is not None else ()
+        lost = self.membership.lost - self.membership.ended
+        return {self.membership.numbers[rank] for rank in lost.intersection(shared)}
 
     def retire(self, epoch: int) -> None:
         """The ranks have gone on in `epoch`: every call here has failed, or fails now. Its memory stays."""
@@ -276,11 +287,11 @@ class Endpoint:
         other exception ends the world, too: it must not end the transport's reader, for which all ranks would wait.
         """
         self.traffic.messages_received += 1
-        self.router.received_from[source] += 1
         try:
             header = wire.decode(frames)
             if header.epoch != self.membership.epoch and not self._is_due(source, header, frames):
                 return
+            self.router.received_from[source] += 1
             if header.kind == wire.DATA:
                 self.traffic.bytes_received += len(frames[1])
                 self.executions.arrived(source, header, *frames[1:])
@@ -333,7 +344,8 @@ class Endpoint:
             # A rank of another host may hold the loss back until a rank of the lost rank's host, such as this one, says
             # that the host is not gone (see `HostLosses`). It has to be told.
             own = self.host_of[self.rank]
-            is_asked = 0 <= message.rank < self.size and self.host_of[message.rank] == own != self.host_of[source]
+            rank = self.membership.rank_of(message.rank, -1)
+            is_asked = rank >= 0 and self.host_of[rank] == own != self.host_of[source]
             self._lost(message, None if is_asked else source)
         elif isinstance(message, wire.Hello):
             self.membership.introduced(source, message)
@@ -342,11 +354,14 @@ class Endpoint:
         elif isinstance(message, wire.Still | wire.Stillness):
             self.standstill.received(source, message)
         elif isinstance(message, wire.Ending):
-            self.departures.ending(source, message._replace(rank=self.membership.rank_of(message.rank, source)))
+            numbers = self.membership.numbers  # not all ranks of an earlier epoch are among them
+            known = message if message.rank in numbers else message._replace(rank=numbers[source])
+            self.departures.ending(source, known)
             self._notices.happened(MemberLeft(source))
             self._tell_succession({source}, has_left=True)
             self.standstill.wake()
         elif isinstance(message, wire.Ready | wire.Decided):
+            self.router.received_from[source] -= 1  # the router has not sent it
             self._successor().heard(self.membership.numbers[source], message)
         elif isinstance(message, wire.EndingSeen):
             self.departures.answered(source)
@@ -416,7 +431,8 @@ class Endpoint:
         The first loss is told to others, which may not have noticed it, unless all have made their last call. So all
         survivors raise a PeerLostError, and name the same rank if one is lost.
         """
-        lost = {news.rank, *ranks_in(news.ranks)}
+        numbers = {news.rank, *ranks_in(news.ranks)}
+        lost = {rank for rank, number in enumerate(self.membership.numbers) if number in numbers}
         self.membership.lost |= lost
         self._host_losses.clear()
         for rank in lost:

@@ -565,7 +565,8 @@ class Executions:
         if known is None and dispute.context in self.described:
             known = self.described[dispute.context](dispute.number)
         members, mine = known or ((source,), "another operation, long ago")
-        text = f"rank {source} {_did(dispute.description)}, but rank {self._router.rank} {_did(mine)}"
+        theirs, ours = (self._membership.numbers[rank] for rank in (source, self._router.rank))
+        text = f"rank {theirs} {_did(dispute.description)}, but rank {ours} {_did(mine)}"
         self._failures.mismatch(dispute.communicator, members, text)
 
     def _link(self, peer: int) -> _FlowControl:

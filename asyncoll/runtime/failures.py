@@ -202,7 +202,8 @@ class Failures:
 
     def abort(self, communicator: int, members: Iterable[int], reason: str) -> None:
         """Fail `communicator` at all `members` with an AbortedError of this rank."""
-        self.give_up(wire.Abort(communicator, self._router.rank, reason), communicator, members)
+        number = self._membership.numbers[self._router.rank]
+        self.give_up(wire.Abort(communicator, number, reason), communicator, members)
 
     def mismatch(self, communicator: int, members: Iterable[int], text: str) -> None:
         """Fail `communicator` at all `members` with a MismatchError."""
@@ -210,9 +211,10 @@ class Failures:
 
     def broken(self, source: int, error: ProtocolError) -> None:
         """Fail the world at all ranks, because `source` sent bytes that the protocol forbids and cannot be trusted."""
-        text = f"rank {source} broke the protocol: {error}"
+        number = self._membership.numbers[source]
+        text = f"rank {number} broke the protocol: {error}"
         logger.error(text)
-        self.give_up(wire.Broken(source, text), WORLD, self._membership.members)
+        self.give_up(wire.Broken(number, text), WORLD, self._membership.members)
 
     def pass_on(self) -> None:
         """Send each failure that this rank knows to all other ranks, once and unchanged, as the rank leaves the world.

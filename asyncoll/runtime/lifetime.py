@@ -225,7 +225,8 @@ class Lifetime:
     def _told_returned(self, source: int, _: Returned) -> None:
         self._check_part(source)
         if self.is_world:
-            self._calls.left(source, self._departed(source, _RETURNED.cause, in_order=True), sys.maxsize)
+            number = self._member.endpoint.membership.numbers[source]
+            self._calls.left(source, self._departed(number, _RETURNED.cause, in_order=True), sys.maxsize)
         self._calls.lacks(source, Kind.PAIR)
 
     def _told_unused(self, source: int, _: Unused) -> None:
@@ -249,16 +250,17 @@ class Lifetime:
             raise ProtocolError("it has left a communicator that it has no part in")
 
     def _has_left(self, rank: int, news: Leave | Ending, calls: int) -> None:
-        if not 0 <= news.rank < self._member.endpoint.size:
+        if news.rank not in self._member.endpoint.membership.numbers:
             raise ProtocolError(f"it has left because of rank {news.rank}, which the world has not")
         departed = self._departed(news.rank, news.cause, in_order=news.in_order)
         self._calls.left(rank, departed, calls)
         if not departed.in_order:
             self._calls.deserted(departed)
 
-    def _departed(self, rank: int, cause: str, *, in_order: bool) -> Departed:
-        process = self._member.endpoint.membership.process(rank)
-        return Departed(rank, cause, process.host, process.pid, in_order)
+    def _departed(self, number: int, cause: str, *, in_order: bool) -> Departed:
+        membership = self._member.endpoint.membership
+        process = membership.process(membership.numbers.index(number))
+        return Departed(number, cause, process.host, process.pid, in_order)
 
     def _is_through(self, rank: int) -> None:
         self._through.add(rank)

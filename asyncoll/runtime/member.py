@@ -79,7 +79,7 @@ class Member:
             return
         self.endpoint.check_not_forked()
         if self._aborted is not None:
-            raise AbortedError(self.endpoint.rank, self._aborted)
+            raise AbortedError(self.endpoint.number, self._aborted)
         if self.is_closed:
             self.check()  # what has ended it tells more
         raise ClosedError("this communicator is closed: it takes no more calls")
@@ -174,7 +174,7 @@ class Member:
         if self._aborted is None and not self.is_closed:
             self._aborted = reason
         failures, communicator, ranks = self.endpoint.failures, self.communicator, self.group.members
-        failure = Abort(communicator, self.endpoint.rank, reason)
+        failure = Abort(communicator, self.endpoint.number, reason)
         # At once, and not on the runtime's loop: no later call of this rank begins.
         failures.record(failure, communicator)
         self.post(lambda: failures.give_up(failure, communicator, ranks))

@@ -15,7 +15,8 @@ class Membership:
     """The ranks of the world as this rank knows them: epoch and members, their processes, and which of them are lost.
 
     An epoch is one membership of the world; epochs are numbered from 1. Groups and messages have the number from here.
-    Ranks are those of the epoch. A member number is the same in all epochs of a process, and of no other process.
+    Ranks are those of the epoch. A member number, the rank in the first epoch, is the same in all epochs of a process,
+    and of no other process. Errors have member numbers.
 
     In: `introduced`, for each Hello message. Out: `news_of`, the message that reports a lost
     rank. The endpoint calls `news_of` in any thread and everything else on the runtime's loop.
@@ -66,7 +67,8 @@ class Membership:
     def name(self, rank: int) -> str:
         """The rank, with its host and process id if they are known; for error messages."""
         process = self._processes.get(rank)
-        return f"rank {rank} (host {process.host}, pid {process.pid})" if process else f"rank {rank}"
+        number = self.numbers[rank]
+        return f"rank {number} (host {process.host}, pid {process.pid})" if process else f"rank {number}"
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process of `rank`, which is on this host, is known to have ended."""
@@ -77,13 +79,21 @@ class Membership:
         return self._processes.get(rank) or Hello(self._hosts[rank] if self._hosts else "", 0)
 
     def news_of(self, loss: Loss, ranks: Sequence[int] = ()) -> Lost:
-        """The message that reports `loss`, with the process of the lost rank and its last known call.
+        """The message that reports `loss` by member numbers, with the process of the lost rank and its last known call.
 
         `ranks` are all ranks that are lost with it; by default that rank alone.
         """
         host, pid = self.process(loss.rank)
-        listed = ",".join(map(str, ranks or (loss.rank,)))
-        return Lost(loss.rank, loss.cause, host, pid, round(1000 * loss.last_seen_s), self._doing(loss.rank), listed)
+        listed = ",".join(str(self.numbers[rank]) for rank in ranks or (loss.rank,))
+        return Lost(
+            self.numbers[loss.rank],
+            loss.cause,
+            host,
+            pid,
+            round(1000 * loss.last_seen_s),
+            self._doing(loss.rank),
+            listed,
+        )
 
     def _doing(self, rank: int) -> str:
         """The last known call of `rank`, and its last known round: no order of the two is known."""

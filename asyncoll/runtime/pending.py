@@ -280,8 +280,10 @@ class PendingCalls:
         arrived = [rank for rank in overdue.ranks if rank not in missing]
         waited_s = self._now_s() - overdue.since_s
         where = "; ".join(self._location(rank, answers) for rank in missing) or "none"
+        numbers = self._endpoint.membership.numbers
+        arrived, missing = ([numbers[rank] for rank in ranks] for ranks in (arrived, missing))
         text = f"{overdue.call} was not over after {waited_s:.1f} s; arrived: {_listed(arrived)}; missing: {where}"
-        lists = (",".join(map(str, ranks)) for ranks in (arrived, missing))
+        lists = (",".join(map(str, each)) for each in (arrived, missing))
         news = Overdue(self._group.communicator, text, *lists)
         self._endpoint.failures.give_up(news, self._group.communicator, self._group.ranks)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from asyncoll.errors import AsyncollError, ClosedError, EvictedError
@@ -121,14 +122,14 @@ class Succession(Generic[C]):
     # -- the agreement ----------------------------------------------------------------------------
 
     async def _agree(self) -> None:
-        """Carry out the rule, until this rank is in an epoch of which it knows no loss, or evicted."""
+        """Carry out the rule, until this rank is in the next epoch, or evicted."""
         loop, wait_s = asyncio.get_running_loop(), self._overdue_s
         try:
             self._events.put_nowait(epochs.WantedNext(self._state.epoch))
             await self._read(self._state.epoch + 1)  # the others may have gone on long ago
             look_s = loop.time() + wait_s
             epoch = self._state.epoch
-            while self._state.is_changing or epoch == self._state.epoch:
+            while self._state.epoch == epoch:
                 try:
                     async with asyncio.timeout_at(look_s if wait_s < _LOOKS_END_S else None):
                         event = await self._events.get()
@@ -145,7 +146,18 @@ class Succession(Generic[C]):
             self._agreeing = None
 
     async def _happen(self, event: epochs.Event) -> None:
-        self._state, actions = epochs.step(self._state, event)
+        """Carry out one step.
+
+        If this rank enters an epoch of which it knows a loss, the rule goes on at once. Here the next change waits for
+        the program: else two communicators of it could be of different epochs at different ranks.
+        """
+        known = self._state
+        self._state, actions = epochs.step(known, event)
+        installs = [action for action in actions if isinstance(action, epochs.Install)]
+        if installs:
+            self._state = replace(self._state, told=None, is_asking=False)
+            told = [each for each in actions if isinstance(each, epochs.Send) and isinstance(each.message, Decision)]
+            actions = [*told, *installs]  # first, because after it the connections to all others end
         for action in actions:
             match action:
                 case epochs.Send(number, message):
@@ -157,7 +169,7 @@ class Succession(Generic[C]):
                 case epochs.ReportLoss(number, _):
                     self._report(number, "another rank has lost it")
                 case epochs.Install(decision):
-                    await self._install(decision)
+                    await self._install(decision, known.dead)
                 case epochs.Evict(decision):
                     self._evict(decision)
 
@@ -191,9 +203,10 @@ class Succession(Generic[C]):
 
     # -- its outcome ------------------------------------------------------------------------------
 
-    async def _install(self, decision: Decision) -> None:
+    async def _install(self, decision: Decision, dead: frozenset[int]) -> None:
+        """`dead` are processes that have ended, or have left: no thread of theirs writes any more."""
         before, numbers = self.endpoint, decision.members
-        transport = AmongMembers(self._transport, numbers)
+        transport = AmongMembers(self._transport, numbers, before.neighbours_lost().difference(numbers, dead))
         self.endpoint = before.next(decision.epoch, numbers, transport)
         before.retire(decision.epoch)
         await self.endpoint.start()

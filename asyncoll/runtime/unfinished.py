@@ -67,7 +67,7 @@ class Training:
 
     def _is_aborted_here(self) -> bool:
         failure = self._failure()
-        return isinstance(failure, Abort) and failure.rank == self.member.endpoint.rank
+        return isinstance(failure, Abort) and failure.rank == self.member.endpoint.number
 
     def _failure(self) -> Failure | None:
         return self.member.endpoint.failures.of(self.member.communicator)
@@ -103,7 +103,7 @@ def _error(trainings: Collection[Training]) -> UsageError | None:
     if not open_ones:
         return None
     return UsageError(
-        f"rank {open_ones[0].member.endpoint.rank} {_WORDS} {' and of '.join(map(str, open_ones))}: "
+        f"rank {open_ones[0].member.endpoint.number} {_WORDS} {' and of '.join(map(str, open_ones))}: "
         "call it at every rank after the last step, or discard() if the result is not wanted"
     )
 

@@ -111,12 +111,12 @@ class Transport(Protocol):
         Cancelling this has no effect on the messages.
         """
 
-    def enter(self, receiver: Receiver, members: Collection[int], ending: Collection[int] = ()) -> None:
+    def enter(self, receiver: Receiver, members: Collection[int], to_kill: Collection[int] = ()) -> None:
         """Go on with another receiver, among these ranks only: this one and others that this transport has not lost.
 
         Messages to the others are dropped from now on, and their losses are not reported. Messages of theirs may still
-        come. The processes of `ending`, which are on this host, have ended when this returns; it kills them, unless a
-        debugger has stopped them.
+        come. The processes of the ranks `to_kill`, which are on this host, have ended when this returns, unless a
+        debugger traces them.
         """
 
     async def close(self, *, flush: bool = False) -> None:

@@ -14,18 +14,20 @@ class AmongMembers:
     It is also the receiver of `inner`. Processes that are not among the members send nothing that is delivered.
     """
 
-    def __init__(self, inner: Transport, numbers: Sequence[int]) -> None:
+    def __init__(self, inner: Transport, numbers: Sequence[int], to_kill: Collection[int] = ()) -> None:
+        """`to_kill` are the processes that `inner` has to end first."""
         self.size = len(numbers)
         self.rank = numbers.index(inner.rank)
         self._inner = inner
         self._numbers = numbers
+        self._to_kill = to_kill
         self._ranks = {number: rank for rank, number in enumerate(numbers)}
         self._receiver: Receiver | None = None
 
     async def start(self, receiver: Receiver) -> None:
         """Begin to receive at once: the members are connected already."""
         self._receiver = receiver
-        self._inner.enter(self, self._numbers)
+        self._inner.enter(self, self._numbers, self._to_kill)
 
     def send(self, dest: int, frames: Sequence[Buffer]) -> None:
         check_frames(dest, self.size, frames)
@@ -38,10 +40,10 @@ class AmongMembers:
     async def drain(self, dest: int) -> None:
         await self._inner.drain(self._numbers[dest])
 
-    def enter(self, receiver: Receiver, members: Collection[int], ending: Collection[int] = ()) -> None:
+    def enter(self, receiver: Receiver, members: Collection[int], to_kill: Collection[int] = ()) -> None:
         self._receiver = receiver
-        among, ended = ([self._numbers[rank] for rank in ranks] for ranks in (members, ending))
-        self._inner.enter(self, among, ended)
+        among, killed = ([self._numbers[rank] for rank in ranks] for ranks in (members, to_kill))
+        self._inner.enter(self, among, killed)
 
     async def close(self, *, flush: bool = False) -> None:
         await self._inner.close(flush=flush)

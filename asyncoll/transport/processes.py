@@ -24,27 +24,30 @@ def is_gone(number: int) -> bool:
     return state(number) in ("", "Z", "X")
 
 
-def end(number: int, patience_s: float) -> bool:
-    """Kill the process `number`, and wait for its end, for a limited time. Returns whether it has ended.
+def kill(process: int, number: int, patience_s: float) -> bool:
+    """Kill a process, by its pidfd and its number, and wait for its end, for a limited time. Returns whether it ends.
 
-    One that a debugger has stopped is left alone.
+    One that a debugger traces is left alone.
     """
-    if is_gone(number):
-        return True
-    if state(number) == "t":
+    if is_traced(number):
         return False
     try:
-        process = os.pidfd_open(number)
-    except OSError:
-        return is_gone(number)
-    try:
         signal.pidfd_send_signal(process, signal.SIGKILL)
-        ended, _, _ = select.select([process], [], [], patience_s)
-        return bool(ended)
-    except OSError:  # it has ended, or belongs to another user
-        return is_gone(number)
-    finally:
-        os.close(process)
+    except ProcessLookupError:  # it has ended
+        return True
+    except PermissionError:
+        return False
+    ended, _, _ = select.select([process], [], [], patience_s)
+    return bool(ended)
+
+
+def is_traced(number: int) -> bool:
+    """Whether a debugger traces the process `number`."""
+    try:
+        lines = Path(f"/proc/{number}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return False
+    return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)
 
 
 def is_ending(number: int) -> bool:

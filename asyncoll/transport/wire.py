@@ -165,7 +165,7 @@ class Hello(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """Reports the loss of `rank`; if other ranks are in `ranks`, that of its whole host."""
+    """Reports the loss of the member `rank`; if other members are in `ranks`, that of its whole host."""
 
     rank: int
     cause: str
@@ -244,7 +244,7 @@ class Leave(NamedTuple):
     calls: int  # the sender completes all numbered calls up to this one
     in_order: bool  # False: its program has ended without leaving, or leaves because of an error
     cause: str
-    rank: int  # the receivers lose this one by it: the sender, or another one that has left before
+    rank: int  # the receivers lose this member by it: the sender, or another one that has left before
 
 
 class Returned(NamedTuple):

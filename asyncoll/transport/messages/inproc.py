@@ -50,8 +50,8 @@ class InprocTransport:
         while len(self._peers[dest]._inbox) > _HIGH_WATER_MARK and not self._peers[dest]._closed:
             await asyncio.sleep(0)
 
-    def enter(self, receiver: Receiver, members: Collection[int], ending: Collection[int] = ()) -> None:
-        del ending  # there are no processes
+    def enter(self, receiver: Receiver, members: Collection[int], to_kill: Collection[int] = ()) -> None:
+        del to_kill  # there are no processes
         self._receiver, self._members = receiver, frozenset(members)
 
     async def close(self, *, flush: bool = False) -> None:

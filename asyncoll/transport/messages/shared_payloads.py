@@ -95,14 +95,11 @@ class SlottedTransport:
         self._incoming.give_back()
         await self._inner.drain(dest)
 
-    def enter(self, receiver: Receiver, members: Collection[int], ending: Collection[int] = ()) -> None:
-        """Go on without slots: their locks may have died with a rank. What is in some still comes.
-
-        The other ranks of this host end: one that was stopped would go on to write into the memory of this one.
-        """
+    def enter(self, receiver: Receiver, members: Collection[int], to_kill: Collection[int] = ()) -> None:
+        """Go on without slots: their locks may have died with a rank. What is in some still comes."""
         self._neighbours = frozenset()
         self._incoming.receiver = receiver
-        self._inner.enter(self._incoming, members, {*ending, *self._arena.ranks}.difference(members))
+        self._inner.enter(self._incoming, members, to_kill)
 
     async def close(self, *, flush: bool = False) -> None:
         """Close `inner`. The slots remain as long as the arena, because receivers may still read payloads in them."""

@@ -237,8 +237,8 @@ class SimulatedTransport:
         if backlog_s > 0:
             await asyncio.sleep(backlog_s)
 
-    def enter(self, receiver: Receiver, members: Collection[int], ending: Collection[int] = ()) -> None:
-        del ending  # there are no processes
+    def enter(self, receiver: Receiver, members: Collection[int], to_kill: Collection[int] = ()) -> None:
+        del to_kill  # there are no processes
         self._receiver, self._members = receiver, frozenset(members)
 
     async def close(self, *, flush: bool = False) -> None:

@@ -129,11 +129,11 @@ class SplitTransport:
             await self._payloads.drain(dest)
         await self._messages.drain(dest)
 
-    def enter(self, receiver: Receiver, members: Collection[int], ending: Collection[int] = ()) -> None:
+    def enter(self, receiver: Receiver, members: Collection[int], to_kill: Collection[int] = ()) -> None:
         self._reassembly.receiver = receiver
         for rank in self._remote.difference(members):
             self._payloads.drop(rank)
-        self._messages.enter(self._reassembly, members, ending)
+        self._messages.enter(self._reassembly, members, to_kill)
 
     async def close(self, *, flush: bool = False) -> None:
         """Close the messages last: when that stream ends, peers assume that all payloads have come."""

@@ -45,7 +45,7 @@ from asyncoll.transport.messages.monitor import Heartbeat, Monitor, bound_addres
 from asyncoll.transport.messages.patience import Patience
 from asyncoll.transport.messages.peer_reports import FREEZE_S, UnauthenticatedPeers, silence_cause
 from asyncoll.transport.messages.reach import LONG
-from asyncoll.transport.processes import end
+from asyncoll.transport.processes import kill
 
 logger = logging.getLogger("asyncoll")
 
@@ -112,7 +112,7 @@ class _PeerConnection:
         # The lock guards `dealer`, `queue` and `is_dropped`, because `send_directly` runs in other threads.
         self.lock = threading.Lock()
         self.connection = -1  # the descriptor of the newest connection; -1 before the first
-        self.pid = 0  # of its process, if that is on this host; 0 before the connection
+        self.pid, self.process = 0, -1  # of its process, if that is on this host: the number and a pidfd
         self.is_monitored = False
         self.closing = contextlib.ExitStack()  # of the monitor, the watch on the process and the heartbeat
         self.was_connected = False  # now or earlier
@@ -123,6 +123,12 @@ class _PeerConnection:
         self.drained.set()
         self.connected: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_dropped = False  # lost or closed: the DEALER is closed
+
+    def forget_process(self) -> None:
+        """Close the pidfd, which names the process also after its end, when others may get its number."""
+        process, self.process = self.process, -1
+        if process >= 0:
+            os.close(process)
 
 
 class ZeroMQTransport:
@@ -246,13 +252,14 @@ class ZeroMQTransport:
         if dest in self._peers:
             await self._peers[dest].drained.wait()
 
-    def enter(self, receiver: Receiver, members: Collection[int], ending: Collection[int] = ()) -> None:
+    def enter(self, receiver: Receiver, members: Collection[int], to_kill: Collection[int] = ()) -> None:
         self._receiver, self._members = receiver, sorted(members)
         for peer in self._peers.values():
             if peer.rank not in members:
-                self._drop(peer, linger_ms=0)
-            if peer.rank in ending and peer.pid and not end(peer.pid, _END_S):
-                logger.warning("rank %d is lost, and its process %d has not ended", peer.rank, peer.pid)
+                self._drop(peer, linger_ms=_FLUSH_MS)
+                if peer.rank in to_kill and peer.process >= 0 and not kill(peer.process, peer.pid, _END_S):
+                    logger.warning("rank %d is lost, and its process %d has not ended", peer.rank, peer.pid)
+                peer.forget_process()
         monitored = self._monitored_ranks() if self._patience.freeze_s else ()
         for peer in self._peers.values():
             if peer.rank in monitored and not (peer.is_monitored or peer.is_dropped):
@@ -278,6 +285,7 @@ class ZeroMQTransport:
         for peer in self._peers.values():
             peer.monitor.read()  # notes a loss, because queued messages to a lost peer must not delay the end
             self._drop(peer, linger_ms=_FLUSH_MS if flush and not peer.is_disconnected else 0)
+            peer.forget_process()
         self._policy.close()
         # Closes the ROUTER, and any socket that was left open when `start` failed. Blocks until queued messages have
         # been sent, for _FLUSH_MS at most. The I/O threads of the peers receive them, even if the loops of the peers
@@ -406,7 +414,7 @@ class ZeroMQTransport:
         peer.was_connected = True
         peer.pid, process = process_behind(peer.connection, peer.address)
         if process is not None:
-            peer.closing.callback(os.close, process)
+            peer.process = process
             self._loop.add_reader(process, self._process_ended, peer, process)
             peer.closing.callback(self._loop.remove_reader, process)
         if self._patience.freeze_s and peer.rank in self._monitored_ranks():
