@@ -202,8 +202,8 @@ class Arena(Protocol):
         polls; with `yielding` they run between two polls.
 
         `check` raises if the wait has become pointless, for instance because a peer is lost; its exception ends the
-        wait. It is called before the task sleeps and after each `recheck`. `describe` says what the task waits for;
-        `waiting` shows it.
+        wait. It is called before the task sleeps and after each `recheck`, unless `wait.ready()` is true. `describe`
+        says what the task waits for; `waiting` shows it.
 
         Cancelling this changes no cell and affects no other waiter.
         """

@@ -284,8 +284,10 @@ class HostArena:
                     control_block.ring_at_next_wake(doorbell.number)
                 check()
                 await woken
-                # Before the lock is acquired again: its owner may be lost or stopped.
-                check()
+                # Before the lock is acquired again: its owner may be lost or stopped. But what is there is no longer
+                # waited for: a rank whose program is over may abort while this one has not seen the end of its call.
+                if not wait.ready():
+                    check()
         finally:
             doorbell.remove_waiter(waiter)
 

@@ -140,12 +140,12 @@ class InprocArena:
         # Among processes the other ranks may run here, also if the condition holds already.
         await asyncio.sleep(self._pause_s())
         while True:
-            check()
             with wait.control_block as control_block:
                 if wait.ready():
                     return
                 # Under the lock: a rank that changes the cells afterwards finds this rank among those to wake.
                 control_block.ring_at_next_wake(self.local_rank * DOORBELLS)
+            check()
             future = asyncio.get_running_loop().create_future()
             sleepers = self._memory.waiters.setdefault(self.local_rank * DOORBELLS, {})
             sleepers[future] = None

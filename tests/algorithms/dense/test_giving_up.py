@@ -1,15 +1,18 @@
-"""A rank that comes to a collective in memory after another one has given up does not complete it alone."""
+"""In memory: a rank that comes after another one has given up completes no call alone; one that is over stays so."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
 import pytest
 
+from asyncoll import Communicator
 from asyncoll.algorithms.dense.shared_call import SharedCall
 from asyncoll.tensors.reductions import Array, ReduceOp
+from asyncoll.testing import run_ranks, simulate
 from tests.algorithms.dense.test_meetings import SIZES, Rank, cores, ranks
 
 SHORT, LONG = 100, 1 << 14  # elements of float32: copied as a whole, and passed in windows or pieces
@@ -73,3 +76,31 @@ def test_the_last_rank_waits_for_the_failure(natives, name, count, is_registered
                     for caller in callers:
                         caller.advance()
                 assert all(caller.is_over for caller in callers)
+
+
+@pytest.mark.parametrize("is_simulated", [False, True])
+def test_a_call_whose_result_is_there_is_over_although_a_rank_gives_up_then(is_simulated):
+    """As the first rank whose program ends, while others have not seen yet that the last call is over."""
+    calls: list[Callable[[Communicator], Coroutine[Any, Any, Any]]] = [
+        lambda comm: comm.barrier(),
+        lambda comm: comm.allreduce(np.ones(3)),
+        lambda comm: comm.allreduce(np.ones(1 << 18)),
+        lambda comm: comm.broadcast(np.ones(3), root=comm.size - 1),
+        lambda comm: comm.allgather(np.ones(3)),
+        lambda comm: comm.quorum_allreduce(np.ones(3), quorum=comm.size),
+    ]
+
+    async def main(world: Communicator) -> None:
+        for call in calls:
+            comm = await world.split(0)
+            assert comm is not None
+            if comm.rank == comm.size - 1:
+                await asyncio.sleep(0.01)  # the others wait for this one
+            await call(comm)
+            comm.abort("over")
+
+    for size in (2, 3, 5):
+        if is_simulated:
+            simulate(size, main, shared_memory=True)
+        else:
+            run_ranks(size, main, "shm")
