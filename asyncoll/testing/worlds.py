@@ -12,14 +12,13 @@ import contextvars
 import gc
 import math
 import os
-from collections.abc import Callable, Container, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Container, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
 import uvloop
 
 from asyncoll import _core
@@ -37,7 +36,14 @@ from asyncoll.transport.memory import arena
 from asyncoll.transport.memory import inproc as inproc_memory
 from asyncoll.transport.messages import inproc, zeromq
 from asyncoll.transport.messages.shared_payloads import SlottedTransport
-from asyncoll.transport.messages.simulated import Crash, Network, Silence, SimulatedTransport, SimulatedWorld
+from asyncoll.transport.messages.simulated import (
+    Crash,
+    Network,
+    Silence,
+    SimulatedTransport,
+    SimulatedWorld,
+    uniform,
+)
 from asyncoll.transport.virtual_time import VirtualTimeLoop
 from asyncoll.world.environment import deadline_s
 from asyncoll.world.world import World
@@ -154,20 +160,20 @@ def simulate(
     """
     hosts = _check(size, main, hosts)
     world = SimulatedWorld(size, network or Network(), seed)
-    arenas: Sequence[Arena | None] = [None] * size
-    if shared_memory:
-        draw = np.random.default_rng([seed, size])
-
-        def pause_s() -> float:
-            return world.network.memory_s + float(draw.uniform(0.0, world.network.jitter_s))
-
-        arenas = _by_rank(hosts, lambda ranks: inproc_memory.arenas(len(ranks), pause_s, ranks))
-        if not isinstance(shared_memory, bool):
-            arenas = [each if host in shared_memory else None for each, host in zip(arenas, hosts, strict=True)]
     endpoints: dict[int, Endpoint] = {}
     written = None if record is None else Record(Path(record), size, seed, endpoints)
     world.on_departure = None if written is None else written.departs
+    arenas: Sequence[Arena | None] = [None] * size
     loop = VirtualTimeLoop()
+    if shared_memory:
+        memory_s, jitter_s, draws = world.network.memory_s, world.network.jitter_s, uniform([seed, size])
+
+        def pause() -> Awaitable[None]:
+            return loop.sleep(memory_s + jitter_s * next(draws)) if memory_s or jitter_s else asyncio.sleep(0)
+
+        arenas = _by_rank(hosts, lambda ranks: inproc_memory.arenas(len(ranks), pause, ranks))
+        if not isinstance(shared_memory, bool):
+            arenas = [each if host in shared_memory else None for each, host in zip(arenas, hosts, strict=True)]
     loop.set_deadlock_reporter(lambda: _deadlock(endpoints))
 
     async def everything() -> list[Any]:

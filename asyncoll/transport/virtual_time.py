@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncoll.errors import DeadlockError
+from asyncoll.transport import settle
 
 
 class _JumpingSelector(selectors.BaseSelector):
@@ -83,6 +84,12 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def happen_at(self, when: float, callback: Callable[..., None], *args: Any) -> None:
         """Call `callback(*args)` on the loop at virtual time `when`, in seconds. Its exceptions end the loop."""
         heapq.heappush(self._events, (when, next(self._count), callback, args))
+
+    def sleep(self, delay_s: float) -> asyncio.Future[None]:
+        """Done after `delay_s` virtual seconds, by an event: half of the work of `asyncio.sleep`, which is a timer."""
+        future = self.create_future()
+        self.happen_at(self.time() + delay_s, settle, future)
+        return future
 
     def time(self) -> float:
         return self._jumping.now

@@ -73,7 +73,7 @@ def twin(size, main, check=nothing):
     """Virtual time, where every wait lets other tasks run."""
     draw = np.random.default_rng(size)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        runner.run(whole(inproc.arenas(size, lambda: float(draw.uniform(0, 1e-3))), main, check))
+        runner.run(whole(inproc.arenas(size, lambda: asyncio.sleep(draw.uniform(0, 1e-3))), main, check))
 
 
 def memory(size, main, check=nothing):

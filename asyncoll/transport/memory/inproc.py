@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -17,13 +17,17 @@ from asyncoll.transport.control_block import DOORBELLS, PythonControlBlock, cont
 from asyncoll.transport.memory.doorbell import TurnQueue
 
 
-def arenas(size: int, pause_s: Callable[[], float] = lambda: 0.0, ranks: Sequence[int] = ()) -> list[InprocArena]:
+def _turn() -> Awaitable[None]:
+    return asyncio.sleep(0)
+
+
+def arenas(size: int, pause: Callable[[], Awaitable[None]] = _turn, ranks: Sequence[int] = ()) -> list[InprocArena]:
     """One arena for each of `size` ranks inside this process: `ranks` of their world; by default the first ones.
 
-    Each wait first sleeps `pause_s()` seconds, so that other ranks run where ranks in processes could run.
+    Each wait first awaits `pause()`, so that other ranks run where ranks in processes could run.
     """
     memory = _InprocMemory(size)
-    return [InprocArena(local_rank, memory, pause_s, tuple(ranks or range(size))) for local_rank in range(size)]
+    return [InprocArena(local_rank, memory, pause, tuple(ranks or range(size))) for local_rank in range(size)]
 
 
 class _InprocMemory:
@@ -64,7 +68,7 @@ class InprocArena:
     polls = 0
 
     def __init__(
-        self, local_rank: int, memory: _InprocMemory, pause_s: Callable[[], float], ranks: tuple[int, ...]
+        self, local_rank: int, memory: _InprocMemory, pause: Callable[[], Awaitable[None]], ranks: tuple[int, ...]
     ) -> None:
         self.local_rank = local_rank
         self.ranks = ranks
@@ -72,7 +76,7 @@ class InprocArena:
         self.cores = min(2, memory.size)
         self._memory = memory
         self.runtime_loop: asyncio.AbstractEventLoop | None = None
-        self._pause_s = pause_s
+        self._pause = pause
         self._control_blocks: dict[int, ControlBlock] = {}
         self._asleep: dict[asyncio.Future[None], Callable[[], str]] = {}
         self._turns = TurnQueue()
@@ -138,7 +142,7 @@ class InprocArena:
         self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
     ) -> None:
         # Among processes the other ranks may run here, also if the condition holds already.
-        await asyncio.sleep(self._pause_s())
+        await self._pause()
         while True:
             with wait.control_block as control_block:
                 if wait.ready():

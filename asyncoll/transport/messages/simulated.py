@@ -113,7 +113,7 @@ class SimulatedWorld:
         # Called with source, dest, frames, payload bytes, and the virtual seconds of departure and arrival.
         self.on_departure: Callable[[int, int, list[bytes], int, float, float], None] | None = None
         self.transports = [SimulatedTransport(rank, self) for rank in range(size)]
-        self._jitter = _uniform(seed)
+        self._jitter = uniform(seed)
         names = list(range(size) if network.hosts is None else network.hosts)
         if len(names) != size:
             raise UsageError(f"a network has the hosts of all {size} ranks, or none: got {len(names)}")
@@ -290,7 +290,7 @@ def _loop() -> VirtualTimeLoop:
     return loop
 
 
-def _uniform(seed: int) -> Iterator[float]:
+def uniform(seed: int | Sequence[int]) -> Iterator[float]:
     """An endless stream of floats in [0, 1), drawn in batches because one at a time is slow."""
     generator = np.random.default_rng(seed)
     while True:

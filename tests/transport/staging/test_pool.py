@@ -190,7 +190,7 @@ def test_copies_are_cut_where_pinned_ranges_begin_or_end(seed):
 
 def test_pages_of_every_kind_of_memory():
     with arena.local_world(1) as arenas:
-        for each in (None, arenas[0], inproc.arenas(1, lambda: 0.0)[0]):
+        for each in (None, arenas[0], inproc.arenas(1)[0]):
             memory = RegisteredMemory(each, None)
             for nbytes in (4096, 40960, 4096):
                 pages = memory.pages(nbytes)
