@@ -341,12 +341,15 @@ REPLACED = {
         "ipc.loaded_runtime": "this machine has no library of CUDA",
         "ipc.reduce_on_device": "emulated devices have no operations of torch",
     },
+    "testing/laws/conftest.py": {
+        "sweep.answers": "worlds are checked in this process, whose collectives may be broken",
+        "case_runs._run_job": "ranks are forked, and no launcher loads the package",
+    },
     "testing/laws/test_laws.py": {
         "Communicator.method": _LAW,
         "Gossip.method": _LAW,
         "asyncoll.algorithms.rounds.engine.Engine.end": _LAW,
         "asyncoll.testing.laws.draw": _LAW,
-        "sweep.answers": "worlds are checked in this process, whose collectives are broken",
         "case_runs._run_job": "the record of a process is forged before it is read",
         "case_runs._TIMEOUT_S": "every process takes too long",
     },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from asyncoll.runtime.departures import Departures
 from asyncoll.runtime.failures import Failures
 from asyncoll.tensors.reductions import DTYPES
 from asyncoll.testing import LawBroken, check_laws
-from asyncoll.testing.laws import case_runs, dense, ending, gossip, sparse, sweep, training
+from asyncoll.testing.laws import case_runs, dense, ending, gossip, sparse, training
 from asyncoll.testing.laws.case_runs import HOSTS, MEMORY, SIMULATED, read_record, tell, write_record
 from asyncoll.testing.laws.deaths import EpochsPart, EpochsProgram, forward
 from asyncoll.testing.laws.dense_program import OPERATIONS, DenseProgram
@@ -74,7 +73,7 @@ SEEDS = 13  # worlds of each kind: one of each size
         (HOSTS, 3, ["--devices"]),
     ],
 )
-def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices):
+def test_all_laws_of_all_kinds_at_all_sizes(transport, seeds, devices, in_this_process):
     command = ["laws", "--seeds", f"0:{seeds}", "--transport", transport, *devices]
     result = CliRunner().invoke(main, [*command, "--jobs", "1"])
     assert_all_hold(result.exit_code, result.stdout, result.stderr, ALL_KINDS, seeds)
@@ -132,18 +131,6 @@ def test_laws_over_processes(transport, kinds, sizes, devices, without_launcher,
         worlds = [(kind, pool.submit(check, kind, size, size)) for kind in kinds for size in sizes]
     assert all(world.result().rounds == 12 or kind == GOSSIP for kind, world in worlds)
     assert without_delays(capfd.readouterr().err) == "", "such as that the ranks share no memory"
-
-
-@pytest.fixture
-def without_launcher(forked_world, monkeypatch):
-    """Forks the ranks of each case: a launcher would load the package for each world."""
-
-    def run_job(arguments):
-        _, size, _, transport, _, _, *program = arguments
-        for rank in forked_world(os.environ | {"ASYNCOLL_TRANSPORT": transport}, int(size), *program):
-            assert rank.end() == (0, "", "")
-
-    monkeypatch.setattr(case_runs, "_run_job", run_job)
 
 
 def test_laws_in_real_time():
@@ -770,8 +757,7 @@ def run(*arguments):
     return CliRunner().invoke(main, ["laws", *arguments])
 
 
-def test_a_failing_seed_prints_the_command_that_replays_it(spread, monkeypatch):
-    monkeypatch.setattr(sweep, "answers", lambda module, worlds, jobs, environ: (sweep.check(each) for each in worlds))
+def test_a_failing_seed_prints_the_command_that_replays_it(spread, in_this_process):
     spread("solo", reverses_history)
     swept = run("--kind", "solo", "--sizes", "2-6", "--seeds", "0:30", "--jobs", "1")
     assert swept.exit_code == 1

@@ -60,7 +60,7 @@ def test_own_methods_keep_the_laws_on_every_transport(kind, transport, file):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["policy:{}:own", "training:{}:own", "sparse:{}:own"])
 @pytest.mark.parametrize("transport", ["zmq-processes", "shm-mixed-processes"])
-def test_own_methods_keep_the_laws_in_processes(kind, transport, file):
+def test_own_methods_keep_the_laws_in_processes(kind, transport, file, without_launcher):
     assert check_laws(kind.format(file), 3, 1, transport=transport).rounds
 
 
