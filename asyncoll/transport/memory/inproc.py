@@ -17,11 +17,9 @@ from asyncoll.transport.control_block import DOORBELLS, PythonControlBlock, cont
 from asyncoll.transport.memory.doorbell import TurnQueue
 
 
-def _turn() -> Awaitable[None]:
-    return asyncio.sleep(0)
-
-
-def arenas(size: int, pause: Callable[[], Awaitable[None]] = _turn, ranks: Sequence[int] = ()) -> list[InprocArena]:
+def arenas(
+    size: int, pause: Callable[[], Awaitable[None]] = lambda: asyncio.sleep(0), ranks: Sequence[int] = ()
+) -> list[InprocArena]:
     """One arena for each of `size` ranks inside this process: `ranks` of their world; by default the first ones.
 
     Each wait first awaits `pause()`, so that other ranks run where ranks in processes could run.
