@@ -1275,8 +1275,9 @@ class Communicator(Uncopied):
         """Go on without the ranks that are lost or have left: make a communicator of the survivors, in a new epoch.
 
         Collective: every survivor calls it, after a PeerLostError or `abort`, on any communicator of its epoch. It
-        begins when it is awaited, and waits for the others, unless this rank is in a later epoch already. The survivors keep their order and get new ranks. Ranks
-        that are lost meanwhile are not in the new epoch, or fail its calls at once: then call `shrink` again.
+        begins when it is awaited, and waits for the others, unless this rank is in a later epoch already. The survivors
+        keep their order and get new ranks. Ranks that are lost meanwhile are not in the new epoch, or fail its calls at
+        once: then call `shrink` again.
 
         All communicators of the epoch before end with it, also if no rank is lost. Of one made by `split` this gives
         that of its survivors; other ones are made by `split` anew. Tensors of `empty` stay valid, and the functions

@@ -1,6 +1,7 @@
 """Which rank has failed first, which ranks to stop and when, and how the job ends.
 
-A rank that dies, by a signal or with its host, has failed if fewer than `min_ranks` are left. Else the job goes on.
+A rank that dies, by a signal or with its host, has failed if fewer than `min_ranks` are left. Else the job goes on. So
+does one that raises EvictedError.
 
 No process, no clock: events come in as calls, and orders go out.
 """
@@ -26,6 +27,9 @@ STOPPED_GRACE_S = 10.0
 # A longer gap between two looks means that the launcher was stopped, too (Ctrl-Z): the grace period restarts.
 LOOK_GAP_MAX_S = 2.0
 STOPPED = "T"  # the state of a process that a signal has stopped; a debugger's is "t"
+
+
+EVICTED = "EvictedError"  # of a rank that the others took for lost: a death for them
 
 
 class Failure(NamedTuple):
@@ -88,6 +92,7 @@ class Supervisor:
         """The job goes on after a death while at least `min_ranks` of the `size` ranks have not died; None: `size`."""
         self.running = set(range(size))
         self.failures: dict[int, Failure] = {}  # in the order of the reports
+        self._evicted: dict[int, Failure] = {}  # that have said so, and have not ended
         self.deaths: dict[int, Failure] = {}  # before the ranks were stopped; the job may have gone on after them
         self.ends: dict[int, tuple[int, float]] = {}  # the exit codes of processes, and the seconds after the start
         self.stopped: list[int] = []
@@ -122,6 +127,9 @@ class Supervisor:
 
         Once ranks are being stopped, only the report of the rank that the root cause blames counts: it came late.
         """
+        if failure.kind == EVICTED and self.min_ranks < self._size and not self.failures:
+            self._evicted[failure.rank] = failure
+            return
         is_late = self.root is not None and failure.rank == self.root.blames and bool(failure.traceback)
         if not self.stopping or (is_late and failure.rank not in self.failures):
             self.failures.setdefault(failure.rank, failure)
@@ -136,8 +144,8 @@ class Supervisor:
         self.running.discard(rank)
         self.ends[rank] = code, now - self.started_at
         end = Failure(rank, code, now - self.started_at)
-        if code < 0 and rank not in self.failures:
-            return self._died([end])
+        if (code < 0 or rank in self._evicted) and rank not in self.failures:
+            return self._died([self._evicted.get(rank, end)])
         if code:
             self.failed(end)
         return []
