@@ -1298,7 +1298,7 @@ class Communicator(Uncopied):
         Example:
 
             try:
-                await comm.allreduce(x)
+                await comm.barrier()
             except asyncoll.PeerLostError:
                 comm = await comm.shrink()
         """

@@ -30,13 +30,13 @@ from asyncoll.transport import Arena, Buffer, Loss, Transport, wire
 logger = logging.getLogger("asyncoll")
 
 
-class Succession(Protocol):
+class NextEpoch(Protocol):
     """What leads from one epoch to the next: `runtime.succession.Succession`."""
 
     def lost(self, number: int, *, is_dead: bool) -> None:
         """The process of this member number is lost, or has left; with `is_dead` it has ended for certain."""
 
-    def heard(self, source: int, message: wire.Ready | wire.Decided) -> None:
+    def heard(self, source: int, message: wire.ReadyForNext | wire.Decided) -> None:
         """A message of member number `source`."""
 
     def keep(self, source: int, header: wire.Header, frames: list[Buffer]) -> None:
@@ -101,7 +101,7 @@ class Endpoint:
         self.router = Router(transport, self.traffic, self.membership)
         self.failures = Failures(self.router, self.membership)
         self.executions = Executions(transport, self.router, self.failures, self.membership)
-        self.succession: Succession | None = None  # to the next epoch; None without a store of epochs
+        self.succession: NextEpoch | None = None  # to the next epoch; None without a store of epochs
         self.how_to_succeed = ""  # how to get one, for errors
         self._notices = Notices(self.router, self.membership)
         self._host_losses = HostLosses(self.host_of, self.rank, self.membership, self._ask_of, self.report)
@@ -329,7 +329,7 @@ class Endpoint:
             self._successor().keep(self.membership.numbers[source], header, frames)
         return False
 
-    def _successor(self) -> Succession:
+    def _successor(self) -> NextEpoch:
         if self.succession is None:
             raise ProtocolError("it goes on to another epoch, for which this rank has no store: give one to all ranks")
         return self.succession
@@ -360,7 +360,7 @@ class Endpoint:
             self._notices.happened(MemberLeft(source))
             self._tell_succession({source}, has_left=True)
             self.standstill.wake()
-        elif isinstance(message, wire.Ready | wire.Decided):
+        elif isinstance(message, wire.ReadyForNext | wire.Decided):
             self.router.received_from[source] -= 1  # the router has not sent it
             self._successor().heard(self.membership.numbers[source], message)
         elif isinstance(message, wire.EndingSeen):

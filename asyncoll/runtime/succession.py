@@ -103,9 +103,9 @@ class Succession(Generic[C]):
         """The process of this member number is lost, or has left; with `is_dead` it has ended for certain."""
         self._events.put_nowait(epochs.LostRank(number, is_dead))
 
-    def heard(self, source: int, message: wire.Ready | wire.Decided) -> None:
+    def heard(self, source: int, message: wire.ReadyForNext | wire.Decided) -> None:
         """A message of member number `source`."""
-        if isinstance(message, wire.Ready):
+        if isinstance(message, wire.ReadyForNext):
             sets = (frozenset(wire.unpacked(field)) for field in (message.lost, message.dead, message.linked))
             self._events.put_nowait(epochs.Heard(source, epochs.Ready(message.epoch, *sets)))
             return
@@ -178,7 +178,7 @@ class Succession(Generic[C]):
             told: wire.Control = wire.Decided(message.epoch, wire.packed(message.members))
         else:
             sets = (wire.packed(sorted(each)) for each in (message.lost, message.dead, message.linked))
-            told = wire.Ready(message.epoch, *sets)
+            told = wire.ReadyForNext(message.epoch, *sets)
         self._transport.send(number, wire.encode_control(told, wire.OF_NO_EPOCH))
 
     def _tell_all(self) -> None:

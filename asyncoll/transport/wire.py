@@ -267,7 +267,7 @@ class EndingSeen(NamedTuple):
     rank: int  # that ends
 
 
-class Ready(NamedTuple):
+class ReadyForNext(NamedTuple):
     """Tells the coordinator that the sender is ready for the next epoch. Ranks are member numbers, by `packed`."""
 
     epoch: int  # the next one
@@ -301,13 +301,13 @@ Control: TypeAlias = (
     | Returned
     | Ending
     | EndingSeen
-    | Ready
+    | ReadyForNext
     | Decided
     | Unused
 )
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}
 # The receiver needs them, also if it is in another epoch than the sender.
-_OF_NO_EPOCH: Final = (Hello, Ending, EndingSeen, Ready, Decided)
+_OF_NO_EPOCH: Final = (Hello, Ending, EndingSeen, ReadyForNext, Decided)
 # They are resolved once: to do so takes 5 to 30 us.
 _FIELDS: Final = {name: get_type_hints(cls) for name, cls in _CONTROLS.items()}
 

@@ -31,7 +31,7 @@ LINES = {
     "algorithms/seam": 332,  # the ways of the program, which are checked and each rank has; ways that need the core
     "algorithms/sparse": 1_024,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
-    "launch": 1_950,  # a job that goes on after deaths: which is the root cause, and a store for ranks of other hosts
+    "launch": 1_955,  # a job that goes on after deaths: which is the root cause, and a store for ranks of other hosts
     "ray": 390,
     "rpc": 3_085,  # how a stub declares a stream, and functions that go on in the next epoch
     # The agreement on the next epoch, how a rank goes on in it, and how the news of a loss spreads.
