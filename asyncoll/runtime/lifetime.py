@@ -23,7 +23,7 @@ A send or a receive that no rank matches is never over. Where nobody may wait fo
 it ends once all ranks have left.
 
 This takes no collective call, and no count in shared memory that a dead rank could leave wrong. The death of a rank
-ends the world, and with it all memory.
+ends the epoch; the memory stays until the rank leaves the world.
 """
 
 from __future__ import annotations
