@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ import pytest
 
 import asyncoll
 from asyncoll.testing import run_ranks, simulate
+from asyncoll.transport import processes
 from tests.support.places import ROOT, SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S
 
@@ -53,6 +55,32 @@ def test_a_stopped_rank_does_not_come_back(tmp_path, transport):
     done, report = launch(4, transport, "thaws.py", report=tmp_path / "report", ASYNCOLL_FREEZE_S="2")
     assert (done.returncode, done.stdout.count("went on")) == (0, 3), done.stderr
     assert [death["kind"] for death in report["deaths"]] == ["EvictedError" if transport == "zmq" else "signal"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_has_left_is_not_killed(tmp_path, transport):
+    os.mkfifo(tmp_path / "pipe")
+    done, report = launch(3, transport, "saves_after_an_error.py", tmp_path / "pipe", report=tmp_path / "report")
+    assert (done.returncode, done.stdout) == (0, "1: saved\n"), done.stderr
+    assert report["deaths"] == []
+
+
+def test_a_process_that_is_killed_has_ended(monkeypatch):
+    """Unless a debugger traces it."""
+    with subprocess.Popen(["sleep", "1000"]) as sleeping:
+        process = os.pidfd_open(sleeping.pid)
+        try:
+            with monkeypatch.context() as traced:
+                traced.setattr(processes, "is_traced", lambda number: number == sleeping.pid)
+                assert not processes.kill(process, sleeping.pid, PATIENCE_S)
+                assert sleeping.poll() is None
+            assert not processes.is_traced(sleeping.pid)
+            assert processes.kill(process, sleeping.pid, PATIENCE_S)
+            assert sleeping.wait() == -signal.SIGKILL
+            assert processes.kill(process, sleeping.pid, PATIENCE_S)
+        finally:
+            os.close(process)
 
 
 @pytest.mark.parametrize("transport", ["inproc", "zmq", "shm"])
