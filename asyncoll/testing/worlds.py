@@ -52,6 +52,7 @@ from asyncoll.world.write_once import Decisions, MemoryStore
 T = TypeVar("T")
 _HEARD_S = 0.05  # a failed rank stays this long, so that the others fail with its cause before they are cancelled
 _CAUSE_S = 1.0  # one that has heard of an abort waits so long for the end of the rank that has aborted
+_STOPPED_S = 1.0  # in virtual time a cancelled program has ended by then, unless it waits for a call
 Main = Callable[[Communicator], Coroutine[Any, Any, T]]
 Carriers = tuple[Sequence[Transport], Sequence[Arena | None]]  # the transport and the arena of each rank
 
@@ -239,9 +240,9 @@ async def _run_all(
 
 
 def _stop(world: World, task: asyncio.Task[Any]) -> None:
-    """A rank has crashed: its program stops, and nothing of it waits any more, for no message comes."""
+    """A rank has crashed: its program stops. Then nothing of it waits any more: no message would end a call of it."""
     task.cancel()
-    world.endpoint.failures.fail(Closed())
+    asyncio.get_running_loop().call_later(_STOPPED_S, lambda: world.endpoint.failures.fail(Closed()))
 
 
 async def _run_alone(world: World, main: Main[T], errors: list[BaseException]) -> T:
