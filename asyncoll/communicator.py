@@ -1281,8 +1281,9 @@ class Communicator(Uncopied):
 
         All communicators of the epoch before end with it, also if no rank is lost. Of one made by `split` this gives
         that of its survivors; other ones are made by `split` anew. Tensors of `empty` stay valid, and the functions
-        that are registered with `rpc` stay registered. The survivors agree through a store that outlives them (page
-        Failures). A collective that was under way at the death may be over at some survivors and have failed at others.
+        that are registered with `rpc` stay registered, until others get their names. The survivors agree through a
+        store that outlives them (page Failures). A collective that was under way at the death may be over at some
+        survivors and have failed at others.
 
         Cancelling it stops the wait only; a later call goes on.
 

@@ -91,7 +91,7 @@ class Rpc(Uncopied):
     ) -> None:
         """Made on the program's loop, on which all calls are made. Raises UsageError on another loop.
 
-        `registry` has the functions that are registered already.
+        `registry` has the functions of the epoch before.
         """
         self._loop = asyncio.get_running_loop()
         if self._loop is not member.runner.home:
@@ -102,7 +102,7 @@ class Rpc(Uncopied):
         self._place: DevicePlace | None = None
         self._ranks = member.group.ranks
         self._check_not_forked = endpoint.check_not_forked
-        self.registry = registry or FunctionRegistry()
+        self.registry = FunctionRegistry(registry)
         broken = lambda rank, error: member.post(partial(endpoint.failures.broken, rank, error))  # noqa: E731
         self._exchange = RpcExchange(
             make_carrier(broken),

@@ -143,8 +143,11 @@ class Function:
 class FunctionRegistry:
     """The functions of one rank in one communicator, or of one service."""
 
-    def __init__(self) -> None:
-        self._functions: dict[str, Function] = {}
+    def __init__(self, before: FunctionRegistry | None = None) -> None:
+        """`before` is that of the epoch before, whose functions stay until others get their names."""
+        known = {} if before is None else before._functions
+        self._functions: dict[str, Function] = {name: each for name, each in known.items() if name != METHODS}
+        self._of_before = set(self._functions)
 
     def add(
         self, what: Any, name: str | None = None, *, inline: bool = False, place: DevicePlace | None = None
@@ -168,9 +171,10 @@ class FunctionRegistry:
                 for own, method in public_methods(what)
             ]
         for function in new:
-            if function.name in self._functions or function.name == METHODS:
+            if function.name in self._functions.keys() - self._of_before or function.name == METHODS:
                 raise UsageError(f"{function.name} is registered already: give this one another `name`")
         self._functions |= {function.name: function for function in new}
+        self._of_before.difference_update(function.name for function in new)
 
     def find(self, name: str) -> Function:
         """The function of that name. Raises UsageError, which suggests similar names, if there is none."""

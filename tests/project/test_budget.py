@@ -33,7 +33,7 @@ LINES = {
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_955,  # a job that goes on after deaths: which is the root cause, and a store for ranks of other hosts
     "ray": 390,
-    "rpc": 3_085,  # how a stub declares a stream, and functions that go on in the next epoch
+    "rpc": 3_090,  # how a stub declares a stream, and functions that go on in the next epoch
     # The agreement on the next epoch, how a rank goes on in it, and how the news of a loss spreads.
     "runtime": 4_350,
     "tensors": 1_310,  # results whose elements overlap are refused, in numpy as in torch, for any strides

@@ -16,7 +16,7 @@ import asyncoll
 from asyncoll.testing import run_ranks, simulate
 from asyncoll.transport import processes
 from tests.support.places import ROOT, SCRIPTS
-from tests.support.processes import LIGHT, PATIENCE_S
+from tests.support.processes import LIGHT, PATIENCE_S, TRAINING
 
 TRANSPORTS = ("shm", "zmq")
 
@@ -46,6 +46,12 @@ def test_survivors_go_on(tmp_path, transport, size, deaths):
     dead = sum(len(each.split(",")) for each in deaths)
     assert (done.returncode, done.stdout.count("went on")) == (0, size - dead), done.stderr
     assert sum(rank["signal"] == "SIGKILL" for rank in report["ranks"]) == dead
+
+
+@pytest.mark.slow
+def test_a_training_is_made_anew(tmp_path):
+    done, _ = launch(3, "shm", "trains_on.py", report=tmp_path / "report", **TRAINING)
+    assert (done.returncode, done.stdout.count("trained on")) == (0, 2), done.stderr
 
 
 @pytest.mark.slow
@@ -93,6 +99,13 @@ def test_ranks_go_on_without_a_loss(transport):
         with pytest.raises(asyncoll.ClosedError, match="go on in epoch 2"):
             await half.allreduce(np.ones(3))
         assert await comm.rpc.call((comm.rank + 1) % comm.size, "len", [1, 2]) == 2
+        await comm.barrier()
+        comm.rpc.register(lambda values: -len(values), name="len")
+        with pytest.raises(asyncoll.UsageError, match="registered already"):
+            comm.rpc.register(len)
+        await comm.barrier()
+        assert await comm.rpc.call((comm.rank + 1) % comm.size, "len", [1, 2]) == -2
+        assert [method.name for method in await comm.rpc.methods(0)] == ["len"]
         halves = [await half.shrink(), await half.shrink()]
         assert [part.epoch for part in halves] == [2, 2]
         await halves[0].barrier()
