@@ -161,7 +161,7 @@ class Core:
         """On the runtime's loop: the communicator of all ranks in the next epoch."""
         endpoint = self.member.endpoint
         if endpoint.succession is None:
-            raise UsageError(f"shrink needs a store of epochs that outlives the ranks: {endpoint.how_to_succeed}")
+            raise UsageError(f"shrink needs a store of epochs that outlives the ranks: {endpoint.store_advice}")
         try:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None):
                 world: Core = await endpoint.succession.next(self.member.group.epoch)

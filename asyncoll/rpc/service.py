@@ -171,7 +171,8 @@ class FunctionRegistry:
                 for own, method in public_methods(what)
             ]
         for function in new:
-            if function.name in self._functions.keys() - self._of_before or function.name == METHODS:
+            is_taken = function.name in self._functions and function.name not in self._of_before
+            if is_taken or function.name == METHODS:
                 raise UsageError(f"{function.name} is registered already: give this one another `name`")
         self._functions |= {function.name: function for function in new}
         self._of_before.difference_update(function.name for function in new)

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
-from asyncoll.errors import AsyncollError, ClosedError, EvictedError
+from asyncoll.errors import AsyncollError, ClosedError, EvictedError, ProtocolError
 from asyncoll.runtime import epochs
 from asyncoll.runtime.ahead import Ahead
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.epochs import Agreement, Decision
 from asyncoll.runtime.progress import offload
+from asyncoll.runtime.router import EARLY_MAX
 from asyncoll.transport import Buffer, Loss, settle, wire
 from asyncoll.transport.among_members import AmongMembers
 
@@ -104,13 +105,17 @@ class Succession(Generic[C]):
         self._events.put_nowait(epochs.LostRank(number, is_dead))
 
     def heard(self, source: int, message: wire.ReadyForNext | wire.Decided) -> None:
-        """A message of member number `source`."""
+        """A message of member number `source`. Raises ProtocolError for one that no rule sends, and for too many."""
+        if self._events.qsize() > EARLY_MAX:
+            raise ProtocolError(f"more than {EARLY_MAX} messages for an epoch that this rank has not asked for")
         if isinstance(message, wire.ReadyForNext):
             sets = (frozenset(wire.unpacked(field)) for field in (message.lost, message.dead, message.linked))
             self._events.put_nowait(epochs.Heard(source, epochs.Ready(message.epoch, *sets)))
             return
         decision = Decision(message.epoch, wire.unpacked(message.members))
         is_new = decision.epoch > self._state.epoch
+        if is_new and not set(decision.members) <= set(self._state.members):
+            raise ProtocolError(f"epoch {decision.epoch} with members that epoch {self._state.epoch} has not")
         if is_new and self._agreeing is None and self._state.rank not in decision.members:
             self._give_up()  # its calls would wait for ever
         self._events.put_nowait(epochs.Heard(source, decision))

@@ -22,7 +22,7 @@ from asyncoll.testing.faults.injectors import (
 from asyncoll.testing.laws import LawBroken, Lawful, check_laws
 from asyncoll.testing.time_model import Delays, StartRule, Waiting, expected_round_s, least_round_s
 from asyncoll.testing.worlds import SimReport, run_ranks, simulate
-from asyncoll.transport.messages.simulated import Crash, Cut, Network, Pause
+from asyncoll.transport.messages.simulated import Crash, Cut, Network, Pause, Silence
 
 __all__ = [
     "Crash",
@@ -44,6 +44,7 @@ __all__ = [
     "Pause",
     "Raise",
     "Signal",
+    "Silence",
     "SimReport",
     "Slow",
     "StartRule",

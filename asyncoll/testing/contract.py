@@ -251,6 +251,29 @@ async def _flushes(world: _ContractWorld) -> None:
     assert world.recorders[1].losses == [(0, 20)]
 
 
+async def _enters(world: _ContractWorld) -> None:
+    """after `enter` the new receiver gets all messages; none goes to a rank that is not among the members"""
+    sender, dest, stranger = world.transports
+    sender.send(1, [b"before"])
+    await world.recorders[1].next_messages(1)
+    later = [_Recorder(), _Recorder()]
+    for transport, recorder in zip((sender, dest), later, strict=True):
+        transport.enter(recorder, (0, 1))
+    for index in range(50):
+        sender.send(2, [b"to no member"])
+        assert not sender.send_directly(2, [b"to no member"])
+        sender.send(1, [bytes([index])])
+        dest.send(0, [bytes([index])])
+    await sender.drain(2)
+    assert await later[1].next_messages(50) == [(0, [bytes([index])]) for index in range(50)]
+    assert await later[0].next_messages(50) == [(1, [bytes([index])]) for index in range(50)]
+    await stranger.close()
+    await sender.close()
+    await later[1].until(lambda: bool(later[1].losses))
+    assert later[1].losses == [(0, 50)]  # and none of a rank that is not among the members
+    assert [len(recorder.messages) for recorder in world.recorders] == [0, 1, 0]
+
+
 _CHECKS: list[tuple[int, Callable[[_ContractWorld], Awaitable[None]]]] = [
     (3, _knows_its_rank),
     (2, _keeps_order),
@@ -265,6 +288,7 @@ _CHECKS: list[tuple[int, Callable[[_ContractWorld], Awaitable[None]]]] = [
     (3, _reports_a_loss),
     (2, _is_silent_when_closed),
     (2, _flushes),
+    (3, _enters),
 ]
 
 

@@ -349,12 +349,15 @@ def decode_control(payload: Buffer) -> Control:
 
 
 def packed(numbers: Iterable[int]) -> bytes:
-    """Member numbers, in this order, as bytes of a message."""
+    """Member numbers, from the lowest on, as bytes of a message."""
     return b"".join(map(_NUMBER.pack, numbers))
 
 
 def unpacked(field: bytes) -> tuple[int, ...]:
-    """The inverse of `packed`. Raises ProtocolError for other bytes."""
+    """The inverse of `packed`. Raises ProtocolError for other bytes, and for numbers that are not in order."""
     if len(field) % _NUMBER.size:
         raise ProtocolError(f"{len(field)} bytes are no member numbers")
-    return tuple(number for (number,) in _NUMBER.iter_unpack(field))
+    numbers = tuple(number for (number,) in _NUMBER.iter_unpack(field))
+    if list(numbers) != sorted(set(numbers)):
+        raise ProtocolError("member numbers that are not in order")
+    return numbers

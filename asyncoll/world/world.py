@@ -84,7 +84,7 @@ class World:
         """
         self.endpoint = endpoint  # of the newest epoch
         self._former: list[Core] = []  # the communicators of all ranks in earlier epochs
-        endpoint.how_to_succeed = HOW_TO_GET_ONE
+        endpoint.store_advice = HOW_TO_GET_ONE
         if decisions is not None:
             overdue_s = _OVERDUE * (freeze_s or FREEZE_S)
             endpoint.succession = Succession(endpoint, decisions, overdue_s, self._enter)

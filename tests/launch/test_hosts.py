@@ -267,6 +267,13 @@ def test_ranks_of_all_hosts_decide_in_the_store_of_the_launcher(hosts):
 
 
 @pytest.mark.slow
+def test_survivors_of_all_hosts_go_on(hosts):
+    """The coordinator dies, and then the second rank of the other host."""
+    run = launch("--hosts", "a:2,b:2", "--min-ranks", 2, SCRIPTS / "world/shrinks.py", "0", "3", env=hosts)
+    assert (run.returncode, run.stdout.count("went on")) == (0, 2), run.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("has_job", [False, True], ids=["before the job", "after it"])
 def test_an_agent_that_does_not_understand_its_launcher_says_so_and_ends(has_job):
     command = [sys.executable, "-c", "from asyncoll.launch import host_agent; host_agent.main()"]

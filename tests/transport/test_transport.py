@@ -29,6 +29,7 @@ from asyncoll.statistics import Traffic
 from asyncoll.testing import Disconnect, Network, check_transport, run_ranks
 from asyncoll.testing.contract import _ContractWorld, _Recorder
 from asyncoll.transport import MAX_FRAME_BYTES, Loss, wire
+from asyncoll.transport.among_members import AmongMembers
 from asyncoll.transport.memory import fd_passing
 from asyncoll.transport.messages import inproc, split, zeromq
 from asyncoll.transport.messages.monitor import Monitor
@@ -45,6 +46,21 @@ LOOPS = [asyncio.new_event_loop, uvloop.new_event_loop]
 @pytest.mark.parametrize("loop", LOOPS, ids=["asyncio", "uvloop"])
 def test_inproc(loop):
     check_transport(lambda size: contextlib.nullcontext(inproc.world(size)), loop)
+
+
+class Entered(AmongMembers):
+    """Among all processes but the first, from its start on."""
+
+    def __init__(self, inner):
+        super().__init__(inner, range(1, inner.size))
+
+    async def start(self, receiver):
+        await self._inner.start(self)
+        await super().start(receiver)
+
+
+def test_members_of_a_later_epoch():
+    check_transport(lambda size: contextlib.nullcontext(list(map(Entered, inproc.world(size + 1)[1:]))))
 
 
 @pytest.mark.slow

@@ -143,6 +143,13 @@ def test_ranks_look_for_the_store_as_they_join(is_there, key_file):
     assert is_there or all(f"the store of epochs at 127.0.0.1:{port} does not answer" in each for each in said)
 
 
+@pytest.mark.slow
+def test_survivors_go_on_by_it(port, key_file, forked_world):
+    place = {"ASYNCOLL_KEY_FILE": str(key_file), "ASYNCOLL_STORE": f"127.0.0.1:{port}"}
+    ends = [rank.end() for rank in forked_world(place, 3, SCRIPTS / "world/shrinks.py", "1")]
+    assert [(code, out) for code, out, _ in ends] == [(0, "went on\n"), (-signal.SIGKILL, ""), (0, "went on\n")], ends
+
+
 @pytest.mark.parametrize(
     ("listen", "complaint"),
     [

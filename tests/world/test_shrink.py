@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import asyncoll
+from asyncoll.runtime.router import EARLY_MAX
 from asyncoll.testing import run_ranks, simulate
-from asyncoll.transport import processes
+from asyncoll.transport import processes, wire
 from tests.support.places import ROOT, SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S, TRAINING
 
@@ -46,6 +47,13 @@ def test_survivors_go_on(tmp_path, transport, size, deaths):
     dead = sum(len(each.split(",")) for each in deaths)
     assert (done.returncode, done.stdout.count("went on")) == (0, size - dead), done.stderr
     assert sum(rank["signal"] == "SIGKILL" for rank in report["ranks"]) == dead
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_survivors_go_on_without_an_event_loop(tmp_path, transport):
+    done, _ = launch(4, transport, "shrinks_without_a_loop.py", report=tmp_path / "report")
+    assert (done.returncode, done.stdout.count("went on")) == (0, 3), done.stderr
 
 
 @pytest.mark.slow
@@ -140,6 +148,28 @@ def test_a_cancelled_shrink_goes_on():
         return comm.epoch
 
     assert simulate(4, main).results == [2] * 4
+
+
+def test_what_no_rule_sends_is_a_breach_of_the_protocol():
+    """Members out of order, or that the epoch has not; no decision of an earlier epoch is one."""
+
+    async def main(comm):
+        comm = await comm.shrink()
+        succession = comm._core.member.endpoint.succession
+        succession.heard(1, wire.Decided(2, wire.packed((0, 1, 7))))
+        for numbers in ((0, 7), (1, 0), (0, 0)):
+            with pytest.raises(asyncoll.ProtocolError, match="member"):
+                succession.heard(1, wire.Decided(3, wire.packed(numbers)))
+        with pytest.raises(asyncoll.ProtocolError, match="3 bytes"):
+            succession.heard(1, wire.ReadyForNext(3, b"123", b"", b""))
+        ready = wire.ReadyForNext(3, b"", b"", b"")
+        for _ in range(EARLY_MAX):
+            succession.heard(1, ready)
+        with pytest.raises(asyncoll.ProtocolError, match=f"more than {EARLY_MAX}"):
+            succession.heard(1, ready)
+        await comm.barrier()
+
+    simulate(2, main)
 
 
 def test_a_deadline_names_the_ranks_that_have_not_called_it():
