@@ -1,4 +1,4 @@
-"""The budget of the package: a commit that raises a number says why in the same line.
+"""The budget of the package and its documentation: a commit that raises a number says why in the same line.
 
 tinygrad counts its lines in CI for the same reason (github.com/tinygrad/tinygrad, sz.py): a package that only grows is
 soon one that nobody reads whole.
@@ -69,6 +69,12 @@ CHOOSERS = {  # what each chooses
 }
 WITHOUT_CORE = re.compile(r"\b(native|core) is (not )?None\b")
 WITHOUT_CORE_MAX = 9  # places in algorithms/ that ask whether there is a core
+WORDS = {  # as `wc -w` counts them
+    "README.md": 700,
+    "CHANGELOG.md": 600,
+    "docs": 28_000,  # what a user reads from the beginning to the end: without Internals and the reference
+}
+LOOKED_UP = {"design", "reference"}
 
 
 def lines_of_python(source: str) -> int:
@@ -109,6 +115,17 @@ def test_no_package_has_more_lines_than_its_budget():
 def test_no_budget_has_more_than_a_twentieth_to_spare():
     """Otherwise a package that has shrunk may grow again without a word."""
     assert {name: count for name, count in counted().items() if count < LINES[name] * 0.95 - 10} == {}
+
+
+def words(name: str) -> int:
+    path = ROOT / name
+    pages = [path] if path.is_file() else path.rglob("*.md")
+    return sum(len(page.read_text().split()) for page in pages if not LOOKED_UP & {*page.relative_to(path).parts})
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_no_text_has_more_words_than_its_budget(name):
+    assert words(name) <= WORDS[name]
 
 
 def test_the_backend_has_few_members():

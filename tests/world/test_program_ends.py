@@ -32,10 +32,10 @@ def table():
     _, rest = PAGE.read_text().split(HEADING)
     heading, _, *rows = [line.strip("| ").split(" | ") for line in (HEADING + rest.split("\n\n")[0]).splitlines()]
     told = {}
-    for end, *errors in rows:
+    for ends, *errors in rows:
         for column, error in zip(heading[1:], errors, strict=False):
             for facade in COLUMNS[column]:
-                told.setdefault(facade, {})[end] = error
+                told.setdefault(facade, {}).update(dict.fromkeys(ends.split(", "), error))
     return told
 
 
