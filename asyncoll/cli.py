@@ -139,10 +139,11 @@ def main() -> None:
 def launch(ranks: int | None, hosts: str | None, program: tuple[str, ...], **options: Any) -> None:
     """Run a Python program as N ranks on this host, or on several hosts.
 
-    Arguments after the script's or the module's name are passed to the program. The ranks find each other by the
-    environment variables that torchrun sets. If one rank fails, the others are stopped. The traceback of the rank that
-    failed first is printed first, and its exit code is the command's. Ctrl-C gives the ranks time to end; a second
-    Ctrl-C kills them. --json writes a report for programs, however the job has ended.
+    Arguments after the script's or the module's name are the program's, also those that are options here, as under
+    torchrun. The ranks find each other by the environment variables that torchrun sets. If one rank fails, the others
+    are stopped. The traceback of the rank that failed first is printed first, and its exit code is the command's.
+    Ctrl-C gives the ranks time to end; a second Ctrl-C kills them. --json writes a report for programs, however the job
+    has ended.
 
     With --min-ranks M the job goes on after the death of a rank while at least M ranks are left: a line on stderr tells
     each death, and the exit code is 0 if all ranks that are left succeed. A death is an end by a signal, as of kill -9,

@@ -1,4 +1,4 @@
-"""Wrong inputs of `asyncoll`, `launch`, `doctor` and `key`: one error that says what to do, and nothing happens."""
+"""Wrong inputs of `asyncoll` and most of its commands: one error that says what to do, and nothing happens."""
 
 from __future__ import annotations
 
@@ -71,6 +71,14 @@ LAUNCH = [
     ("-n 2 --report r.json program.py", "Did you mean '--json'?"),
     ("-n 2 --log-dir file program.py", "cannot write logs to file: File exists; give another folder"),
     ("-n 2 --verbose program.py", "No such option '--verbose'"),
+    ("--min-ranks 2 program.py", "give either -n RANKS, for this host, or --hosts HOST:RANKS"),
+    ("-n 2 --min-ranks program.py", "'program.py' is not a valid whole number"),
+    ("-n 2 --min-ranks 0 program.py", "'--min-ranks': 0 is not in the range x>=1"),
+    ("-n 2 --min-ranks 1.5 program.py", "'1.5' is not a valid whole number"),
+    ("-n 2 --min-ranks 3 program.py", "--min-ranks 3: the job has 2 ranks; give 1 to 2"),
+    ("--hosts a:1,b:1 --min-ranks 3 program.py", "--min-ranks 3: the job has 2 ranks; give 1 to 2"),
+    ("-n 2 --min-nodes 1 program.py", "Did you mean '--min-ranks'?"),
+    ("program.py -n 2 --min-ranks 1", "-n after the program is an argument of the program: put it before"),
 ]
 DOCTOR = [
     ("here", "Got unexpected extra argument (here)"),
@@ -99,15 +107,15 @@ KEY = [
     ("", "Missing argument 'FILE'"),
     ("one two", "Got unexpected extra argument (two)"),
     ("file", "file exists: if it is a key of yours, use that one; else give another file"),
-    ("folder", "folder exists: if it is a key of yours, use that one; else give another file"),
+    ("folder", "folder is a folder: give a file in it"),
     ("dangling", "dangling exists"),
-    (".", ". exists"),
+    (".", ". is a folder"),
     ("/dev/full", "/dev/full exists"),
-    ("none/key", "cannot write a key to none/key: No such file or directory"),
-    ("folder/none/key", "cannot write a key to folder/none/key: No such file or directory"),
+    ("none/key", "cannot write a key to none/key: make the folder none first"),
+    ("folder/none/key", "cannot write a key to folder/none/key: make the folder folder/none first"),
     ("file/key", "cannot write a key to file/key: Not a directory"),
     ("/proc/key", "cannot write a key to /proc/key: No such file or directory"),
-    ("~nobody/key", "cannot write a key to ~nobody/key: No such file or directory"),
+    ("~nobody/key", "cannot write a key to ~nobody/key: make the folder ~nobody first"),
     ("x" * 300, "File name too long"),
     ("x/" * 3000, "File name too long"),
     ("-x", "No such option '-x'"),
@@ -117,11 +125,56 @@ KEY = [
     ("--mode 0644 new", "No such option '--mode'"),
     ("-- -x", "'-x' is an option; give a path"),
 ]
-INPUTS = [
-    (f"{command} {words}", complaint)
-    for command, table in (("", ASYNCOLL), ("launch", LAUNCH), ("doctor", DOCTOR), ("key", KEY))
-    for words, complaint in table
+LISTENS = "--listen 127.0.0.1:0"
+STORE = [
+    ("", "Missing option '--listen'"),
+    ("--listen", "Option '--listen' requires an argument"),
+    ("--key-file file", "Missing option '--listen'"),
+    ("--listen 127.0.0.1", "--listen '127.0.0.1': give HOST:PORT, as in 10.0.0.1:29600"),
+    ("--listen 127.0.0.1:", "give HOST:PORT"),
+    ("--listen :29600", "give HOST:PORT"),
+    ("--listen 127.0.0.1:x", "give HOST:PORT"),
+    ("--listen 127.0.0.1:-1", "give HOST:PORT"),
+    ("--listen 127.0.0.1:65536", "give HOST:PORT"),
+    ("--listen 127.0.0.1:٣", "give HOST:PORT"),
+    ("--listen ::1:29600", "give HOST:PORT"),
+    ("--listen tcp://127.0.0.1:29600", "give HOST:PORT"),
+    (LISTENS, "a store needs a key, which the ranks have, too: make one with `asyncoll key ~/.asyncoll.key`"),
+    (f"{LISTENS} here", "Got unexpected extra argument (here)"),
+    (f"{LISTENS} --port 5", "No such option '--port'"),
+    (f"{LISTENS} -n 2", "No such option '-n'"),
+    (f"{LISTENS} --key file", "Did you mean '--key-file'?"),
+    (f"{LISTENS} --key-file none", "File 'none' does not exist"),
+    (f"{LISTENS} --key-file folder", "File 'folder' is a directory"),
+    (f"{LISTENS} --key-file file", "others than its owner have rights to file (mode 0644): use `chmod go= file`"),
+    (f"{LISTENS} --key-file empty", "empty is no key: it must have 32 bytes; make one with `asyncoll key FILE`"),
 ]
+FAULTS = [
+    ("kill", "Got unexpected extra argument (kill)"),
+    ("--cells kill", "--cells: 'kill' names no cell: use FAULT/OPERATION/MOMENT, such as 'kill/*/inside'"),
+    ("--cells kil/*/inside", "no fault is 'kil'; there is kill, gil"),
+    ("--cells KILL/*/inside", "no fault is 'KILL'; there is kill, linger"),
+    ("--cells kill/reduc/inside", "no operation of kill is 'reduc'; there is reduce"),
+    ("--cells kill/reduce/insde", "no moment of kill/reduce is 'insde'; there is inside"),
+    ("--cells kill/reduce/inside,", "--cells: '' names no cell"),
+    ("--cells kill/reduce/inside/", "'kill/reduce/inside/' names no cell: use FAULT/OPERATION/MOMENT"),
+    ("--cells kill-host/*/inside", "kill-host needs --hosts N, of at least 2"),
+    ("--cells kill/joining/inside", "joining needs --hosts N, of at least 2"),
+    ("--cells return/reduce/inside", "no operation of return is 'reduce'; there is init_allreduce"),
+    ("--sample 1.5", "'1.5' is not a valid whole number"),
+    ("--seeds 5:5", "'5:5' are no seeds: use FROM:TO, such as 0:200, or a count"),
+    ("--seeds 1 --seed 2", "give --seed or --seeds, not both"),
+    ("--seed -1", "'--seed': -1 is not in the range"),
+    ("-n 1", "'-n' / '--ranks': 1 is not in the range 2<=x<=1024"),
+    ("--nproc 2", "Did you mean '--ranks'?"),
+    ("--jobs 0", "'--jobs': 0 is not in the range 1<=x<=1024"),
+    ("--hosts 5", "--hosts: 4 ranks are on 1 to 4 hosts, not 5"),
+    ("--hosts a:2", "'a:2' is not a valid whole number"),
+    ("--transport tcp", "'tcp' is not one of 'shm', 'zmq', 'shm-mixed'"),
+    ("--json cells.json", "Got unexpected extra argument (cells.json)"),
+]
+TABLES = {"": ASYNCOLL, "launch": LAUNCH, "doctor": DOCTOR, "key": KEY, "store": STORE, "faults": FAULTS}
+INPUTS = [(f"{command} {words}", complaint) for command, table in TABLES.items() for words, complaint in table]
 NO_SIZE = "in the environment is no number of ranks: give one with -n"
 VARIABLES = [
     ({"ASYNCOLL_TRANSPORT": "foo"}, "launch", "ASYNCOLL_TRANSPORT='foo' in the environment: use one of shm, zmq"),
@@ -144,8 +197,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, with a program that would leave a file."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))  # without a key
     Path("program.py").write_text("open('started', 'w')")
-    Path("file").touch()
+    Path("file").touch(mode=0o644)
+    Path("empty").touch(mode=0o600)
     Path("folder").mkdir()
     Path("dangling").symlink_to("nowhere")
     return tmp_path

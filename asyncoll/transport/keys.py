@@ -6,6 +6,7 @@ each host. One file may serve many jobs, because each run derives a session key 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import hmac
 import os
@@ -68,9 +69,13 @@ def write_key(path: Path, key: bytes | None = None) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder: give a file in it") from error
         raise UsageError(f"{path} exists: if it is a key of yours, use that one; else give another file") from error
     except OSError as error:
-        raise UsageError(f"cannot write a key to {path}: {error.strerror}") from error
+        missing = error.errno == errno.ENOENT and not path.parent.exists()
+        cause = f"make the folder {path.parent} first" if missing else error.strerror
+        raise UsageError(f"cannot write a key to {path}: {cause}") from error
     try:
         with open(descriptor, "wb") as file:
             file.write(new_key() if key is None else key)
@@ -93,7 +98,8 @@ def read_key(path: Path) -> Key:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status, secret = os.fstat(file.fileno()), file.read(KEY_BYTES + 1) or b""
     except OSError as error:
-        raise UsageError(f"cannot read the key {path}: {error.strerror}") from error
+        remedy = f"; make one with `asyncoll key {path}`" if error.errno == errno.ENOENT else ""
+        raise UsageError(f"cannot read the key {path}: {error.strerror}{remedy}") from error
     _check_private(path, status)
     if len(secret) != KEY_BYTES:
         raise UsageError(f"{path} is no key: it must have {KEY_BYTES} bytes; make one with `asyncoll key FILE`")
@@ -118,4 +124,4 @@ def _check_private(path: Path, status: os.stat_result) -> None:
         raise UsageError(f"{path} belongs to user {status.st_uid} and not to this one, {os.geteuid()}: it is not used")
     if status.st_mode & _RIGHTS_OF_OTHERS:
         mode = stat.S_IMODE(status.st_mode)
-        raise UsageError(f"others than its owner have rights to {path} (mode {mode:04o}): take them away (chmod go= …)")
+        raise UsageError(f"others than its owner have rights to {path} (mode {mode:04o}): use `chmod go= {path}`")

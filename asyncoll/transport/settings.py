@@ -62,7 +62,7 @@ def host_and_port(text: str, name: str, least: int = 1) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     number = int(port) if port.isascii() and port.isdecimal() and len(port) <= len(str(PORT_MAX)) else -1
     if not host.strip("[]") or (":" in host) != host.startswith("[") or not least <= number <= PORT_MAX:
-        raise UsageError(f"{name}{text!r:.100}: give HOST:PORT, as in host0:29600 or [fd00::1]:29600")
+        raise UsageError(f"{name}{text!r:.100}: give HOST:PORT, as in 10.0.0.1:29600 or [fd00::1]:29600")
     return host.strip("[]"), number
 
 

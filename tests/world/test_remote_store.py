@@ -157,7 +157,7 @@ def test_survivors_go_on_by_it(port, key_file, forked_world):
         ("127.0.0.1:65536", "give HOST:PORT"),
         ("fd00::1:5", "give HOST:PORT"),
         ("0.0.0.0:0", "means every interface"),
-        ("203.0.113.9:0", "cannot listen on tcp://203.0.113.9:0"),
+        ("203.0.113.9:0", "cannot listen on tcp://203.0.113.9:0: Cannot assign requested address; give an address of"),
         ("host0:0", "give the host as localhost, or as the IP address"),
     ],
 )
@@ -165,6 +165,12 @@ def test_an_impossible_address_is_refused(listen, complaint, key_file):
     told = CliRunner().invoke(cli.main, ["store", "--listen", listen, "--key-file", str(key_file)])
     assert told.exit_code == 2
     assert complaint in " ".join(told.output.split())
+
+
+def test_a_port_that_is_in_use_is_refused(port, key_file):
+    told = CliRunner().invoke(cli.main, ["store", "--listen", f"127.0.0.1:{port}", "--key-file", str(key_file)])
+    assert told.exit_code == 2
+    assert "Address already in use; give another port, or 0 for a free one\n" in told.output
 
 
 def test_a_store_needs_a_key(monkeypatch, tmp_path):

@@ -209,6 +209,8 @@ def _why_none(parts: Sequence[str], triples: Sequence[tuple[str, str, str]], hos
         return "use FAULT/OPERATION/MOMENT, such as 'kill/*/inside'; asyncoll faults --help lists them"
     if hosts == 1 and fnmatch.filter((name for name, kind in KINDS.items() if kind.of_host), parts[0]):
         return f"{parts[0]} needs --hosts N, of at least 2"
+    if hosts == 1 and parts[1] == JOINING:
+        return f"{JOINING} needs --hosts N, of at least 2"
     for place, part in enumerate(parts):
         known = list(dict.fromkeys(triple[place] for triple in triples))
         if not (matching := fnmatch.filter(known, part)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import itertools
 import struct
@@ -36,6 +37,11 @@ _FORM = struct.Struct("<BQ")  # kind, number
 _OVERHEAD_BYTES = 64  # that the header, or encryption, adds to a frame
 _PACKED_MAX = 1 << 13  # bytes of a payload that is copied into one ZeroMQ frame with the header: two frames cost more
 _BATCH = 64  # segments delivered before the loop may run other callbacks
+_REMEDIES = {
+    errno.EADDRINUSE: "give another port, or 0 for a free one",
+    errno.EADDRNOTAVAIL: "give an address of this host",
+    errno.ENODEV: "give an address of this host",
+}
 _NOW = int(zmq.NOBLOCK)
 _MORE = _NOW | int(zmq.SNDMORE)
 _UNSENT_MAX = 1 << 19  # segments queued for one peer; four times the number of empty segments in a window
@@ -180,7 +186,9 @@ class ServerSocket(_Socket):
                 try:
                     self._socket.bind(to_zeromq(url))
                 except zmq.ZMQError as error:
-                    raise UsageError(f"cannot listen on {url}: {error}") from error
+                    number = error.errno or 0
+                    cause = "; ".join(filter(None, [zmq.strerror(number), _REMEDIES.get(number)]))
+                    raise UsageError(f"cannot listen on {url}: {cause}") from error
             self.url = bound_address(self._socket)
             self._closing.callback(removal(self.url))
             self._start()
