@@ -208,7 +208,7 @@ def all_commands() -> Iterator[tuple[str, click.Command, click.Context]]:
             else:
                 yield inner.command_path.removeprefix("asyncoll "), command, inner
 
-    return below(main, click.Context(main, info_name="asyncoll"))
+    return below(main, click.Context(main, info_name="asyncoll", **main.context_settings))
 
 
 def examples() -> str:

@@ -37,10 +37,10 @@ LINES = {
     # The agreement on the next epoch, how a rank goes on in it, and how the news of a loss spreads.
     "runtime": 4_355,
     "tensors": 1_310,  # results whose elements overlap are refused, in numpy as in torch, for any strides
-    "testing": 6_105,  # worlds that go on after deaths, the explorer of protocols, deaths at each step of a record
+    "testing": 6_107,  # worlds that go on after deaths, the explorer, deaths at each step of a record, words of faults
     "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten
     "training": 2_070,  # `discard`, and what differs between the ranks of each algorithm
-    "transport": 6_405,  # epochs: a transport among the members of one, processes that are ended, silent ranks
+    "transport": 6_418,  # a transport of one epoch, ended processes, silent ranks; errors of keys that say what to do
     "world": 1_985,  # the store that decides on epochs, in five kinds, and how a rank enters one
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`

@@ -247,6 +247,13 @@ def test_links_lead_to_files_of_the_repository(page):
         assert link.startswith("https://") or (page.parent / link).exists(), link
 
 
+def test_the_navigation_has_every_page():
+    """The generator says nothing of a page that is not there, and nothing leads to it but links."""
+    listed = re.findall(r"^ +- (?:[^#\n]*: )?(\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    pages = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]
+    assert sorted(name for name in listed if not name.startswith("repository/")) == sorted(pages)
+
+
 @pytest.mark.parametrize("path", sorted(DOCS.rglob("*.svg")), ids=lambda path: path.name)
 def test_drawings_are_well_formed(path):
     root = ElementTree.fromstring(path.read_text())

@@ -12,6 +12,7 @@ import pytest
 
 import asyncoll
 from asyncoll import errors
+from asyncoll.cli import main
 from asyncoll.errors import AsyncollError, PeerLostError, UsageError
 from asyncoll.testing import run_ranks
 from asyncoll.transport.memory.fd_passing import ArenaUnavailable
@@ -142,6 +143,12 @@ def test_the_page_of_commands_has_each_command_with_an_example():
     for name in names:
         text = page.partition(f"## asyncoll {name}\n")[2].partition("\n## ")[0]
         assert re.search(rf"\n  Examples?:\n    asyncoll {name} ?", text), name
+        assert "  -h, --help  " in text, name
+
+
+def test_the_reference_lists_every_command():
+    page = (ROOT / "docs/reference/index.md").read_text()
+    assert set(re.findall(r"^\| `asyncoll (\w+)", page, re.MULTILINE)) == set(main.commands)
 
 
 def test_each_example_is_in_the_gallery_with_a_command():
