@@ -4,8 +4,9 @@
     python compatibility/run.py renew [N]   # makes all environments, or those of these rows, and runs the checks
 
 `environments.toml` has the rows and the checks, `records/` the results. uv makes the environments. It takes
-interpreters on PATH, and fetches one that is missing, where it can; otherwise the row says so. Where it cannot, a chroot
-of Debian unstable has the newest ones. An environment is removed when its checks have run. torch comes from the index of Python packages, without CUDA: see `empty_libraries.py`.
+interpreters on PATH, and fetches one that is missing, where it can; otherwise the row says so. Where it cannot, a
+chroot of Debian unstable has the newest ones. An environment is removed when its checks have run. torch comes from the
+index of Python packages, without CUDA: see `empty_libraries.py`.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def table():
     for ends, *errors in rows:
         for column, error in zip(heading[1:], errors, strict=False):
             for facade in COLUMNS[column]:
-                told.setdefault(facade, {}).update(dict.fromkeys(ends.split(", "), error))
+                told.setdefault(facade, {}).update(dict.fromkeys(ends.split("; "), error))
     return told
 
 
