@@ -17,6 +17,10 @@ FOUND = """
     const roots = [...document.querySelectorAll("*")].map(({ shadowRoot }) => shadowRoot).filter(Boolean);
     return roots.flatMap((root) => [...root.querySelectorAll("a")]).map(({ href }) => href);
 """
+NARROW = """
+    const isNarrow = (cell) => cell.innerText.length > 60 && cell.getBoundingClientRect().width < 110;
+    return [...document.querySelectorAll(".md-content td")].filter(isNarrow).map(({ innerText }) => innerText);
+"""
 ERRORS = (  # the first words of their texts
     "all ranks wait in different calls",
     "is gone: its connection closed",
@@ -77,6 +81,7 @@ def test_no_page_is_wider_than_its_window_or_fetches_anything(site, scheme, widt
             browser.get(f"{site}/{page}.html")
             browser.save_screenshot(str(SCREENS / f"{page.replace('/', '-')}-{width}-{scheme}.png"))
             assert browser.execute_script("return document.documentElement.scrollWidth") <= width, page
+            assert browser.execute_script(NARROW) == [], page  # prose in a column that is a word wide
             fetched = browser.execute_script("return performance.getEntriesByType('resource').map(({name}) => name)")
             assert [name for name in fetched if not name.startswith(("file:", "data:", "blob:"))] == []
             assert [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
