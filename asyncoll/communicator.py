@@ -34,6 +34,7 @@ from asyncoll.algorithms.guarantees import (
 )
 from asyncoll.algorithms.rounds.operation import Opening
 from asyncoll.algorithms.rounds.reduction import Reduction
+from asyncoll.algorithms.rounds.repeats import NO_REPEAT
 from asyncoll.algorithms.seam.call import Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.seam.short_calls import NoShortCalls
@@ -1427,8 +1428,8 @@ class Communicator(Uncopied):
         core, weighted = self._core, weight is not None
         if core.memory.unused:
             core.memory.give_back()
-        if type(name) is str and not weighted and (repeat := core.operations.repeats.get(name)) is not None:
-            answer = repeat.start(x, arguments)
+        if type(name) is str and not weighted:
+            answer = core.operations.repeats.get(name, NO_REPEAT).start(x, arguments)
             if answer is not None:
                 return answer
         op = arguments[0]

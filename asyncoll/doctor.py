@@ -179,7 +179,7 @@ def ways(ranks: int, as_json: bool) -> str:
     lines = [
         f"Ranks: {ranks}. The first way that takes a call carries it out; one that declines has changed nothing.",
         "Bytes are those of an array; for AVG of halves by message, as float32; of an allgather, those of all blocks.",
-        "A link: those of all arrays of the call that pass the same link.",
+        "A link: those of all arrays of the call that pass the same link. Other calls have one way.",
     ]
     for call, shown in rows.items():
         lines += ["", call, *("  " + "  ".join(map(str.ljust, row, widths)).rstrip() for row in (head, *shown))]

@@ -1,6 +1,6 @@
 /* Wait-avoiding rounds: all of a call up to its first wait. With a short contribution it is one critical section.
  *
- * The counterpart of `CompiledRounds.begin` (asyncoll/algorithms/rounds/compiled_rounds.py).
+ * The counterpart of `CompiledRounds._begin_here` (asyncoll/algorithms/rounds/compiled_rounds.py).
  */
 #include "rounds.h"
 

@@ -12,7 +12,7 @@ from asyncoll.algorithms.seam.backend import Backend
 from asyncoll.algorithms.seam.call import REDUCING, Call
 from asyncoll.algorithms.seam.collectives import Body, Collectives
 from asyncoll.algorithms.seam.short_calls import signature_of
-from asyncoll.algorithms.seam.ways import OWN, own, with_own
+from asyncoll.algorithms.seam.ways import OWN, Shape, Way, begin, own, with_own
 from asyncoll.errors import describe
 from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.member import Member
@@ -27,6 +27,7 @@ from asyncoll.tensors.registered import RegisteredMemory
 from asyncoll.tensors.staged import Arriving, Staged
 
 T = TypeVar("T")
+_DIRECT_MAX_BYTES = 1 << 16  # a longer array is not copied in the thread of the caller, whose loop would stand still
 
 
 class Calls:
@@ -65,7 +66,8 @@ class Calls:
         if self.unused:
             self._memory.give_back()
         self._member.check_caller()
-        self.check_started()
+        if self.unstarted is not None:
+            self.check_started()
         number, epoch = self.short.last + 1, self._member.group.epoch
         if OWN:  # all ranks have the same here
             detail = ", ".join(filter(None, (detail, *(f"way {way.name!r}" for way in own()))))
@@ -138,38 +140,44 @@ class Calls:
     ) -> Coroutine[Any, Any, None]:
         """Start `call`, which sends `data` to `dest`. `staged` has its tensor, if that is on a device.
 
-        A short message is sent in the calling thread, and is over then. `body` sends any other on the runtime's loop.
+        A short message may be sent in the calling thread, and is over then. `body` sends others on the runtime's loop.
         """
-        member, source = self._member, self._member.group.rank
+        source = self._member.group.rank
         # Messages of one pair and tag have a context of their own, because calls of two ranks are not in the order of
         # the communicator's calls.
-        context = pair_context(member.communicator, source, dest, tag)
+        context = pair_context(self._member.communicator, source, dest, tag)
 
-        def begin() -> Coroutine[Any, Any, None]:
+        def start() -> Coroutine[Any, Any, None]:
             pending = self._enter_pair(call, source, dest)
-            if not staged and member.send_directly(call, context, dest, data):
-                self._sent_directly(call, pending, data.nbytes)
-                return member.runner.done(None)
-            pair = self._backend.pair(call, context, dest, staged[0] if staged else None)
+            if not staged:
+                return begin(SEND_WAYS, Shape(data.nbytes), self, call, context, dest, data, body, pending)
+            pair = self._backend.pair(call, context, dest, staged[0])
             if pair.overlaps:
                 staged[0].defer(may_share=True)
-            if staged:
-                return self._start_staged(Call(call, body, staged=staged), pair, pending, lambda work, _: work)
-            work = self._carry_out(call, pair, body, pending)
-            return member.runner.start(self._traced(call, pending, work))
+            return self._start_staged(Call(call, body, staged=staged), pair, pending, lambda work, _: work)
 
-        return self._begin(call, begin)
+        return self._begin(call, start)
 
-    def _sent_directly(self, call: Signature, pending: PendingCall, nbytes: int) -> None:
-        """`call`, which has sent so many bytes, is over."""
+    def send_directly(
+        self, call: Signature, context: int, dest: int, data: Array, body: Body[None], pending: PendingCall
+    ) -> Coroutine[Any, Any, None] | None:
+        """Send `data` in the calling thread. Declines if that cannot be done at once."""
+        if not self._member.send_directly(call, context, dest, data):
+            return None
         self._pending.leave(pending)
         traffic = Traffic()
-        traffic.sent(nbytes)
+        traffic.sent(data.nbytes)
         self.ledger.enter(call.operation, traffic)
         if (trace := self._trace).sink is not None:
-            key = trace.begin(call, call.nbytes, at_s=pending.since_s)
-            trace.tell(What.ARRIVE, call, key, at_s=pending.since_s)
-            trace.tell(What.END, call, key, call.number)
+            trace.over(call, call.nbytes, pending.since_s, call.number)
+        return self._member.runner.done(None)
+
+    def send_by_loop(
+        self, call: Signature, context: int, dest: int, data: Array, body: Body[None], pending: PendingCall
+    ) -> Coroutine[Any, Any, None]:
+        """Send by `body`, on the runtime's loop."""
+        work = self._carry_out(call, self._backend.pair(call, context, dest, None), body, pending)
+        return self._member.runner.start(self._traced(call, pending, work))
 
     def start_receive(
         self, call: Signature, source: int, tag: int, body: Body[T], staged: Sequence[Staged] = ()
@@ -179,7 +187,7 @@ class Calls:
         `staged` has its tensor, if that is on a device. The call does not wait for it, of which it reads nothing.
         """
 
-        def begin() -> Coroutine[Any, Any, T]:
+        def start() -> Coroutine[Any, Any, T]:
             pending, runner = self._enter_pair(call, source, self._member.group.rank), self._member.runner
             if staged and self._backend.pair(call, 0, source, staged[0]).overlaps:
                 staged[0].defer(may_share=True)
@@ -189,7 +197,7 @@ class Calls:
             started = runner.start(self._traced(call, pending, work))
             return runner.resuming(started, arrival.join) if staged else started
 
-        return self._begin(call, begin)
+        return self._begin(call, start)
 
     def start_receive_from_any(
         self,
@@ -206,7 +214,7 @@ class Calls:
         """
         ranks, unserved = self._member.group.ranks, call(None, 0)
 
-        def begin() -> Coroutine[Any, Any, T]:
+        def start() -> Coroutine[Any, Any, T]:
             pending = self._pending.enter(unserved, Kind.FROM_ANY)
 
             def taken(source: int, number: int) -> Signature:
@@ -219,12 +227,12 @@ class Calls:
             started = runner.start(work, partial(self._receives.discard, receive))
             return runner.resuming(started, arrival.join) if staged else started
 
-        return self._begin(unserved, begin)
+        return self._begin(unserved, start)
 
-    def _begin(self, call: Signature, begin: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
-        """`begin()`, which enters and starts `call`. If a signal handler raises meanwhile, the call is not pending."""
+    def _begin(self, call: Signature, start: Callable[[], Coroutine[Any, Any, T]]) -> Coroutine[Any, Any, T]:
+        """`start()`, which enters and starts `call`. If a signal handler raises meanwhile, the call is not pending."""
         try:
-            return begin()
+            return start()
         except BaseException:
             self._pending.drop(call)
             raise
@@ -306,7 +314,7 @@ class Calls:
 
         def end(key: int, result: object) -> None:
             if call.operation in REDUCING:
-                self._trace.tell(What.REDUCE, call, key, call.number, ranks=self._trace.everyone)
+                self._trace.reduced(call, call.number, self._trace.everyone, key)
             self._trace.tell(What.END, call, key, call.number)
 
         return end
@@ -320,3 +328,9 @@ class Calls:
         finally:
             self._pending.leave(pending)
             self.ledger.enter(call.operation, collectives.traffic)
+
+
+SEND_WAYS: tuple[Way[Coroutine[Any, Any, None]], ...] = (
+    Way("send", "at once", Calls.send_directly, "no loop wakes", up_to=_DIRECT_MAX_BYTES, needs="room to send it"),
+    Way("send", "by the loop", Calls.send_by_loop, "it waits there for room, or for its receiver"),
+)

@@ -252,14 +252,26 @@ class MemoryBackend:
         self._recent.append(call.signature)
         return OverlappedCall(self._member, self._area, call.signature, call.overlapping, self._devices)
 
+    def in_mirror(self, call: Call[Any]) -> MemoryCall:
+        """Collectives that use the call's tensor once it has arrived."""
+        return self.collectives_of(call.signature)
+
     def collectives_of(self, call: Signature) -> MemoryCall:
         self._recent.append(call)
         return MemoryCall(self._member, self._area, call)
 
     def pair(self, call: Signature, context: int, peer: int, staged: Staged | None) -> MessageCall:
-        # By message: a rendezvous in memory is one of all ranks. A long tensor of a device may pass in device memory.
-        if staged is not None and self._pairs.takes(staged.mirror.nbytes, staged.opened_device, peer):
-            return DevicePair(self._member, call, context, staged, self._pairs)
+        if staged is None:
+            return MessageCall(self._member, call, context)  # a rendezvous in memory is one of all ranks
+        return begin(pair_ways(self._pairs.least), Shape(staged.mirror.nbytes), self, call, context, peer, staged)
+
+    def pair_in_blocks(self, call: Signature, context: int, peer: int, staged: Staged) -> DevicePair | None:
+        """Those that show the tensor in device memory. Declines where the ranks are known not to share it."""
+        takes = self._pairs.takes(staged.mirror.nbytes, staged.opened_device, peer)
+        return DevicePair(self._member, call, context, staged, self._pairs) if takes else None
+
+    def pair_by_message(self, call: Signature, context: int, peer: int, staged: Staged) -> MessageCall:
+        """Those that send the tensor's mirror."""
         return MessageCall(self._member, call, context)
 
     def start(
@@ -370,30 +382,26 @@ def _dispute(member: Member, context: int, number: int, description: str, rank: 
     member.post(lambda: member.tell(rank, question))
 
 
+_NEEDS = "devices that read each other's memory"
+
+
 @cache
 def device_ways(sizes: Sizes) -> tuple[Way[MemoryCall], ...]:
     """The ways of a call whose only tensor is on a device. The ranks may differ in them."""
-    call = "one tensor of a device"
+    way = partial(Way[MemoryCall], "one tensor of a device")
+    shared, staged = max(sizes.device, sizes.short), max(sizes.staged, sizes.short)
     return (
-        Way(
-            call,
-            "device memory",
-            MemoryBackend.in_device_memory,
-            "no copy to the host",
-            over=max(sizes.device, sizes.short),
-            needs="devices that read each other's memory",
-        ),
-        Way(
-            call,
-            "windows",
-            MemoryBackend.in_windows,
-            "a part is reduced while the next one arrives",
-            over=max(sizes.staged, sizes.short),
-        ),
-        Way(
-            call,
-            "mirror",
-            lambda backend, call: backend.collectives_of(call.signature),
-            "a copy at the host, used once it is whole",
-        ),
+        way("device memory", MemoryBackend.in_device_memory, "no copy to the host", over=shared, needs=_NEEDS),
+        way("windows", MemoryBackend.in_windows, "a part is reduced while the next one arrives", over=staged),
+        way("mirror", MemoryBackend.in_mirror, "a copy at the host, used once it is whole"),
+    )
+
+
+@cache
+def pair_ways(least: int) -> tuple[Way[MessageCall], ...]:
+    """The ways of a tensor of a device between two ranks, which may differ in them."""
+    way = partial(Way[MessageCall], "send, recv of a tensor of a device")
+    return (
+        way("device memory", MemoryBackend.pair_in_blocks, "no copy to the host", over=least, needs=_NEEDS),
+        way("mirror", MemoryBackend.pair_by_message, "a copy at the host, sent once it is whole"),
     )

@@ -45,7 +45,6 @@ WINDOW_BYTES = 64 * SEGMENT_BYTES  # short arrays from one rank to another that 
 _MESSAGE_COST = 64  # bytes that a message takes of the window beside its payload: bounds empty messages, too
 _RECENT_MAX = 256  # finished executions that can still be named in a mismatch
 _MARK = 0xFFFFFFFF << 32
-_DIRECT_MAX_BYTES = 1 << 16  # a longer array is not copied in the thread of the caller, whose loop would stand still
 
 
 class Identity(NamedTuple):  # not a frozen dataclass: that takes five times as long to make
@@ -266,12 +265,12 @@ class Executions:
     def send_directly(self, identity: Identity, dest: int, data: Array) -> bool:
         """Carry out an execution of which this rank's part is to send the short array `data` to world rank `dest`.
 
-        Returns False, and does nothing, if that needs the runtime's loop: because the array is longer, the window or
-        the transport is full, or the communicator has failed. From any thread, under the conditions of
+        Returns False, and does nothing, if that needs the runtime's loop: because the window or the transport is full,
+        or a communicator has failed. From any thread, under the conditions of
         `Transport.send_directly`. The loop need not wake: it enters the execution when it next looks for one.
         """
         cost = data.nbytes + _MESSAGE_COST
-        if data.nbytes > _DIRECT_MAX_BYTES or self._failures.any:
+        if self._failures.any:
             return False
         link = self._link(dest)
         if not link.outstanding(cost):

@@ -89,7 +89,8 @@ class Member:
 
         A call needs a loop to be awaited on. All other ranks would wait for a call that fails after it is numbered.
         """
-        self.check_open()
+        if self.is_closed or self.endpoint.closed:
+            self.check_open()
         try:
             self.runner.caller()
         except RuntimeError:

@@ -1,7 +1,7 @@
 """Events of calls and rounds: what a record of them is made from, whatever carries them out.
 
 The calls of all carriers pass a few places of `algorithms.calls` and `algorithms.rounds.operations`, which tell of
-their events. Only OPEN is told by the carriers: each opens rounds in a way of its own. The compiled core tells of the
+their events. Only `opened` is for the carriers: each opens rounds in a way of its own. The compiled core tells of the
 calls that it carries out as a whole. While nothing is traced, `Trace.sink` is None, and an event costs one look at it.
 
 This is the seam for records of calls. It keeps, counts and shows nothing itself.
@@ -105,6 +105,11 @@ class Trace:
         """All ranks, as `Event.ranks`."""
         return tuple(range(self._size))
 
+    def opened(self, operation: Traced, number: int) -> None:
+        """This rank has opened round `number` of `operation`."""
+        if self.sink is not None:
+            self.tell(What.OPEN, operation, number=number)
+
     # -- events: each method is for a caller that has found a sink --------------------------------
 
     def tell(
@@ -130,6 +135,16 @@ class Trace:
         key = number or next(self._keys)
         self.tell(What.BEGIN, about, key, number, at_s=at_s, nbytes=nbytes)
         return key
+
+    def reduced(self, about: Traced, number: int, ranks: tuple[int, ...], key: int = 0) -> None:
+        """This rank has the result of the contributions of `ranks`, in a numbered call or a round."""
+        self.tell(What.REDUCE, about, key, number, ranks=ranks)
+
+    def over(self, about: Traced, nbytes: int, came_s: float, number: int, *, included: bool = True) -> None:
+        """A call without a number that began at `came_s` is over at once. `number` is that of its message, or round."""
+        key = self.begin(about, nbytes, at_s=came_s)
+        self.tell(What.ARRIVE, about, key, at_s=came_s)
+        self.tell(What.END, about, key, number, included=included)
 
     def give_up(self, about: Traced, key: int, error: BaseException, number: int = 0) -> None:
         """A call ends with `error`."""

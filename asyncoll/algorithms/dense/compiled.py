@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from asyncoll._core import NativeCore
+from asyncoll.algorithms.dense.meeting_cells import BY_MEETING
 from asyncoll.algorithms.dense.rendezvous import DisagreementError, RendezvousArea, signed
 from asyncoll.algorithms.dense.shared_call import allreduce_ways
 from asyncoll.algorithms.dense.tuning import Sizes
@@ -43,12 +45,7 @@ _SLEEP_NS = 200_000  # how long a call may block its caller's loop, after pollin
 
 def compiled_ways(sizes: Sizes, shape: Shape) -> int:
     """The sum of the ways that the core may take with arrays of `shape`: those that come before all others."""
-    known = 0
-    for way in (way for way in allreduce_ways(sizes) if way.takes(shape)):
-        known |= way.compiled
-        if not (way.compiled and way.needs):
-            break
-    return known
+    return sum(takewhile(bool, (way.compiled for way in allreduce_ways(sizes) if way.takes(shape))))
 
 
 class Closing(Protocol):
@@ -168,7 +165,8 @@ class CompiledCalls:
                 traffic.received(received)
         kind, reduce = call[:1] + call[2:5], reducer(op, call.dtype, self._core) if op else None
         fingerprint, divisor, done = signed(call.fingerprint()), size if op is ReduceOp.AVG else 1, nbytes or 1
-        plan = Plan(kind, fingerprint, reduce, kernel, divisor, done, reducing, receiving, call.epoch)
+        is_long = ways & ~BY_MEETING != 0
+        plan = Plan(kind, fingerprint, reduce, kernel, divisor, is_long, done, reducing, receiving, call.epoch)
         for key in keys:
             self.calls.learn(key, op, nbytes, plan, fingerprint, divisor, done, kernel, ways)
 
@@ -186,7 +184,7 @@ class CompiledCalls:
         block = begun.block
         shown = x if block is None or x is None else block.memory[: x.nbytes].view(x.dtype)
         collectives = self._collectives(call)
-        collectives.rejoin(shown)
+        collectives.rejoin(shown, plan)
 
         async def body(_: Collectives) -> Any:
             if error is not None:

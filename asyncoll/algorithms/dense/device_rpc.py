@@ -33,13 +33,11 @@ class DeviceRpc:
         self.memory = memory
 
     def reads(self, peer: int, device: object) -> bool:
-        rank = self.member.group.ranks.index(peer)
-        return rank != self.member.group.rank and self.memory.may_take(device, rank)
+        return self.memory.may_take(device, self.member.group.ranks.index(peer))
 
     def shows(self, peer: int, tensor: Staged) -> bool:
         rank = self.member.group.ranks.index(peer)
-        is_other = rank != self.member.group.rank
-        return is_other and self.memory.takes(tensor.mirror.nbytes, tensor.opened_device, rank)
+        return self.memory.takes(tensor.mirror.nbytes, tensor.opened_device, rank)
 
     def showing(self, peer: int, tensor: Staged) -> DeviceShowing:
         return DeviceShowing(self, self.member.group.ranks.index(peer), tensor)

@@ -211,14 +211,15 @@ def _parent(relative: int, size: int, radix: int) -> int:
     return relative - relative // span % radix * span
 
 
-def children(relative: int, size: int, radix: int) -> list[int]:
+@functools.lru_cache(maxsize=1 << 12)
+def children(relative: int, size: int, radix: int) -> tuple[int, ...]:
     """The children of `relative` in a k-nomial tree with root 0: the one with the largest subtree first."""
     span, step = _span(relative, size, radix), 1
     nearest_first: list[int] = []
     while step < span:
         nearest_first += [relative + digit * step for digit in range(1, radix) if relative + digit * step < size]
         step *= radix
-    return nearest_first[::-1]
+    return tuple(nearest_first[::-1])
 
 
 async def scattered_reduce(lane: Lane, total: Array, combine: Combine, root: int) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from asyncoll.algorithms.dense.rendezvous import RendezvousArea
 from asyncoll.algorithms.dense.shared_block import SharedBlock
+from asyncoll.algorithms.dense.tuning import Sizes
 from asyncoll.runtime.member import Member
 from asyncoll.transport.staging import Exchange, RefusedError
 from asyncoll.transport.wire import SEGMENT_BYTES
@@ -24,21 +25,29 @@ _PLACES = 4  # messages under way at a time
 _CALLS = "in its messages and RPC"
 
 
+def least_in_blocks(sizes: Sizes) -> int:
+    """The bytes of the longest tensor that is too short for blocks.
+
+    Messages of up to SEGMENT_BYTES are on their way before their receive is posted, which memory of a device would have
+    to wait for.
+    """
+    return max(sizes.device, SEGMENT_BYTES)
+
+
 class PairMemory:
     """The blocks of the ranks of a communicator, as seen by one of them. On the runtime's loop, but for `takes`."""
 
     def __init__(self, area: RendezvousArea, member: Member) -> None:
         self.window = area.sizes.device_window
         self.nbytes = 2 * _PLACES * self.window
-        # Messages of up to SEGMENT_BYTES are on their way before their receive is posted, which memory of a device
-        # would have to wait for.
-        self._least = max(area.sizes.device, SEGMENT_BYTES)
+        self.least = least_in_blocks(area.sizes)
         self._rank = area.rank
         self._member = member
         self.block = SharedBlock(area, member, 1, self.nbytes, _CALLS)
         self._has_offered = False
         self._is_refused = False  # the block of this rank
-        self._refused: set[int] = set()  # ranks that have refused that of this one, or whose block is refused here
+        # Ranks that have refused that of this one, or whose block is refused here; and this rank, which needs none.
+        self._refused = {area.rank}
         self._readers: set[int] = set()  # ranks that have read the block of this one
         self._read: set[int] = set()  # ranks whose block is open here
         self._free = deque(range(_PLACES))
@@ -50,7 +59,7 @@ class PairMemory:
 
     def takes(self, nbytes: int, device: Any, peer: int) -> bool:
         """Whether a message of so many bytes of `device`, to or from `peer`, may pass through blocks."""
-        if nbytes <= self._least or self._is_refused or peer in self._refused:
+        if nbytes <= self.least or self._is_refused or peer in self._refused:
             return False
         return self.block.takes(device)
 
@@ -59,7 +68,9 @@ class PairMemory:
         return not self._is_refused and peer not in self._refused and self.block.device in (None, device)
 
     def offers(self, device: Any) -> bool:
-        """Whether this rank can show a tensor of `device`, which it `takes`, in its block."""
+        """Whether this rank can show a tensor of `device` in its block."""
+        if not self.block.takes(device):
+            return False
         if not self._has_offered:
             self._has_offered = True
             try:
@@ -72,7 +83,7 @@ class PairMemory:
 
     def opens(self, source: int, device: Any) -> bool:
         """Whether this rank can copy from the block of `source` to a tensor of `device`."""
-        if source in self._refused or not self.block.takes(device) or not self.offers(device):
+        if source in self._refused or not self.offers(device):
             return False
         if source not in self._read:
             try:

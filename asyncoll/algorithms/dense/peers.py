@@ -2,8 +2,9 @@
 
 The system call `process_vm_readv` reads the memory of another process without a copy in shared memory. The kernel
 allows it where it would allow a debugger: for processes of the same user, unless a security module or a filter of
-system calls forbids it. So each rank tries it: it reads a token of each other rank. All ranks show their private memory
-only if all of them can read all others. Otherwise the arrays go through slots (`pieces`).
+system calls forbids it. So each rank tries it before its first such call: it reads a token of each other rank. All
+ranks show their private memory only if all of them can read all others. Otherwise the arrays go through slots
+(`pieces`).
 
 Ranks only read. To write the result into the memory of the others would save a wait, and is faster; but a rank that is
 stopped, and goes on when the others have given it up, would then write into memory that has another use by now.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -41,11 +42,17 @@ class PeerReduction(NamedTuple):
 
 
 class Peers:
-    """The private memory of the ranks of a communicator, as seen by one of them. It has the compiled core."""
+    """The private memory of the ranks of a communicator, as seen by one of them.
 
-    def __init__(self, native: NativeCore, control_block: ControlBlock, first: int, size: int, rank: int) -> None:
+    Nothing here is called without the compiled core: the arrays have one of its kernels.
+    """
+
+    def __init__(
+        self, native: NativeCore | None, control_block: ControlBlock, first: int, size: int, rank: int
+    ) -> None:
         """`first` is the first of PEER_CELLS cells for each rank."""
-        self._native = native
+        self._native = cast(NativeCore, native)
+        self._control_block = control_block
         self._cells = control_block.cells
         self._first = first
         self._size = size
@@ -53,20 +60,23 @@ class Peers:
         self._token = np.frombuffer(bytearray(os.urandom(8)), np.int64) >> 1 | 1
         self._spare: list[Array] = []
         self._has_agreed = False  # all ranks have found that they can read all others
-        mine = first + PEER_CELLS * rank
-        with control_block:
-            self._cells[mine + PEER_PID] = os.getpid()
-            self._cells[mine + PEER_ADDRESS] = self._token.ctypes.data
-            self._cells[mine + PEER_TOKEN] = int(self._token[0])
 
     def can_read(self) -> bool:
         """Whether all ranks can read the memory of all others. A hint: the other ranks may decide otherwise now."""
-        mine = self._first + PEER_CELLS * self._rank + PEER_CAN_READ
+        cells, mine = self._cells, self._first + PEER_CELLS * self._rank
         if not self._has_agreed:
-            if not self._cells[mine] and all(self._column(PEER_TOKEN)):
-                self._cells[mine] = 1 if self.has_read_all() else -1
+            if not cells[mine + PEER_TOKEN]:
+                self._show_token(mine)
+            if not cells[mine + PEER_CAN_READ] and all(self._column(PEER_TOKEN)):
+                cells[mine + PEER_CAN_READ] = 1 if self.has_read_all() else -1
             self._has_agreed = min(self._column(PEER_CAN_READ)) == 1  # no rank decides twice
         return self._has_agreed
+
+    def _show_token(self, mine: int) -> None:
+        with self._control_block:
+            self._cells[mine + PEER_PID] = os.getpid()
+            self._cells[mine + PEER_ADDRESS] = self._token.ctypes.data
+            self._cells[mine + PEER_TOKEN] = int(self._token[0])
 
     def has_read_all(self) -> bool:
         """Whether the token of each rank is where it was: otherwise a rank has ended, or runs another program.

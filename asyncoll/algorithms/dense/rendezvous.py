@@ -108,9 +108,7 @@ class RendezvousArea:
         self.rank_cells = 1 + 2 * self.block_cells
         self.device_cells = first + PEER_CELLS * size  # the first of `rank_cells` for each rank
         self.control_block = arena.control_block(context, self.device_cells + self.rank_cells * size)
-        self.peers: Peers | None = None
-        if arena.native is not None:
-            self.peers = Peers(arena.native, self.control_block, first, size, rank)
+        self.peers = Peers(arena.native, self.control_block, first, size, rank)
         self._slots: dict[int, tuple[int, Array]] = {}  # by record: address and memory
         self.blocks: list[Block] = []  # that no call uses; the compiled core takes some, and brings them back
         self._short_arrays: dict[tuple[int, np.dtype[Any], int], list[Array | None]] = {}
@@ -429,9 +427,8 @@ class Rendezvous:
         return nbytes >= self._area.shown
 
     def is_lent(self, x: Array) -> bool:
-        """Whether this rank shows the memory of `x` itself: it is registered, or private and too long to be copied."""
-        is_registered = self.is_shown(x.nbytes) and self._cells[self._part(self._area.rank) + PART_ADDRESS] < 0
-        return is_registered or x.nbytes > self._area.sizes.short
+        """Whether this rank shows the memory of `x` itself, which is registered."""
+        return self.is_shown(x.nbytes) and self._cells[self._part(self._area.rank) + PART_ADDRESS] < 0
 
     def reduce_copies(self, x: Array, reduce: Reduce, divisor: int) -> None:
         """Reduce the copies that all ranks have shown, into `x` and where the others look for the result."""
@@ -588,7 +585,6 @@ class Rendezvous:
 
     def reduce_private_chunk(self, chunk: slice, each: int, own: Array, reduction: PeerReduction) -> None:
         """Reduce a chunk that this rank has claimed into `own`, its private array. Chunks have `each` bytes."""
-        assert self._area.peers is not None
         reduced = 0
         try:
             self._area.peers.reduce(reduction, own, chunk)

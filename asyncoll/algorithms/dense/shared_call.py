@@ -115,8 +115,8 @@ class SharedCall:
 
     def reduce_private(self, x: Array, op: ReduceOp, dtype: str) -> Coroutine[Any, Any, None] | None:
         """Allreduce of `x` where it is, in private memory. Declines if the ranks cannot read or reduce each other's."""
-        what, peers = self._reduction(x, op, dtype), self._area.peers
-        return self._show_privately(x, what) if peers is not None and what.kernel > 0 and peers.can_read() else None
+        what = self._reduction(x, op, dtype)
+        return self._show_privately(x, what) if what.kernel > 0 and self._area.peers.can_read() else None
 
     async def reduce_through_slots(self, x: Array, op: ReduceOp, dtype: str) -> None:
         """Allreduce of `x` in pieces, which pass through slots."""
@@ -200,7 +200,8 @@ class SharedCall:
         rendezvous = await self.come()
         what = self._reduction(x, op, dtype)
         is_last = rendezvous.arrive_shortly(x, self._area.address_of_short(x))
-        self._lend_shortly(rendezvous, x)
+        if rendezvous.is_lent(x):
+            self._lent.append(rendezvous)
         if is_last and not rendezvous.is_shown(x.nbytes):
             rendezvous.reduce_copies(x, what.reduce, what.divisor)
             self.traffic.sent(x.nbytes)
@@ -211,18 +212,18 @@ class SharedCall:
             await self._reduce_chunks(rendezvous, what)
         await self._receive_shortly(rendezvous, x, x.nbytes)
 
-    def rejoin(self, x: Array | None) -> None:
-        """This rank has arrived at the rendezvous of a short allreduce of `x`, or of a barrier."""
+    def rejoin(self, x: Array | None, plan: Plan) -> None:
+        """This rank has arrived at the rendezvous of an allreduce of `x`, or of a barrier, in the compiled core."""
         rendezvous = self._area.rendezvous(self.number, 0, self._fingerprint)
         self._rendezvous.append(rendezvous)
         self._count = 1
-        if x is not None:
-            self._lend_shortly(rendezvous, x)
+        if x is not None and (plan.is_long or rendezvous.is_lent(x)):
+            self._lent.append(rendezvous)
 
     async def finish_shortly(self, x: Array | None, plan: Plan) -> None:
         """The rest of that call, at a rank that was not the last."""
         rendezvous = self._rendezvous[-1]
-        if x is None or plan.reduce is None or x.nbytes <= self._area.sizes.short:
+        if x is None or plan.reduce is None or not plan.is_long:
             await self._receive_shortly(rendezvous, x, plan.done)
         else:
             self.traffic.sent(x.nbytes)
@@ -231,10 +232,6 @@ class SharedCall:
                 await rendezvous.all_left()
             else:
                 await self._reduce_shown(rendezvous, what)
-
-    def _lend_shortly(self, rendezvous: Rendezvous, x: Array) -> None:
-        if rendezvous.is_lent(x):
-            self._lent.append(rendezvous)
 
     async def _receive_shortly(self, rendezvous: Rendezvous, x: Array | None, done: int) -> None:
         await rendezvous.reduced(done)
@@ -318,7 +315,6 @@ class SharedCall:
         chunks waits until all ranks have copied them.
         """
         area, total, own = self._area, what.raw.size, what.raw
-        assert area.peers is not None
         each = private_chunk(total)
         addresses = [address for address, _, _ in rendezvous.shown()]
         reduction = area.peers.reduction(addresses, what.kernel, what.divisor)
@@ -582,14 +578,15 @@ def keep_nothing(source: int, start: int, piece: Array) -> None:
 @cache
 def allreduce_ways(sizes: Sizes) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
     """Ranks may take different ways: those of long arrays see at the first rendezvous what the others show."""
-    way = partial(Way[Coroutine[Any, Any, None]], "allreduce")
+    way, short = partial(Way[Coroutine[Any, Any, None]], "allreduce"), sizes.short
     ways = (
-        way("meeting", SharedCall.reduce_shortly, "one step for all", over=0, up_to=sizes.short, compiled=BY_MEETING),
-        way("in place", SharedCall.reduce_registered, "no copy", needs="registered memory", compiled=IN_PLACE),
+        way("meeting", SharedCall.reduce_shortly, "one step for all", over=0, up_to=short, compiled=BY_MEETING),
+        way("in place", SharedCall.reduce_registered, "no copy", short, needs="registered memory", compiled=IN_PLACE),
         way(
             "whole copy",
             SharedCall.reduce_copy,
             "no rank waits for each piece",
+            over=short,
             up_to=sizes.whole,
             needs="room in shared memory",
             compiled=IN_A_COPY,
@@ -598,7 +595,7 @@ def allreduce_ways(sizes: Sizes) -> tuple[Way[Coroutine[Any, Any, None]], ...]:
             "private memory",
             SharedCall.reduce_private,
             "each byte is copied twice, not three times",
-            over=sizes.whole,
+            over=max(sizes.whole, short),
             up_to=sizes.private_max,
             needs="a kernel in the core, and leave to read the others",
             by_core=True,

@@ -62,7 +62,6 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reminder import Reminder
 from asyncoll.algorithms.rounds.watch import Situation, Watch
 from asyncoll.errors import ProtocolError
-from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
 from asyncoll.transport.wire import Buffer
@@ -224,8 +223,7 @@ class Agent:
         with self._record.control_block:
             is_opener = self._record.open_for_all(number)
         if is_opener:
-            if self._port.trace.sink is not None:
-                self._port.trace.tell(What.OPEN, self._operation, number=number)
+            self._port.trace.opened(self._operation, number)
             self._begin(number, 1)
         self._watch.begin(number)
 

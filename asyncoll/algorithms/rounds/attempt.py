@@ -15,8 +15,7 @@ from asyncoll.algorithms.rounds.agent_signals import CLAIM, ranks_of, step_of
 from asyncoll.algorithms.rounds.attempts import ATTEMPTS_MAX
 from asyncoll.algorithms.rounds.host_record import RoundOutcome, Share, Taken
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.signal_packing import packed, unpack
-from asyncoll.algorithms.rounds.wait_avoiding import Parts
+from asyncoll.algorithms.rounds.wait_avoiding import Parts, packed, unpack
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
 from asyncoll.statistics import Traffic

@@ -20,8 +20,7 @@ import numpy as np
 from asyncoll.algorithms.dense.on_lane import children
 from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, LATE, CoordinatedRound, NextRound
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.signal_packing import packed, unpack
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding, packed, unpack
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import Array
@@ -145,7 +144,8 @@ class CoordinatedRounds(WaitAvoiding):
         self._end_round(Result(self._number, parts, ranks, self._all_ranks, taken, synchronous, weight), gone)
 
     def _coordinator_of(self, number: int) -> int:
-        return self.operation.first_drawn(number, self._group.size)
+        armed = self._round
+        return armed.drawn[0] if number == armed.number else self.operation.first_drawn(number, self._group.size)
 
     # -- payloads: a participation list, then the parts -------------------------------------------
 

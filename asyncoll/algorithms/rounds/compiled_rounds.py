@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -71,35 +71,34 @@ DECLARED = frozenset(
 begun_of: Callable[[tuple[Any, ...]], Begun] = partial(tuple.__new__, Begun)  # faster than `Begun(*fields)`
 
 
-def rounds_in_memory(setting: Setting, operation: Operation, prompt_max: int) -> OneSidedRounds:
-    """The rounds of `operation`. Calls of more than `prompt_max` bytes would block their callers' loops for too long.
+def rounds_in_memory(setting: Setting, operation: Operation, long: int) -> OneSidedRounds:
+    """The rounds of `operation`. Calls of more than `long` bytes would block their callers' loops for too long.
 
     Raises what `OneSidedRounds` does.
     """
-    return begin(ROUNDS_WAYS, Shape(operation.nbytes), setting, operation, prompt_max)
+    return begin(rounds_ways(long), Shape(operation.nbytes), setting, operation)
 
 
-def _compiled(setting: Setting, operation: Operation, prompt_max: int) -> OneSidedRounds | None:
+def _compiled(kind: type[CompiledRounds], setting: Setting, operation: Operation) -> CompiledRounds | None:
     """Declines what the core does not carry out."""
     core = setting.memory.arena.native
     kernels = [kernel_number(operation.op, dtype, core) for dtype, _ in operation.layout]
     if not (is_known(operation) and all(kernels)):
         return None
     assert core is not None, "a kernel is one of the core"
-    rounds = CompiledRounds(setting, operation, core)
-    rounds.is_prompt = operation.nbytes <= prompt_max
-    return rounds
+    return kind(setting, operation, core)
 
 
-def _in_python(setting: Setting, operation: Operation, prompt_max: int) -> OneSidedRounds:
-    del prompt_max  # `MemoryBackend.start` leaves long calls of Python to the runtime's loop
-    return OneSidedRounds(setting, operation)
-
-
-ROUNDS_WAYS: tuple[Way[OneSidedRounds], ...] = (
-    Way("rounds", "memory, in C", _compiled, "a call is one step in C", needs="an operation of the core", by_core=True),
-    Way("rounds", "memory, in Python", _in_python, "the reference"),
-)
+@cache
+def rounds_ways(long: int) -> tuple[Way[OneSidedRounds], ...]:
+    """The ways of wait-avoiding rounds in memory."""
+    in_c = partial(Way[OneSidedRounds], "rounds", needs="an operation of the core", by_core=True)
+    at_once, later = partial(_compiled, PromptRounds), partial(_compiled, CompiledRounds)
+    return (
+        in_c("memory, in C, at once", at_once, "a call begins as one step in its caller's thread", up_to=long),
+        in_c("memory, in C", later, "no caller's loop stands still"),
+        Way("rounds", "memory, in Python", OneSidedRounds, "the reference"),
+    )
 
 
 def is_known(operation: Operation) -> bool:
@@ -158,7 +157,7 @@ class CompiledRounds(OneSidedRounds):
         rank = self._trace.rank
         return Event(What(what), at_s, rank, self.operation, 0, number, (rank,))
 
-    def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
+    def _begin_here(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
         """As far as a call comes without waiting: its delivery, or the coroutine of the rest, which ends the turn."""
         own, turn = self._arrays(contribution), next(self._order.numbers)
         if own is None or not self._order.is_now(turn):
@@ -173,7 +172,7 @@ class CompiledRounds(OneSidedRounds):
         return self._wait_compiled(turn, answer, own)
 
     async def call(self, contribution: Contribution) -> Delivery:
-        answer = self.begin(contribution)
+        answer = self._begin_here(contribution)
         return answer if isinstance(answer, Delivery) else await answer
 
     def _arrays(self, contribution: Contribution) -> Parts | None:
@@ -247,3 +246,9 @@ class CompiledRounds(OneSidedRounds):
         told = self._engine.deliver(ended.ticket, result, kept)
         results = (*map(self._result, told.missed), result) if told.missed else (result,)
         return delivery_of((results, told.included, told.skipped, told.lag))
+
+
+class PromptRounds(CompiledRounds):
+    """The same of short contributions, whose calls begin in their callers' threads."""
+
+    begin = CompiledRounds._begin_here

@@ -17,6 +17,7 @@ from asyncoll.tensors.reductions import Array
 from asyncoll.transport import Arena
 
 AtOnce = Callable[[Array], Coroutine[Any, Any, Reduction] | Exception | None]
+Begin = Callable[[Contribution], Delivery | Coroutine[Any, Any, Delivery]]
 
 
 class Rounds(Protocol):
@@ -26,18 +27,15 @@ class Rounds(Protocol):
     def operation(self) -> Operation: ...
 
     @property
-    def is_prompt(self) -> bool:
-        """Whether `begin` may be called: calls begin in their callers' threads, and are short."""
-
-    @property
     def arena(self) -> Arena | None:
         """Where a call that `begin` has begun waits; None if it never waits."""
 
     def describe(self) -> str:
         """The operation and the place of its first call, for error messages."""
 
-    def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
-        """Begin a call now, in the caller's thread.
+    @property
+    def begin(self) -> Begin | None:
+        """`begin(contribution)` begins a call now, in the caller's thread; None if calls do not begin there.
 
         Returns the answer if the call needs no other rank for it, otherwise a coroutine that waits for it.
         """

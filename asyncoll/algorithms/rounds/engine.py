@@ -174,7 +174,7 @@ class Engine(Generic[R]):
 class Accounted:
     """What the rounds of one operation at one rank have in common, however they are carried out."""
 
-    is_prompt = False
+    begin: Any = None
     at_once: Any = None
     _engine: Engine[Any]
 

@@ -19,7 +19,6 @@ from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
 from asyncoll.runtime import deadlines
-from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.progress import Runner
 from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import Array, storage
@@ -38,7 +37,6 @@ class _KeptRound(NamedTuple):
 class LoneRounds(Accounted):
     """A persistent operation in a world of one rank. Implements `directory.Rounds`."""
 
-    is_prompt = True
     arena = None
 
     def __init__(self, operation: Operation, describe: Callable[[], str], runner: Runner, trace: Trace) -> None:
@@ -70,8 +68,7 @@ class LoneRounds(Accounted):
             self._engine.step_back()
             missed = self._missed(self._latest)
             number = self._latest = self._latest + 1
-            if self._trace.sink is not None:
-                self._trace.tell(What.OPEN, self.operation, number=number)
+            self._trace.opened(self.operation, number)
             result = self._result(_KeptRound(number, parts, contribution.weight))
             # Copied now: after the call the caller's memory is divided, and the caller's own.
             self._kept.append(_KeptRound(number, [part.copy() for part in parts], contribution.weight))

@@ -17,10 +17,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.call_order import CallOrder
@@ -97,9 +97,6 @@ class OneSidedRounds(Accounted):
         return self._order.is_idle()
 
     # -- a call -----------------------------------------------------------------------------------
-
-    def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
-        return self.call(contribution)
 
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.

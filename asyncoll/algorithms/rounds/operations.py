@@ -21,7 +21,7 @@ from asyncoll.algorithms.rounds.directory import Rounds, RoundsBackend
 from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.policies import PolicyError
 from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
-from asyncoll.algorithms.rounds.repeats import Repeat
+from asyncoll.algorithms.rounds.repeats import NO_REPEAT, NoRepeat, Repeat
 from asyncoll.algorithms.rounds.tally import OperationStatistics
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
 from asyncoll.algorithms.seam.arrival import Arrival, to_its_end
@@ -80,7 +80,7 @@ class Operations:
         self.pending = pending
         self._known = backend.operations.known
         self.now_s = deadlines.clock()
-        self.repeats: dict[str, Repeat] = {}  # by name
+        self.repeats: dict[str, Repeat | NoRepeat] = {}  # by name
         self._called: dict[str, Operation] = {}  # by name: those that this rank has called
         self._joined: set[str] = set()  # the names of those that this rank has joined
         # By name: the turns of calls, from the first one on whose tensors were on a device. Waiters get them in order.
@@ -101,8 +101,8 @@ class Operations:
         call: RoundCall = tuple.__new__(RoundCall, (spec, site, False))  # in half the time of `RoundCall(...)`
         rounds = self._known.get(name)
         # Identity spares the comparison of all fields in the usual case, that the same call is repeated.
-        is_prompt = rounds is not None and rounds.is_prompt and rounds.operation is spec
-        if rounds is not None and is_prompt and not given.staged and name not in self._turns:
+        begins = rounds is not None and rounds.begin is not None and rounds.operation is spec
+        if rounds is not None and begins and not given.staged and name not in self._turns:
             return self._begin(rounds, call, given)
         return self._start(call, given, self.contribute)
 
@@ -173,12 +173,12 @@ class Operations:
         Not the first call of an operation, which nothing is known of yet.
         """
         rounds = self._known.get(spec.name)
-        if rounds is None or rounds.operation is not spec or rounds.at_once is None or type(x) is not np.ndarray:
+        if rounds is None or rounds.operation is not spec or spec.name in self._joined:
             return
-        if spec.name in self._joined:
-            return
+        if rounds.at_once is None:
+            self.repeats[spec.name] = NO_REPEAT
         # Otherwise it has to be packed in another dtype, or in native byte order.
-        if x.dtype == storage(spec.layout[0][0]):
+        elif type(x) is np.ndarray and x.dtype == storage(spec.layout[0][0]):
             at_once, pending, begin = rounds.at_once, self.pending, partial(self._begin, rounds)
             self.repeats[spec.name] = Repeat(
                 spec, arguments, x.dtype, at_once, self.member, pending, begin, self.failed
@@ -300,7 +300,7 @@ class Operations:
         results, included, skipped, lag = delivery
         if self.trace.sink is not None:
             for result in results:
-                self.trace.tell(What.REDUCE, spec, number=result.number, ranks=result.ranks)
+                self.trace.reduced(spec, result.number, result.ranks)
         result = results[-1]
         ranks = result.ranks
         # A round without contributors has no result, and leaves `given` as it is.
@@ -365,6 +365,7 @@ class _PromptCall(SharedWork[Reduction]):
             operations.member.check()
             if trace.sink is not None:
                 trace.tell(What.ARRIVE, call, self._receipt.key)
+            assert rounds.begin is not None, "these begin in their callers' threads"
             answer = rounds.begin(given)
             if isinstance(answer, Delivery):
                 operations.pending.note(call)

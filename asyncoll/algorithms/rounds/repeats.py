@@ -19,11 +19,20 @@ from asyncoll.algorithms.rounds.directory import AtOnce
 from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.runtime import deadlines
-from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.pending import PendingCalls
 from asyncoll.runtime.signature import Site, place_outside
 from asyncoll.tensors.operands import Bundle, Single, bundle
+
+
+class NoRepeat:
+    """Where there are no such calls, it leaves all alone."""
+
+    def start(self, x: object, arguments: tuple[object, ...]) -> None:
+        return None
+
+
+NO_REPEAT = NoRepeat()
 
 
 @dataclass(slots=True, eq=False)
@@ -77,10 +86,8 @@ class Repeat:
     def _tell(self, call: RoundCall, came_s: float, reduction: Reduction) -> None:
         """The events of a call that is over: no bytecode may run within it."""
         trace = self._member.trace
-        key = trace.begin(call, self._operation.nbytes, at_s=came_s)
-        trace.tell(What.ARRIVE, call, key, at_s=came_s)
-        trace.tell(What.REDUCE, self._operation, number=reduction.round, ranks=reduction.ranks)
-        trace.tell(What.END, call, key, reduction.round, included=reduction.included)
+        trace.reduced(self._operation, reduction.round, reduction.ranks)
+        trace.over(call, self._operation.nbytes, came_s, reduction.round, included=reduction.included)
 
     async def _fail(self, call: RoundCall, error: Exception) -> Reduction:
         self._failed(call, error)

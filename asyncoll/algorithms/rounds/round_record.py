@@ -40,7 +40,6 @@ from asyncoll.algorithms.rounds.round_cells import (
 )
 from asyncoll.algorithms.rounds.unpublished import unpublished, whole_results
 from asyncoll.arguments import digest
-from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import Array
@@ -283,8 +282,8 @@ class RoundRecord:
         Returns 0. If there are too few free blocks, it changes nothing and returns how many the round needs.
         """
         number, missing = self.number, self._start(now_ns)
-        if not missing and self._trace.sink is not None:
-            self._trace.tell(What.OPEN, self._operation, number=number)
+        if not missing:
+            self._trace.opened(self._operation, number)
         return missing
 
     def _start(self, now_ns: int) -> int:

@@ -24,9 +24,9 @@ import asyncio
 import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -46,7 +46,6 @@ from asyncoll.algorithms.rounds.engine import (
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
 from asyncoll.errors import ProtocolError
-from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import Array, combiner, fill_neutral, storage
 from asyncoll.transport.wire import Buffer
@@ -135,9 +134,6 @@ class WaitAvoiding(Accounted, ABC):
         # Handles the signals that have arrived already. Then a rank that has left takes part.
         self._port.open(self._received, self._take_part_if_gone)
         self._take_part_if_gone()
-
-    def begin(self, contribution: Contribution) -> Delivery | Coroutine[Any, Any, Delivery]:
-        return self.call(contribution)
 
     async def call(self, contribution: Contribution) -> Delivery:
         """Contribute when the calls before are over, and wait for the round that this call aims at.
@@ -338,8 +334,8 @@ class WaitAvoiding(Accounted, ABC):
 
     def _follow(self, instructions: Sequence[Instruction]) -> None:
         """Carry out the instructions of the armed round."""
-        if (trace := self._port.trace).sink is not None and self._round.is_opener and Begin() in instructions:
-            trace.tell(What.OPEN, self.operation, number=self._number)  # before any other rank is told
+        if self._round.is_opener and Begin() in instructions:
+            self._port.trace.opened(self.operation, self._number)  # before any other rank is told
         for instruction in instructions:
             if isinstance(instruction, Tell):
                 self._port.send(instruction.rank, self._number, instruction.step, self._payload(instruction.step))
@@ -393,3 +389,17 @@ class WaitAvoiding(Accounted, ABC):
 
 def _delivery(told: Told[Result], result: Result) -> Delivery:
     return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
+
+
+def packed(arrays: Iterable[Array]) -> bytes:
+    """Several arrays as the payload of one signal: one after another, without a header."""
+    return b"".join([array.view(np.uint8).data for array in arrays])
+
+
+def unpack(payload: Buffer, into: Iterable[Array]) -> None:
+    """Copy a payload into the arrays that it consists of. A payload is read-only, and may be unaligned."""
+    raw, start = np.frombuffer(payload, np.uint8), 0
+    for array in into:
+        end = start + array.nbytes
+        array.view(np.uint8)[...] = raw[start:end]
+        start = end

@@ -22,6 +22,7 @@ class Plan(NamedTuple):
     reduce: Reduce | None  # None for a barrier
     kernel: int  # of the compiled core, 0 for none: `tensors.reductions.kernel_number`
     divisor: int
+    is_long: bool  # the ranks reduce what all show, in chunks; otherwise the last one to come reduces copies for all
     done: int  # the bytes of the result; 1 for a barrier
     reducing: Traffic  # of the rank that reduces
     receiving: Traffic  # of each other rank
@@ -117,7 +118,7 @@ class NoShortCalls:
 class BegunCall(Collectives, Protocol):
     """The collectives of an allreduce, or of a barrier, that this rank has begun already."""
 
-    def rejoin(self, x: Array | None) -> None:
+    def rejoin(self, x: Array | None, plan: Plan) -> None:
         """First of all: this rank has begun with `x`."""
 
     async def finish_shortly(self, x: Array | None, plan: Plan) -> None:

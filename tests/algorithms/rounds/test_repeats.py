@@ -7,7 +7,8 @@ import asyncio
 import numpy as np
 import pytest
 
-from asyncoll import AVG, AbortedError, MismatchError, UsageError, _core
+from asyncoll import AVG, AbortedError, MismatchError, UsageError
+from asyncoll.algorithms.rounds.repeats import Repeat
 from asyncoll.testing import run_ranks
 
 # A world of one rank answers in Python, several ranks in memory answer in the compiled core, or never at once.
@@ -24,14 +25,16 @@ async def repeated(comm, x=None, **options):
 
 
 def is_native(comm):
-    return comm.size == 1 or (_core.native is not None and bool(comm._core.operations.repeats))
+    memory = comm._core.backend.memory
+    return comm.size == 1 or (memory is not None and memory.native is not None)
 
 
 @worlds
 def test_a_repeated_call_gives_what_every_call_gives(transport, size):
     async def main(comm):
         name, told = await repeated(comm), []
-        assert name in comm._core.operations.repeats or (size > 1 and not is_native(comm))
+        is_repeated = isinstance(comm._core.operations.repeats[name], Repeat)
+        assert is_repeated or (size > 1 and not is_native(comm))
         for value in range(100):
             x = np.full(3, float(value))
             told.append(await comm.solo_allreduce(x, name=name))

@@ -19,6 +19,7 @@ from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
 from asyncoll.algorithms.rounds.one_sided import LENT_MIN_BYTES, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
+from asyncoll.algorithms.rounds.repeats import Repeat
 from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
@@ -74,7 +75,7 @@ class Rank:
             self.at_once += 1
             self.note_whole(whole)
             return
-        answer = self.rounds.begin(self.given)
+        answer = (self.rounds.begin or self.rounds.call)(self.given)
         if isinstance(answer, Delivery):
             self.note(answer)
         else:
@@ -220,7 +221,7 @@ def test_the_rules_read_the_same_cells_alike_in_python_and_in_c(seed):
     x = np.ones(operation.layout[0][1], operation.layout[0][0])
     with local_world(size, [_core.native]) as arenas:
         rounds = Rank(arenas[draw.integers(size)], operation).rounds
-        if type(rounds) is not CompiledRounds:
+        if not isinstance(rounds, CompiledRounds):
             assert dtype.startswith("complex")  # there is no kernel
             return
         record, compiled = rounds._rounds, rounds._compiled
@@ -321,7 +322,7 @@ class Interleaved:
         if x.nbytes >= LENT_MIN_BYTES and self.draw.integers(2):
             x = rank.registered(x)
         self.running.append(rank)
-        answer = rank.rounds.begin(bundle(x, SUM, 1.0))
+        answer = (rank.rounds.begin or rank.rounds.call)(bundle(x, SUM, 1.0))
         self.running.remove(rank)
         if isinstance(answer, Delivery):
             self.note(rank, number, x, answer)
@@ -551,7 +552,7 @@ def test_the_core_declines_what_it_does_not_declare():
     declined = OperationWithNewOption("declined", known.layout, SUM, Opening.SOLO, patience=1)
     with local_world(2, [_core.native]) as arenas:
         declared = OperationWithNewOption("new", known.layout, SUM, Opening.SOLO)
-        assert type(Rank(arenas[0], declared).rounds) is CompiledRounds
+        assert isinstance(Rank(arenas[0], declared).rounds, CompiledRounds)
         assert type(Rank(arenas[0], declined).rounds) is OneSidedRounds
 
 
@@ -567,7 +568,7 @@ def test_the_core_declines_rules_of_a_form_that_it_does_not_follow(monkeypatch):
     kept, declined = (Operation("g", (("float32", 3),), SUM, Opening.SOLO, seed=seed) for seed in (0, 1))
     declined.__dict__["rule"] = NewRule(patient=True)
     with local_world(2, [_core.native]) as arenas:
-        assert type(Rank(arenas[0], kept).rounds) is CompiledRounds
+        assert isinstance(Rank(arenas[0], kept).rounds, CompiledRounds)
     with local_world(2, [_core.native]) as arenas:
         assert type(Rank(arenas[0], declined).rounds) is OneSidedRounds
 
@@ -663,7 +664,7 @@ def test_the_exception_of_a_handler_in_a_repeated_call_does_not_end_the_communic
         for _ in range(4):
             await comm.solo_allreduce(np.ones(3), name=f"of rank {comm.rank}")
         name = f"of rank {comm.rank}"
-        assert name in comm._core.operations.repeats
+        assert isinstance(comm._core.operations.repeats[name], Repeat)
         order = comm._core.operations._known[name]._order
         turn = order.waiting[order.now[0] + 1] = StruckTurn(error)
         with pytest.raises(kind) as raised:

@@ -130,7 +130,7 @@ class World:
         x[:] = 0
         self.contributions(x)[rank, self.called[rank]] = 1
         self.called[rank] += 1
-        begun = self.rounds[rank].begin(bundle(x, SUM, 1.0))
+        begun = (self.rounds[rank].begin or self.rounds[rank].call)(bundle(x, SUM, 1.0))
         if isinstance(begun, Delivery):
             self.rounds[rank].release(begun)
         else:
