@@ -119,12 +119,16 @@ class Calls:
         The body runs once the tensors have arrived, unless `collectives` fetch what they use, and wait for it.
         """
         signature, body, overlaps = call.signature, call.body, collectives.overlaps
-        arrival, runner = Arrival(self._member, call.staged), self._member.runner
-        self._pending.arrives(pending, call.staged)
+        arrival, runner = self._arrival(pending, call.staged), self._member.runner
         checked = body if overlaps else arrival.before(body)
         work = self._carry_out(signature, collectives, checked, pending)
         work = here(self._traced(signature, pending, work, call.nbytes), signature.__str__)
         return runner.resuming(runner.start(work if overlaps else arrival.then(work), call.discarded), arrival.join)
+
+    def _arrival(self, pending: PendingCall, staged: Sequence[Arriving]) -> Arrival:
+        arrival = Arrival(self._member, staged)
+        self._pending.arrives(pending, staged)
+        return arrival
 
     # -- messages ---------------------------------------------------------------------------------
 
@@ -191,11 +195,10 @@ class Calls:
             pending, runner = self._enter_pair(call, source, self._member.group.rank), self._member.runner
             if staged and self._backend.pair(call, 0, source, staged[0]).overlaps:
                 staged[0].defer(may_share=True)
-            arrival = Arrival(self._member, staged)  # before the message may be there
-            self._pending.arrives(pending, staged)
+            arrival = self._arrival(pending, staged) if staged else None  # before the message may be there
             work = self._receive(call, source, tag, body, pending, staged)
             started = runner.start(self._traced(call, pending, work))
-            return runner.resuming(started, arrival.join) if staged else started
+            return started if arrival is None else runner.resuming(started, arrival.join)
 
         return self._begin(call, start)
 
@@ -223,9 +226,9 @@ class Calls:
 
             receive = FromAny(self._member, taken, tag, into)
             work = self._traced(unserved, pending, self._receive_from_any(receive, unserved, pending, result))
-            arrival, runner = Arrival(self._member, staged), self._member.runner
+            arrival, runner = Arrival(self._member, staged) if staged else None, self._member.runner
             started = runner.start(work, partial(self._receives.discard, receive))
-            return runner.resuming(started, arrival.join) if staged else started
+            return started if arrival is None else runner.resuming(started, arrival.join)
 
         return self._begin(unserved, start)
 

@@ -23,7 +23,7 @@ LINES = {
     "": 2_060,  # what commands share, Ctrl-C while they import, kinds of laws, errors, `shrink`, and bytes of ways
     "_core": 5_580,  # short calls know the last line of the user, which saves a sixth of their time
     # Texts of errors and results that the docstrings of calls share, and the parts of a communicator in the next epoch.
-    "algorithms": 1_229,
+    "algorithms": 1_231,
     "algorithms/dense": 2_594,  # the patience of waits, a way that needs the core, and plans that say who reduces
     "algorithms/gossip": 320,
     # Operations as arguments describe them, which the communicator had; and the last round of a lost rank.
