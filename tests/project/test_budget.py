@@ -24,7 +24,7 @@ LINES = {
     "_core": 5_580,  # short calls know the last line of the user, which saves a sixth of their time
     # Texts of errors and results that the docstrings of calls share, and the parts of a communicator in the next epoch.
     "algorithms": 1_231,
-    "algorithms/dense": 2_594,  # the patience of waits, a way that needs the core, and plans that say who reduces
+    "algorithms/dense": 2_595,  # the patience of waits, a way that needs the core, and plans that say who reduces
     "algorithms/gossip": 320,
     # Operations as arguments describe them, which the communicator had; and the last round of a lost rank.
     "algorithms/rounds": 3_700,  # no round opens after a failure, and a program sees the names of its policies

@@ -145,7 +145,8 @@ class CompiledCalls:
             return
         self._learnt.add(kind)
         if call.operation == "barrier":
-            self._teach((None,), call, None, 0, 0)
+            if not call.detail:  # otherwise it tells ways of the program
+                self._teach((None,), call, None, 0, 0)
             return
         op, dtype = ReduceOp.__members__.get(call.detail), call.dtype
         if op is None:

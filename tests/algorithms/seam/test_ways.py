@@ -233,6 +233,17 @@ def test_a_new_row_of_the_package_takes_its_calls_at_all_ranks(world, size, monk
     assert len(begun) == 12 * size
 
 
+@looped("world", ["shm", "shm-mixed"])
+def test_the_core_learns_no_barrier_from_one_with_a_way_of_the_program(world):
+    async def main(comm):
+        with ways.added(TOY):
+            await comm.barrier()
+        for _ in range(3):
+            await comm.barrier()
+
+    run(world, 2, main)
+
+
 @looped("dtype, is_taken", [("bfloat16", True), ("uint16", False)])
 def test_a_way_is_chosen_by_what_the_bits_mean(dtype, is_taken):
     """bfloat16 lies in arrays of uint16."""
