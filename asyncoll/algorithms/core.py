@@ -9,6 +9,8 @@ from typing import Any
 
 from asyncoll.algorithms.calls import Calls
 from asyncoll.algorithms.choice import choose_backend
+from asyncoll.algorithms.hosts_backend import HostsBackend
+from asyncoll.algorithms.message_backend import MessageBackend
 from asyncoll.algorithms.messages import Messages
 from asyncoll.algorithms.rounds.descriptions import Descriptions
 from asyncoll.algorithms.rounds.directory import RoundsBackend
@@ -21,6 +23,7 @@ from asyncoll.errors import DeadlineError, Reason, UsageError
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.rpc.service import FunctionRegistry
 from asyncoll.runtime.deadlines import remaining_s
+from asyncoll.runtime.endpoint import NextEpoch
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.lifetime import Lifetime
 from asyncoll.runtime.member import Member
@@ -144,6 +147,18 @@ class Core:
         member = Member(self.member.endpoint, group, self.member.runner)
         return Core(member, self._choose, self.family, keeps_messages=keeps_messages)
 
+    def for_rounds_over_deaths(self) -> Core:
+        """A communicator of the same ranks whose rounds tell survivors of a death what is in them.
+
+        Rounds between hosts that meet in the memory of each do not.
+        """
+        if not isinstance(self.backend, HostsBackend):
+            return self
+        group = self.member.group
+        context = digest(self.member.communicator, "by message")
+        group = Group(group.ranks, group.rank, context, epoch=group.epoch)
+        return Core(Member(self.member.endpoint, group, self.member.runner), MessageBackend, self.family)
+
     async def shrink(self) -> Core:
         """The parts of this communicator in the next epoch. For a task on the program's loop."""
         self.member.check_caller()
@@ -157,16 +172,22 @@ class Core:
             later._open_rpc(self._rpc.registry)
         return later
 
+    def succession(self, what: str) -> NextEpoch:
+        """The epochs of this process. Raises UsageError for `what` if the ranks have no store of epochs."""
+        endpoint = self.member.endpoint
+        if endpoint.succession is None:
+            raise UsageError(f"{what} needs a store of epochs that outlives the ranks: {endpoint.store_advice}")
+        return endpoint.succession
+
     async def _next_world(self, limit_s: float) -> Core:
         """On the runtime's loop: the communicator of all ranks in the next epoch."""
         endpoint = self.member.endpoint
-        if endpoint.succession is None:
-            raise UsageError(f"shrink needs a store of epochs that outlives the ranks: {endpoint.store_advice}")
+        succession = self.succession("shrink")
         try:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None):
-                world: Core = await endpoint.succession.next(self.member.group.epoch)
+                world: Core = await succession.next(self.member.group.epoch)
         except TimeoutError:
-            absent, numbers = endpoint.succession.absent(), endpoint.membership.numbers
+            absent, numbers = succession.absent(), endpoint.membership.numbers
             missing = tuple(numbers[rank] for rank in absent)
             names = " and ".join(map(endpoint.membership.name, absent)) or "the store of epochs"
             waited = f"shrink is not over after {max(limit_s, 0):g} s, and waits for {names}"

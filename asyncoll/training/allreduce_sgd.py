@@ -6,6 +6,8 @@ collective operations", PPoPP 2020, section 3.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import Trainer
 
@@ -18,6 +20,8 @@ class AllreduceSGD(Trainer):
 
     Memory: the gradients, as one flat tensor.
     """
+
+    _is_elastic: ClassVar[bool] = True
 
     async def _update(self, weight: float | None) -> Step:
         # G_local = mean gradient of b local samples at w

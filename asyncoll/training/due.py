@@ -13,8 +13,8 @@ import asyncoll
 class Due:
     """The results that this rank was told of and that are not in its model yet: those of consecutive rounds."""
 
-    def __init__(self) -> None:
-        self.newest = 0  # the newest round that this rank was told of
+    def __init__(self, newest: int = 0) -> None:
+        self.newest = newest  # the newest round that this rank was told of
         self.lost = 0  # results that are lost to this rank since all replicas were equal
         self._results = deque[tuple[int, Tensor]]()  # by round
 

@@ -9,7 +9,7 @@ collective keeps it, and it enters a later round.
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar, Literal, Unpack
+from typing import Any, ClassVar, Literal, NamedTuple, Unpack
 
 import torch
 from torch import nn
@@ -18,11 +18,12 @@ import asyncoll
 from asyncoll.extending import policies
 from asyncoll.training import replicas
 from asyncoll.training.due import Due
-from asyncoll.training.recovery import Recovery, State
+from asyncoll.training.recovery import Recovery
 from asyncoll.training.step import Step
 from asyncoll.training.step_metrics import beside, means, without
 from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, Trainer
 from asyncoll.training.under_way import UnderWay
+from asyncoll.training.untaken import Untaken
 
 Partial = Literal["solo", "majority", "quorum"]
 HISTORY = 64  # results that a training keeps for late ranks
@@ -70,6 +71,7 @@ class EagerSGD(Trainer):
     """
 
     _carries_metrics: ClassVar[bool] = True
+    _is_elastic: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -92,31 +94,59 @@ class EagerSGD(Trainer):
             raise asyncoll.UsageError("with history no replica drifts: average_every is for training with history=0")
         if history is None:
             history = 0 if average_every else HISTORY
-        self._allreduce = functools.partial(
-            partial_allreduce(comm, partial, candidates, quorum, seed),
-            name=name,
-            op=op,
-            sync_every=sync_every,
-            history=history,
-        )
+        if options.get("elastic") and not history:
+            raise asyncoll.UsageError("elastic needs history, by which the models of all ranks stay equal")
         super().__init__(comm, model, optimizer, **options)
+        self._rule: tuple[str, int, int | None, int] = partial, candidates, quorum, seed
+        self._op = op
         self._history = history
         self._are_equal = True  # the models of all ranks, and no gradient is staged
         self._sync_every = sync_every
         self._average_every = average_every
         self._name = name
-        self._base = 0  # rounds before this training, of which a checkpoint tells
+        self._untaken = Untaken()
+        self._has_stepped = False
+        self._is_finishing = False
+        self._are_all_over = False  # the steps of all ranks, and nothing of them is left; after a death
+        self._recovery = self._recovery_in(comm)
+        self._renew(comm)
+        self._prepared = comm
+
+    def _recovery_in(self, comm: asyncoll.Communicator) -> Recovery:
+        return Recovery(comm, self._name, self._copy, history=self._history, sync_every=self._sync_every)
+
+    def _renew(self, comm: asyncoll.Communicator) -> None:
+        """Go on with the rounds of `comm`, whose ranks have one state, and have contributed nothing."""
+        partial, candidates, quorum, seed = self._rule
+        if comm.epoch > 1:
+            candidates, quorum = min(candidates, comm.size), None if quorum is None else min(quorum, comm.size)
+        self._rounds = _with_rounds_over_deaths(comm) if self._elastic else comm
+        self._allreduce = functools.partial(
+            partial_allreduce(self._rounds, partial, candidates, quorum, seed),
+            name=self._name,
+            op=self._op,
+            sync_every=self._sync_every,
+            sync_offset=self.round,
+            history=self._history,
+        )
+        self._base = self.round  # rounds before those, of which a checkpoint tells, or an earlier epoch
         self._has_called = False
-        self._due = Due()
-        self._recovery = Recovery(comm, name, self._copy, history=history, sync_every=sync_every)
+        self._due = Due(self.round)
+        self._passed = _Passed(self.round, [0] * comm.size)
 
     async def _update(self, weight: float | None) -> Step:
-        self._has_called, self._are_equal = True, False
+        self._has_stepped = self._has_called = True
+        self._are_equal = False
         # G_local = mean gradient of b local samples at w
         metrics = self._metrics.taken()
+        if self._elastic:
+            weight = self._untaken.add(self._flat.gradients, weight, metrics)
         contribution = beside(self._flat.gradients, metrics)
         with self._recovery.opened(self.round):
             reduction = await self._without_loss(self._allreduce(contribution, weight=weight))  # line 7: U_sum / P
+        if self._elastic:
+            operations = self._rounds._core.operations
+            self._untaken.drop(operations.taken(self._name, operations.newest(self._name))[self._rounds.rank])
         reduction = without(reduction, metrics)
         self._due.hear(reduction, self._base + reduction.round)
         recovered = await self._recover()
@@ -143,14 +173,8 @@ class EagerSGD(Trainer):
         self._due.copy(self._flat.gradients)  # cleared if the step is cancelled; the next one goes on here
         with self._recovery.opened(self.round):  # it may be of use to a rank that is later, as the newest that there is
             state = await self._without_loss(self._recovery.take(self._due.needed))
-        self._skip_to(state["round"])  # with the scheduler
-        replicas.put_back(state, self.model, (self._flat.parameters,), self.optimizer)
+        self._put_back(state)
         return True
-
-    def _copy(self) -> State:
-        keeps_buffers = self._buffers == "local"
-        replica = replicas.copied(self.model, (self._flat.parameters,), self.optimizer, buffers=not keeps_buffers)
-        return {"round": self.round, **replica}
 
     def _apply_results(self) -> None:
         """Take a step with each result that is due: w = w + U(G, w, t)."""
@@ -178,11 +202,14 @@ class EagerSGD(Trainer):
         self._recovery.end()
 
     async def _finish(self) -> None:
-        self._check_stepped(self._has_called)
-        if self._has_called:
+        self._is_finishing = True
+        self._check_stepped(self._has_stepped)
+        if self._has_stepped and not self._are_all_over:
+            if not self._has_called:  # in this epoch
+                await self._update(self._restore(0.0 if self._is_weighted else None))
             # No round waits for this rank any more.
             metrics = self._metrics.taken()
-            joining = UnderWay(self.comm.join(self._name, beside(self._flat.gradients, metrics)))
+            joining = UnderWay(self._rounds.join(self._name, beside(self._flat.gradients, metrics)))
             if self._average_every:  # but the averages of the others do
                 while not await self._average_unless_all_leave(leaves=True):
                     pass
@@ -204,13 +231,114 @@ class EagerSGD(Trainer):
         self._due.lost = 0
 
     async def _begin(self) -> None:
-        if self._recovery.is_used:
-            self._recovery.serve(self.comm.rpc)
+        self._recovery = self._recovery_in(self.comm)
+        self._serve()
         await super()._begin()
 
+    def _serve(self) -> None:
+        """Let ranks that are late ask this one for its state."""
+        if self._recovery.is_used:
+            self._recovery.serve(self.comm.rpc)
+
     async def _resume(self) -> None:
-        self._base = self._due.newest = self.round
-        self._allreduce = functools.partial(self._allreduce, sync_offset=self._base)
+        self._renew(self.comm)
+
+    # -- after a death ----------------------------------------------------------------------------
+    #
+    # `_rounds` is the communicator whose rounds have this rank's contributions. It is of an older epoch than `comm`
+    # until a barrier after all of `_settle` is over. So no rank contributes to later rounds before the others know
+    # what is in the older ones. A rank at which that barrier fails cannot know whether another has passed it. The
+    # epoch of the newest `_rounds` tells it, in the epoch after.
+
+    async def _settle(self) -> None:
+        self._recovery = self._recovery_in(self.comm)
+        self._serve()
+        newest = await self.comm.allgather(torch.tensor(self._rounds.epoch))
+        if self._rounds.epoch < int(newest.max()):
+            self._go_over()
+        await self._settle_rounds()
+        await self._settle_buffers()
+        self._prepared = self.comm
+        is_over = torch.tensor(int(self._is_finishing and not self._untaken))
+        await self.comm.allreduce(is_over, op=asyncoll.MIN)
+        self._go_over()
+        self._are_all_over = bool(is_over)
+
+    def _go_over(self) -> None:
+        """Contribute to the rounds of the epoch in which all is settled. What is in none yet is carried over."""
+        self._untaken.carry()
+        self._renew(self._prepared)
+
+    async def _settle_rounds(self) -> None:
+        """Apply all rounds, the newest that a survivor knows among them, and learn which contributions are in them."""
+        operations, name, base = self._rounds._core.operations, self._name, self._base
+        newest = max(base + operations.newest(name), self._passed.round)
+        rounds = (await self.comm.allgather(torch.tensor(newest))).tolist()
+        last, source = max(rounds), rounds.index(max(rounds))
+        taken = torch.zeros(self._rounds.size, dtype=torch.int64)
+        if self.comm.rank == source:
+            known = self._passed.taken if self._passed.round == last else operations.taken(name, last - base)
+            taken = torch.tensor(known)
+        await self.comm.broadcast(taken, root=source)
+        self._apply_kept(self._results_up_to(last))
+        await self._complete_one(last, source)
+        await self._take_newest()
+        self._skip_to(last)  # if no rank has the results any more
+        self._passed = _Passed(last, taken.tolist())
+        self._untaken.drop(int(taken[self._rounds.rank]))
+
+    def _results_up_to(self, last: int) -> Results:
+        """Those of the rounds that come next to this rank, up to `last`, as far as it has them."""
+        base, operations = self._base, self._rounds._core.operations
+        kept = operations.results(self._name, self._flat.gradients, self.round - base + 1, last - base)
+        return [(base + number, result) for number, result in kept]
+
+    def _apply_kept(self, results: Results) -> None:
+        """Take a step with each of `results`, oldest first, unless some before them are missing."""
+        if not results or results[0][0] > self.round + 1:
+            return
+        for number, result in results:
+            if number > self.round and result is not None:  # a round without contributors has none
+                self._flat.gradients.copy_(result)
+                self._apply()
+            self._skip_to(number)
+
+    async def _complete_one(self, last: int, source: int) -> None:
+        """If the rank that knows round `last` lacks others, and a rank that has those lacks it: that gets it."""
+        rounds = (await self.comm.allgather(torch.tensor(self.round))).tolist()
+        furthest = max(rounds)
+        if furthest == last:
+            return
+        own = {"results": self._results_up_to(last)} if self.comm.rank == source else {}
+        given: Results = (await replicas.sent(self.comm, own, source))["results"]
+        if self.round == furthest:
+            self._apply_kept([(number, result) for number, result in given if number > furthest])
+
+    def _keep(self) -> None:
+        """Nothing: each call keeps what it contributes."""
+
+    def _is_over(self, before: int) -> bool:
+        return not self._untaken
+
+    def _restore(self, weight: float | None) -> float | None:
+        # What is carried over is added to it.
+        self._flat.zero_gradients()
+        return None if weight is None else 0.0
+
+
+Results = list[tuple[int, torch.Tensor | None]]  # by round; None of a round without contributors
+
+
+class _Passed(NamedTuple):
+    """The newest round that is settled, and how many calls of each rank are in the rounds up to it."""
+
+    round: int
+    taken: list[int]
+
+
+def _with_rounds_over_deaths(comm: asyncoll.Communicator) -> asyncoll.Communicator:
+    core = comm._core.for_rounds_over_deaths()
+    return comm if core is comm._core else comm._renewed(core, comm.hosts)
 
 
 def partial_allreduce(

@@ -122,6 +122,19 @@ async def resynchronise(
     await _share_optimizer(comm, optimizer, root=source)
 
 
+async def sent(comm: asyncoll.Communicator, replica: dict[str, Any], root: int) -> dict[str, Any]:
+    """What rank `root` has `copied` as `replica`, in memory of its own at every rank. Collective."""
+    tensors: list[Tensor] = []
+    text = _encoded(replica, tensors) if comm.rank == root else None
+    packed = torch.cat([_bytes(tensor).cpu() for tensor in tensors]) if tensors else _NOTHING
+    text, packed = await _from_root(comm, text, packed, root)
+    made: list[Tensor] = []
+    replica = _decoded(text, None, made, torch.device("cpu"))
+    for tensor, value in zip(made, packed.split([tensor.nbytes for tensor in made]), strict=True):
+        tensor.copy_(value.clone().view(tensor.dtype).view(tensor.shape))
+    return replica
+
+
 def copied(
     model: torch.nn.Module, parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, *, buffers: bool
 ) -> dict[str, Any]:

@@ -15,6 +15,9 @@ class Step(asyncoll.Reduction):
     recovered: bool = False
     """Whether this rank was later than `history`, and has taken the model and the optimizer of another rank."""
 
+    epoch: int = 1
+    """The epoch in which the step has ended: that of `Trainer.comm`. Once it grows, share the data anew."""
+
     metrics: dict[str, float] = field(default_factory=dict, hash=False)
     """The means of the metrics in the round, by key: over the contributions that hold the key, of all ranks."""
 

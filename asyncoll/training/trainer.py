@@ -15,6 +15,7 @@ checkpoints. An algorithm is a subclass that says how ranks work together in one
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import inspect
 import math
@@ -46,6 +47,7 @@ class Options(TypedDict, total=False):
     scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler | None
     buffers: Buffers
+    elastic: bool
 
 
 class Trainer(ABC):
@@ -75,12 +77,20 @@ class Trainer(ABC):
             models equal. "broadcast": all ranks take rank 0's, as in DistributedDataParallel. "average": floating
             buffers become their mean, others rank 0's. "local": each rank keeps its own. At the end of the training all
             ranks have rank 0's in any case, or the mean.
+        elastic: whether the training goes on without ranks that are lost. `start`, `step` and `finish` then call
+            `shrink` where they would raise PeerLostError, make all survivors equal to the bit, and do again what has
+            not taken place: no gradient of a survivor is lost, or counted twice. `comm` is the newest communicator, and
+            `Step.epoch` its epoch. For AllreduceSGD, and EagerSGD with history. Costs a copy of the gradient in each
+            step.
 
     Parameters that are frozen (`requires_grad` False) do not change. A parameter that a step does not use has a
     gradient of 0, and not None: weight decay and momentum act on it.
 
-    Raises UsageError for impossible options.
+    Raises UsageError for impossible options, and for `elastic` where the ranks have no store of epochs (`shrink`).
     """
+
+    _is_elastic: ClassVar[bool] = False
+    """Whether it can go on after a death."""
 
     has_local_state: ClassVar[bool] = False
     """Whether ranks differ between steps, so that each rank must save and load its own checkpoint."""
@@ -114,6 +124,7 @@ class Trainer(ABC):
         self._scheduler = options.get("scheduler")
         self._scaler = options.get("scaler")
         self._buffers = options.get("buffers", "broadcast")
+        self._elastic = options.get("elastic", False)
         self._is_scaled = self._scaler is not None and self._scaler.is_enabled()
         self._check_options()
         self._flat = replicas.flattened(model, optimizer)
@@ -126,6 +137,7 @@ class Trainer(ABC):
         self._schedule = ScheduledRounds(self._scheduler)
         self._loses_nothing = False  # if the step under way is cancelled now
         self._state = "new"
+        self._kept: Tensor | None = None  # a copy of the gradient of the step under way; with `elastic`
         self._training = Training(type(self).__name__, comm._core.member)
 
     # -- the verbs of the program's loop ----------------------------------------------------------
@@ -142,8 +154,18 @@ class Trainer(ABC):
         if self._state != "new":
             return
         self._flat.collect_gradients()  # `zero_grad()` may have put them elsewhere
-        await self._begin()
-        self._state = "training"
+        before = self._copy() if self._elastic else None
+        while self._state == "new":
+            try:
+                await self._begin()
+                if self._elastic:
+                    await self.comm.barrier()  # no rank begins to train before all have a whole model
+                self._state = "training"
+            except asyncoll.PeerLostError:
+                if before is None:
+                    raise
+                if not await self._go_on():
+                    self._put_back(before)  # the rank that gave its own may be lost
 
     async def step(self, *, weight: float | None = None, metrics: Mapping[str, object] | None = None) -> Step | None:
         """Reduce the gradient that `backward()` has made, and step the optimizer. Clears the gradients.
@@ -189,7 +211,7 @@ class Trainer(ABC):
         self._loses_nothing = False
         try:
             await self._prepare(weight)
-            return await self._with_metrics(await self._update(None if weight is None else self._weight))
+            return await self._advance(None if weight is None else self._weight)
         except asyncio.CancelledError:
             # Also if all its collectives are over, but not the update.
             if not self._loses_nothing:
@@ -223,7 +245,17 @@ class Trainer(ABC):
         await self.start()
         self._flat.collect_gradients()  # `zero_grad()` may have put them elsewhere
         self._flat.zero_gradients()
-        await self._finish()
+        while True:
+            try:
+                await self._finish()
+                break
+            except asyncoll.PeerLostError:
+                if not self._elastic:
+                    raise
+                await self._go_on()
+        if self._elastic:  # a rank that lacks something of the end finds all others still here
+            with contextlib.suppress(asyncoll.PeerLostError):
+                await self.comm.barrier()
         self._state = "finished"
         self._training.end()
 
@@ -308,6 +340,88 @@ class Trainer(ABC):
     async def _resume(self) -> None:  # noqa: B027 (most algorithms have nothing to do)
         """The training starts, or goes on: all models and optimizers are in place."""
 
+    # -- after a death ----------------------------------------------------------------------------
+
+    async def _advance(self, weight: float | None) -> Step | None:
+        """The step, again in the next epoch as often as a rank is lost in it, and it has not taken place."""
+        if not self._elastic:
+            return await self._with_metrics(await self._update(weight))
+        before = self.round
+        self._keep()
+        while True:
+            try:
+                return await self._with_metrics(await self._update(weight))
+            except asyncoll.PeerLostError:
+                self._loses_nothing = False
+                await self._go_on()
+            if self._is_over(before):
+                return self._complete()
+            weight = self._restore(weight)
+
+    async def _go_on(self) -> bool:
+        """Enter the next epoch, in which all survivors have one state: the newest one, to the bit.
+
+        Returns whether the training has begun. If it has not, at any rank, it begins anew.
+        """
+        while True:
+            self.comm = await self.comm.shrink()
+            self._training.member = self.comm._core.member
+            try:
+                begun = await self.comm.allgather(torch.tensor(self._state == "training"))
+                if begun.any():  # then all others have only to be told
+                    self._state = "training"
+                    await self._settle()
+                return self._state == "training"
+            except asyncoll.PeerLostError:
+                pass
+
+    async def _settle(self) -> None:
+        """Give all survivors the newest state. Collective; may fail at any moment, and is then done again."""
+        await self._take_newest()
+        await self._settle_buffers()
+
+    async def _take_newest(self) -> None:
+        """Give ranks that are behind the state of the rank that is furthest. Collective.
+
+        It is taken as a whole: if the rank that gives it dies meanwhile, a rank has all of it, or none.
+        """
+        rounds = (await self.comm.allgather(torch.tensor(self.round))).tolist()
+        if len(set(rounds)) == 1:
+            return
+        source = self._source(rounds)
+        state = await replicas.sent(self.comm, self._copy() if self.comm.rank == source else {}, source)
+        if self.round < max(rounds):
+            self._put_back(state)
+
+    def _copy(self) -> dict[str, Any]:
+        """A copy of this rank's round, model and optimizer, and of its buffers unless each rank has its own."""
+        keeps_buffers = self._buffers == "local"
+        replica = replicas.copied(self.model, (self._flat.parameters,), self.optimizer, buffers=not keeps_buffers)
+        return {"round": self.round, **replica}
+
+    def _put_back(self, state: dict[str, Any]) -> None:
+        """Take what `_copy` has returned here, or at another rank, with the scheduler's steps."""
+        self._skip_to(state["round"])
+        replicas.put_back(state, self.model, (self._flat.parameters,), self.optimizer)
+
+    # What is different if contributions outlive the call that makes them:
+
+    def _keep(self) -> None:
+        """The step begins: keep a copy of the gradient, because the reduction overwrites it."""
+        if self._kept is None:
+            self._kept = torch.empty_like(self._flat.gradients)
+        self._kept.copy_(self._flat.gradients)
+
+    def _is_over(self, before: int) -> bool:
+        """Whether the step has taken place that has begun after round `before`."""
+        return self.round > before
+
+    def _restore(self, weight: float | None) -> float | None:
+        """The step is made again: the gradient in the model is the one that `_keep` has seen. Returns its weight."""
+        assert self._kept is not None
+        self._flat.gradients.copy_(self._kept)
+        return weight
+
     # -- what algorithms use ----------------------------------------------------------------------
 
     def _apply(self) -> None:
@@ -389,7 +503,7 @@ class Trainer(ABC):
 
     def _complete(self) -> Step:
         """The record of a round in which every rank took part."""
-        return step_of_ranks(self.round, tuple(range(self.comm.size)), synchronous=True)
+        return step_of_ranks(self.round, tuple(range(self.comm.size)), synchronous=True, epoch=self.comm.epoch)
 
     def _exchanged(self, others: tuple[int, ...], skipped: int = 0) -> Step:
         """The record of a step whose model is an average of this rank's and those of `others`."""
@@ -400,7 +514,7 @@ class Trainer(ABC):
 
         A checkpoint may have moved the training's round ahead of the operation's.
         """
-        return step_of(reduction, round=self.round, result=None, **changes)
+        return step_of(reduction, round=self.round, result=None, epoch=self.comm.epoch, **changes)
 
     # -- the start --------------------------------------------------------------------------------
 
@@ -464,7 +578,12 @@ class Trainer(ABC):
         """`step` with the metrics of all ranks, where they did not ride along. Collective, if metrics are used."""
         if step is None or self._carries_metrics or (metrics := self._metrics.taken()) is None:
             return step
-        return step_of(step, metrics=await means_of_all(self.comm, metrics))
+        try:
+            return step_of(step, metrics=await means_of_all(self.comm, metrics))
+        except asyncoll.PeerLostError:
+            if not self._elastic:
+                raise
+            return step_of(step, metrics=metrics.means())  # the step has taken place: the next one goes on
 
     def _take(self, weight: float | None) -> bool:
         """Count this call. Returns whether its gradient is the last one of a step; otherwise it is added to the sum."""
@@ -522,6 +641,12 @@ class Trainer(ABC):
             raise asyncoll.UsageError(f"clip_norm is a norm above 0, or None, not {self._clip_norm}")
         if self._accumulate < 1:
             raise asyncoll.UsageError(f"accumulate is a number of backward passes, at least 1, not {self._accumulate}")
+        if self._elastic and not self._is_elastic:
+            raise asyncoll.UsageError(
+                f"{type(self).__name__} cannot go on after a death: elastic is for AllreduceSGD and EagerSGD"
+            )
+        if self._elastic and self.comm.size > 1:
+            self.comm._core.succession("elastic")
         if self._buffers not in get_args(Buffers):
             raise asyncoll.UsageError(f"buffers is one of {', '.join(get_args(Buffers))}, not {self._buffers!r}")
         if isinstance(self._scheduler, ReduceLROnPlateau):

@@ -69,7 +69,7 @@ class CoordinatedRounds(WaitAvoiding):
         # Packed at once, so the caller's memory is free when the call has staged: nothing is lent, whatever `may_lend`.
         ticket = super()._stage(contribution)
         assert self._staged is not None
-        participation = self._tally.sign(1, 0, contributes=True, gone=False, weight=self._staged_weight)
+        participation = self._tally.sign(1, 0, contributes=1, gone=False, weight=self._staged_weight)
         self._sent.append(_SentContribution(ticket, packed([participation, *self._staged])))
         self._spare, self._staged = self._staged, None
         return ticket

@@ -142,8 +142,10 @@ class ActivatedRounds(WaitAvoiding):
     async def _carry_out(self) -> None:
         # No await up to the reduction: the contribution, its number and its participation are of one moment.
         number, port = self._number, self._port
-        contributes, taken = self._staged is not None, self._submitted
+        contributes, taken = int(self._staged is not None), self._submitted
         weight = self._staged_weight if contributes else 0.0
+        if not self.operation.group_size:  # contributions add up until a round takes them
+            contributes = taken - self._latest.taken
         parts, lent = self._take()
         if lent:
             self._lent_to = number

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.rounds.tally import OperationStatistics
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Result
 from asyncoll.algorithms.seam.backend import Backend
 from asyncoll.errors import MismatchError
 from asyncoll.runtime.member import Member
@@ -82,6 +82,21 @@ class Rounds(Protocol):
 
     def last_round(self, rank: int) -> int:
         """The newest round that group rank `rank` is known to have taken part in; 0: none. In any thread."""
+
+    # What is left once the epoch has ended, read at each survivor; and while it goes on, at any moment.
+
+    @property
+    def newest(self) -> int:
+        """The newest round whose result this rank could be given; 0: none."""
+
+    def taken(self, number: int) -> Sequence[int]:
+        """How many contributions of each group rank are in the rounds up to `number`, which is `newest` at some rank.
+
+        By message only that rank knows it.
+        """
+
+    def kept(self, first: int, last: int) -> Sequence[Result]:
+        """The results of rounds `first` to `last` that this rank still has, oldest first."""
 
 
 class Directory:

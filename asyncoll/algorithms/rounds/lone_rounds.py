@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -55,6 +55,16 @@ class LoneRounds(Accounted):
     def last_round(self, rank: int) -> int:
         del rank  # its own
         return self._latest
+
+    @property
+    def newest(self) -> int:
+        return self._latest
+
+    def taken(self, number: int) -> Sequence[int]:
+        return [number]
+
+    def kept(self, first: int, last: int) -> Sequence[Result]:
+        return [self._result(kept) for kept in self._kept if first <= kept.number <= last]
 
     def begin(self, contribution: Contribution) -> Delivery:
         """Carry out the round of this call. The result is in the caller's own memory where that needs no packing."""

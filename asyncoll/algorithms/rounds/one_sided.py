@@ -92,6 +92,17 @@ class OneSidedRounds(Accounted):
     def last_round(self, rank: int) -> int:
         return self._rounds.last_round(rank)
 
+    @property
+    def newest(self) -> int:
+        return self._rounds.latest
+
+    def taken(self, number: int) -> Sequence[int]:
+        return self._rounds.taken_of_ranks(number)
+
+    def kept(self, first: int, last: int) -> Sequence[Result]:
+        # Without keepers of their own: no round ends any more, or the caller looks at none of them.
+        return [self._result(kept) for kept in self._rounds.kept(first, last)]
+
     def is_idle(self) -> bool:
         """Whether no call is under way at this rank."""
         return self._order.is_idle()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -319,6 +319,33 @@ class Operations:
             return None
         everyone = tuple(range(self.member.group.size))
         return reduction_of(newest, 0, True, skipped, False, (), everyone, (), 0, waited_s, None)
+
+    # -- what is left of the operation `name` once its epoch has ended; a rank may not know the operation --------
+
+    def newest(self, name: str) -> int:
+        """The newest round that this rank knows the result of; 0: none."""
+        rounds = self._known.get(name)
+        return rounds.newest if rounds else 0
+
+    def taken(self, name: str, number: int) -> Sequence[int]:
+        """How many calls of each rank are in the rounds up to `number`, which is `newest` of this rank."""
+        rounds = self._known.get(name)
+        return rounds.taken(number) if rounds and number else [0] * self.member.group.size
+
+    def results(self, name: str, x: object, first: int, last: int) -> list[tuple[int, Any]]:
+        """Of rounds `first` to `last` that are kept, oldest first: the number, and the result as new tensors like `x`.
+
+        None in place of the result of a round that no rank has contributed to. `x` may lack the metrics of the calls.
+        """
+        rounds = self._known.get(name)
+        if rounds is None:
+            return []
+        spec, given = rounds.operation, bundle(x, rounds.operation.op, is_read=False)
+
+        def read(result: Result) -> Any:
+            return given.like(result.parts[: len(given.layout)], self._divisor(spec, result) if spec.divides else 1)
+
+        return [(result.number, read(result) if result.ranks else None) for result in rounds.kept(first, last)]
 
     def statistics(self) -> dict[str, OperationStatistics]:
         """The totals of each operation that this rank knows, by name."""

@@ -187,9 +187,10 @@ class RoundRecord:
         """The ticket of this rank's newest contribution in a published round."""
         return int(self._results[self.latest % self._kept_rounds, self._rank, KEPT.taken])
 
-    def taken_up_to(self, number: int) -> int:
-        """How many contributions of all ranks are in round `number`, which is kept, and in those before it."""
-        return int(self._results[number % self._kept_rounds, :, KEPT.taken].sum())
+    def taken_of_ranks(self, number: int) -> list[int]:
+        """How many contributions of each rank are in round `number`, which is kept, and in those before it."""
+        taken: list[int] = self._results[number % self._kept_rounds, :, KEPT.taken].tolist()
+        return taken
 
     def last_round(self, rank: int) -> int:
         """The newest round that `rank` has arrived at, or has a contribution in, as far as is known; 0: none.

@@ -89,6 +89,7 @@ class Tally:
         self.rounds = 0
         self.active: Counter[int] = Counter()  # rounds, by the number of contributors
         self.newest = np.zeros(size, np.int64)  # the newest round with a contribution of each rank
+        self.taken = np.zeros(size)  # how many contributions of each rank are in the rounds of all ranks
 
     def came(self, now_s: float) -> None:
         """A call of this rank begins."""
@@ -118,10 +119,11 @@ class Tally:
             participation[GONE, rank] = 1
         return participation
 
-    def sign(self, members: int, index: int, *, contributes: bool, gone: bool, weight: float) -> Array:
+    def sign(self, members: int, index: int, *, contributes: int, gone: bool, weight: float) -> Array:
         """This rank's participation list of a round of so many members: only the column at `index` is filled.
 
-        The lists of all members are summed. The times since the last list go into this one, and start again from 0.
+        `contributes` is the number of its contributions, which are added up. The lists of all members are summed. The
+        times since the last list go into this one, and start again from 0.
         """
         participation = self.blank(members)
         participation[:, index] = (contributes, gone, *self._own_times_s, weight)[: self._rows]
@@ -130,11 +132,11 @@ class Tally:
 
     def count_round(self, number: int, members: tuple[int, ...], participation: Array) -> Participation:
         """Add the summed list of round `number`, which is over."""
-        # Counted as nonzero: at a coordinator several contributions of one rank add up to more than 1.
         rows = participation.reshape(self._rows, len(members))
         ranks, gone = tuple(rows[PRESENT].nonzero()[0].tolist()), int(np.count_nonzero(rows[GONE]))
         if len(members) == self.times_s.shape[1]:  # all ranks: no index array is made
             self.times_s += rows[TIMES_S]
+            self.taken += rows[PRESENT]
         else:
             ranks = tuple([members[place] for place in ranks])
             self.times_s[:, members] += rows[TIMES_S]

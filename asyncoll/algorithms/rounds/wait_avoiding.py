@@ -237,6 +237,17 @@ class WaitAvoiding(Accounted, ABC):
     def last_round(self, rank: int) -> int:
         return int(self._tally.newest[rank])
 
+    @property
+    def newest(self) -> int:
+        return self._latest.number
+
+    def taken(self, number: int) -> Sequence[int]:
+        del number  # of no other one than the newest
+        return [int(count) for count in self._tally.taken]
+
+    def kept(self, first: int, last: int) -> Sequence[Result]:
+        return [result for result in (*self._history, self._latest) if max(first, 1) <= result.number <= last]
+
     def _stage(self, contribution: Contribution, *, may_lend: bool = False) -> int:
         """Add `contribution` to the staged one, or replace that in groups. Returns its number, the ticket.
 

@@ -52,6 +52,6 @@ def left_of(rounds: OneSidedRounds) -> Left:
     results, taken = {}, {0: 0}
     for kept in record.kept(1, record.latest):
         results[kept.number] = array_at(record.blocks.address(kept.block)) if kept.block else np.zeros(count, dtype)
-        taken[kept.number] = record.taken_up_to(kept.number)
+        taken[kept.number] = sum(record.taken_of_ranks(kept.number))
     staged = sum(map(array_at, record.unpublished()), np.zeros(count, dtype))
     return Left(record.latest, results, taken, record.staged().ticket, record.published, staged)
