@@ -137,6 +137,8 @@ class Trainer(ABC):
         self._schedule = ScheduledRounds(self._scheduler)
         self._loses_nothing = False  # if the step under way is cancelled now
         self._state = "new"
+        if self._elastic:
+            comm._core.member.endpoint.is_elastic = True
         self._kept: Tensor | None = None  # a copy of the gradient of the step under way; with `elastic`
         self._training = Training(type(self).__name__, comm._core.member)
 

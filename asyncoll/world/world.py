@@ -338,7 +338,8 @@ class World:
         # For calls that wait for this rank. Not at once: as all ranks end, each would send a message to each.
         later = asyncio.get_running_loop().call_later(_ENDED_S, self.endpoint.departures.returned)
         try:
-            await self._core.leave(self._end_site)
+            with contextlib.suppress(*self._outlived()):
+                await self._core.leave(self._end_site)
             await self._settle_others()
             if self.endpoint.returns.any:
                 # First: a copy that has failed is the reason why its communicator has.
@@ -350,6 +351,10 @@ class World:
                 await self._barrier("leaving the world")
         finally:
             later.cancel()
+
+    def _outlived(self) -> list[type[AsyncollError]]:
+        """The errors that are none to a rank whose program has ended, because the others go on after deaths."""
+        return [PeerLostError] if self.endpoint.is_elastic or self.endpoint.membership.epoch > 1 else []
 
     async def _settle_others(self) -> None:
         """Wait for the calls of communicators made by `split`. Those that all their ranks have made are over soon.

@@ -1,0 +1,196 @@
+"""Trainings that go on after deaths: no gradient of a survivor is lost or counts twice, and all have one model."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import asyncoll
+from asyncoll.testing import Crash, Network, run_ranks, simulate
+from asyncoll.training import SGP, AllreduceSGD, EagerSGD, WagmaSGD
+from tests.support.places import ROOT, SCRIPTS
+from tests.support.processes import LIGHT, PATIENCE_S, TRAINING
+
+CALLS = 20
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass
+class Case:
+    """A world whose ranks train one parameter, which has an element for each call of each rank: its gradient is -1."""
+
+    seed: int
+    size: int = 4
+    faults: list[Crash] = field(default_factory=list)
+    padding: int = 0  # elements before those
+    shared: bool = False
+    hosts: list[int] | None = None
+    options: dict[str, Any] = field(default_factory=dict)  # of EagerSGD
+    weighs: bool = False
+    slow: int = 0
+
+    @classmethod
+    def drawn(cls, seed: int) -> Case:
+        draw = np.random.default_rng(seed)
+
+        def one_of(*values: Any) -> Any:
+            return values[draw.integers(len(values))]
+
+        size = one_of(2, 3, 4, 5, 6, 7, 8, 9, 13)
+        victims = draw.permutation(size)[: draw.integers(1, size)].tolist()
+        at_s, near_s = draw.uniform(0, 0.25), one_of(0.0, 1e-4, 1e-3, 1e-2, 0.1)
+        partial = one_of("solo", "majority", "quorum")
+        return cls(
+            seed,
+            size,
+            [Crash(rank, at_s + draw.uniform(0, near_s)) for rank in victims],
+            one_of(0, 0, 300, 20_000),
+            shared=one_of(False, True),
+            hosts=np.sort(draw.integers(3, size=size)).tolist() if draw.integers(4) == 0 else None,
+            options={"partial": partial, "sync_every": one_of(0, 0, 5)}
+            | ({"quorum": size} if partial == "quorum" and draw.integers(2) else {}),
+            weighs=one_of(False, False, True),
+            slow=int(draw.integers(size)),
+        )
+
+    @property
+    def survivors(self) -> list[int]:
+        return sorted(set(range(self.size)) - {fault.rank for fault in self.faults})
+
+    def trainer(self, kind: type[Any], comm: asyncoll.Communicator, model: torch.nn.Module) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        options = self.options if kind is EagerSGD else {}
+        if kind is EagerSGD and not self.weighs:
+            options = options | {"op": asyncoll.SUM}
+        return kind(comm, model, optimizer, elastic=True, scheduler=scheduler, **options)
+
+    def run(self, kind: type[Any]) -> dict[int, tuple[Array, int]]:
+        """By rank that has lived to the end: its parameter, and the steps of its scheduler."""
+        ends: dict[int, tuple[Array, int]] = {}
+
+        async def main(comm: asyncoll.Communicator) -> None:
+            rank, draw = comm.rank, np.random.default_rng([self.seed, comm.rank])
+            model = torch.nn.Linear(self.padding + self.size * CALLS, 1, bias=False)
+            torch.nn.init.zeros_(model.weight)
+            sgd = self.trainer(kind, comm, model)
+            await sgd.start()
+            for call in range(CALLS):
+                assert model.weight.grad is not None
+                model.weight.grad.zero_()
+                model.weight.grad[0, self.padding + rank * CALLS + call] = -1.0
+                await asyncio.sleep((0.04 if rank == self.slow else 0.01) * draw.random())
+                step = await sgd.step(weight=1.0 + call % 3 if self.weighs else None, metrics={"call": call})
+                assert (step.round, step.epoch) == (sgd.round, sgd.comm.epoch)
+                assert set(step.metrics) <= {"call"}
+            await sgd.finish()
+            ends[rank] = model.weight.detach().numpy()[0].copy(), sgd._scheduler.last_epoch
+
+        network = Network(1e-4, 1e-4, faults=self.faults, hosts=self.hosts)
+        simulate(self.size, main, network, self.seed, shared_memory=self.shared, hosts=self.hosts)
+        return ends
+
+    def check(self, kind: type[Any]) -> None:
+        ends = self.run(kind)
+        assert [*sorted(ends.keys() - {fault.rank for fault in self.faults})] == self.survivors
+        values, steps = ends[self.survivors[0]]
+        for rank in self.survivors:
+            np.testing.assert_array_equal(ends[rank][0], values)
+            assert ends[rank][1] == steps
+        calls = values[self.padding :].reshape(self.size, CALLS)
+        assert (calls[self.survivors] > 0).all(), "a gradient of a survivor is lost"
+        if kind is EagerSGD and not self.weighs:  # a sum counts them
+            assert set(calls.ravel().tolist()) <= {0.0, 1.0}, "a gradient counts twice"
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_eager_sgd_goes_on_after_deaths(seed: int) -> None:
+    Case.drawn(seed).check(EagerSGD)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_allreduce_sgd_goes_on_after_deaths(seed: int) -> None:
+    Case.drawn(1000 + seed).check(AllreduceSGD)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", [EagerSGD, AllreduceSGD])
+def test_a_death_while_it_starts_or_ends(kind: type[Any], shared: bool) -> None:
+    """Of the rank whose model all others take, and of another one: at moments from the first to the last message."""
+
+    async def main(comm: asyncoll.Communicator) -> float:
+        moments.append(asyncio.get_running_loop().time())
+        model = torch.nn.Linear(4, 1)
+        sgd = kind(comm, model, torch.optim.SGD(model.parameters(), lr=0.1), elastic=True)
+        await sgd.start()
+        moments.append(asyncio.get_running_loop().time())
+        for _ in range(3):
+            model(torch.ones(4)).backward()
+            await sgd.step()
+        moments.append(asyncio.get_running_loop().time())
+        await sgd.finish()
+        return sum(parameter.sum().item() for parameter in model.parameters())
+
+    moments: list[float] = []
+    end = simulate(4, main, Network(1e-4), shared_memory=shared).virtual_s
+    begun, *_, joins = sorted(moments)
+    started = sorted(moments)[4]
+    for at_s in (*np.linspace(begun, started, 5), *np.linspace(joins, end, 6)):
+        for rank in (0, 1):
+            report = simulate(4, main, Network(1e-4, faults=[Crash(rank, float(at_s))]), shared_memory=shared)
+            assert len({report.results[other] for other in range(4) if other != rank}) == 1
+
+
+def test_metrics_of_a_step_in_which_a_rank_died_are_those_of_the_rank() -> None:
+    async def main(comm: asyncoll.Communicator) -> list[dict[str, float]]:
+        model = torch.nn.Linear(2, 1)
+        sgd = AllreduceSGD(comm, model, torch.optim.SGD(model.parameters(), lr=0.1), elastic=True)
+        await sgd.start()
+        found = []
+        for _ in range(20):
+            model(torch.ones(2)).backward()
+            await asyncio.sleep(0.01)
+            found.append((await sgd.step(metrics={"rank": comm.rank})).metrics)
+        return found
+
+    found = simulate(3, main, Network(1e-4, faults=[Crash(2, 0.1007)])).results
+    means = {0: 0.0, 1: 1.0}
+    for rank in (0, 1):
+        assert {metrics["rank"] for metrics in found[rank]} <= {1.0, 0.5, means[rank]}
+        assert found[rank][0] == {"rank": 1.0}
+        assert found[rank][-1] == {"rank": 0.5}
+
+
+def test_what_cannot_go_on_says_so() -> None:
+    async def main(comm: asyncoll.Communicator) -> None:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for kind in (WagmaSGD, SGP):
+            with pytest.raises(asyncoll.UsageError, match=f"{kind.__name__} cannot go on after a death"):
+                kind(comm, model, optimizer, elastic=True)
+        with pytest.raises(asyncoll.UsageError, match="elastic needs history"):
+            EagerSGD(comm, model, optimizer, elastic=True, history=0)
+
+    run_ranks(2, main)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "zmq"])
+def test_processes_are_killed(transport: str) -> None:
+    """At random moments, up to the last one; one survives at least."""
+    command = [sys.executable, "-W", "error", "-m", "asyncoll", "launch", "-n", "4", "--min-ranks", "1"]
+    command += ["--transport", transport, str(SCRIPTS / "training" / "trains_over_deaths.py")]
+    done = subprocess.run(
+        command, env=os.environ | LIGHT | TRAINING, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    lines = [line.split(": ", 1)[1] for line in done.stdout.splitlines()]
+    assert (done.returncode, len(set(lines))) == (0, 1), done.stdout + done.stderr
+    assert lines[0].startswith("trained on")
