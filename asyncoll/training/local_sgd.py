@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import asyncoll
+from asyncoll.training.one_average import OneAverage
 from asyncoll.training.step import Step
 from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, Trainer
 
@@ -41,6 +42,7 @@ class LocalSGD(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
+    _is_elastic: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -55,14 +57,17 @@ class LocalSGD(Trainer):
             raise asyncoll.UsageError(f"every is a number of local steps, at least 1, not {every}")
         super().__init__(comm, model, optimizer, **options)
         self._every = every
+        self._averages = OneAverage(self)
+        self._is_repeated = False
 
     async def _update(self, weight: float | None) -> Step | None:
         self._refuse_weight(weight)
-        # G_i = mean gradient of b local samples at w_i
-        self._apply()  # w_i = w_i + U(G_i, w_i, t)
+        if not self._is_repeated:
+            # G_i = mean gradient of b local samples at w_i
+            self._apply()  # w_i = w_i + U(G_i, w_i, t)
         if self._is_between_averages():  # H does not divide t
             return None
-        await self._average_weights()  # w_i = sum of w_j / P
+        await self._averages.take(self.round)  # w_i = sum of w_j / P
         await self._settle_buffers()
         return self._complete()
 
@@ -70,9 +75,25 @@ class LocalSGD(Trainer):
         return MODELS_MAY_DIFFER if self._is_between_averages() else ""
 
     async def _finish(self) -> None:
-        if self._is_between_averages():
-            await self._average_weights()
+        if self._is_between_averages() and self._averages.newest < self.round:
+            await self._averages.take(self.round)
         await self._unite_buffers()
+
+    # -- after a death: models are each rank's own, unless another rank has the average that this one lacks -------
+
+    async def _settle(self) -> None:
+        await self._averages.settle()
+        await self._settle_buffers()
+
+    def _keep(self) -> None:
+        self._is_repeated = False
+
+    def _is_over(self, before: int) -> bool:
+        return self.round > before and self._averages.newest == self.round
+
+    def _restore(self, weight: float | None) -> float | None:
+        self._is_repeated = True
+        return weight
 
     def _is_between_averages(self) -> bool:
         """Whether this rank has taken local steps since the last average."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Unpack
+from typing import ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,8 @@ class OverlappedSGD(Trainer):
     See `Trainer` for the other arguments. Memory: the gradients, as one flat tensor.
     """
 
+    _is_elastic: ClassVar[bool] = True
+
     def __init__(
         self,
         comm: asyncoll.Communicator,
@@ -83,6 +85,7 @@ class OverlappedSGD(Trainer):
         self._compute_as_before: Callable[[], object] | None = None  # once the thread computes gradients itself
         hook = _weak(self._arrived)
         self._hooks = [p.register_post_accumulate_grad_hook(hook) for p in self._parameters]
+        self._kept = torch.empty_like(gradients) if self._elastic else None
         self._open()
 
     def _open(self) -> None:
@@ -91,6 +94,7 @@ class OverlappedSGD(Trainer):
         self._missing = [bucket.parameters for bucket in self._buckets]  # the numbers of these, by bucket
         self._started: list[UnderWay[Tensor]] = []  # the calls of the first buckets, in order
         self._are_finite: list[Tensor] = []  # whether the parts of this rank in these buckets are, each one element
+        self._is_repeated = False  # the step: its gradient is a copy of that which the buckets had
 
     def _arrived(self, parameter: nn.Parameter) -> None:
         """The hook of autograd: the gradient of `parameter` is complete."""
@@ -115,10 +119,12 @@ class OverlappedSGD(Trainer):
         gradients, bucket = self._slices[len(self._started)], self._buckets[len(self._started)]
         if self._streams is not None:
             self._streams.join()
-        if self._sum is not None:
+        if self._sum is not None and not self._is_repeated:
             # In the type of the sum, and before it is sent, as `AllreduceSGD` does: another order rounds otherwise.
             gradients.copy_(self._sum[bucket.start : bucket.stop].add_(gradients).div_(self._accumulate))
         self._are_finite.append(finite(gradients))  # the call overwrites them
+        if self._kept is not None:
+            self._kept[bucket.start : bucket.stop].copy_(gradients)
         self._started.append(UnderWay(self.comm.allreduce(gradients, op=asyncoll.AVG)))
 
     async def _prepare(self, weight: float | None) -> None:
@@ -153,6 +159,13 @@ class OverlappedSGD(Trainer):
             "this step; the model has not changed",
         )
 
+    def _keep(self) -> None:
+        """Nothing: each bucket is copied as it starts."""
+
+    def _restore(self, weight: float | None) -> float | None:
+        self._is_repeated = True
+        return super()._restore(weight)
+
     async def _average_buckets(self) -> None:
         """Start the buckets that are left, and wait for all.
 
@@ -165,7 +178,8 @@ class OverlappedSGD(Trainer):
             try:
                 await call
             except BaseException as error:
-                self.comm.abort(f"a step with overlapped gradients failed: {error!r}")
+                if not (self._elastic and isinstance(error, asyncoll.PeerLostError)):
+                    self.comm.abort(f"a step with overlapped gradients failed: {error!r}")
                 errors.append(error)
         if errors:
             raise errors[0]

@@ -80,8 +80,8 @@ class Trainer(ABC):
         elastic: whether the training goes on without ranks that are lost. `start`, `step` and `finish` then call
             `shrink` where they would raise PeerLostError, make all survivors equal to the bit, and do again what has
             not taken place: no gradient of a survivor is lost, or counted twice. `comm` is the newest communicator, and
-            `Step.epoch` its epoch. For AllreduceSGD, and EagerSGD with history. Costs a copy of the gradient in each
-            step.
+            `Step.epoch` its epoch. For AllreduceSGD, OverlappedSGD, LocalSGD, WagmaSGD, and EagerSGD with history.
+            Costs a copy of the gradient in each step, or of the model in each average.
 
     Parameters that are frozen (`requires_grad` False) do not change. A parameter that a step does not use has a
     gradient of 0, and not None: weight decay and momentum act on it.
@@ -645,7 +645,8 @@ class Trainer(ABC):
             raise asyncoll.UsageError(f"accumulate is a number of backward passes, at least 1, not {self._accumulate}")
         if self._elastic and not self._is_elastic:
             raise asyncoll.UsageError(
-                f"{type(self).__name__} cannot go on after a death: elastic is for AllreduceSGD and EagerSGD"
+                f"{type(self).__name__} cannot go on after a death: elastic is for AllreduceSGD, EagerSGD, LocalSGD, "
+                "OverlappedSGD and WagmaSGD"
             )
         if self._elastic and self.comm.size > 1:
             self.comm._core.succession("elastic")

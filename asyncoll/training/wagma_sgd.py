@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import asyncoll
+from asyncoll.training.one_average import OneAverage
 from asyncoll.training.step import Step
 from asyncoll.training.step_metrics import beside, means
 from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, Trainer
@@ -56,6 +57,7 @@ class WagmaSGD(Trainer):
     """
 
     has_local_state: ClassVar[bool] = True
+    _is_elastic: ClassVar[bool] = True
     _carries_metrics: ClassVar[bool] = True
 
     def __init__(
@@ -83,13 +85,17 @@ class WagmaSGD(Trainer):
         self._name = name
         self._base = 0  # rounds before this training, of which a checkpoint tells
         self._total = torch.empty_like(self._flat.trainable)
-        self._has_called = False
+        self._last = OneAverage(self)
+        self._is_repeated = False  # the step under way: it has changed the model already
+        self._has_stepped = False
+        self._has_called = False  # in this epoch
         self._are_equal = True  # the models of all ranks
 
     async def _update(self, weight: float | None) -> Step:
         self._refuse_weight(weight)
-        self._has_called, self._are_equal = True, False
-        if self._order == "step-then-average":
+        self._has_stepped = self._has_called = True
+        self._are_equal = False
+        if self._order == "step-then-average" and not self._is_repeated:
             self._step_optimizer()  # lines 3-7: W' = W + U(G, W, t), with G = mean gradient of b local samples at W
         own = self._flat.trainable
         total = self._total.copy_(own)
@@ -98,7 +104,7 @@ class WagmaSGD(Trainer):
             reduction = await self._without_loss(
                 self.comm.group_allreduce(
                     beside(total, metrics),
-                    group_size=self._group_size,
+                    group_size=min(self._group_size, self.comm.size),
                     name=self._name,
                     fixed=self._fixed,
                     sync_every=self._sync_every,
@@ -126,18 +132,42 @@ class WagmaSGD(Trainer):
 
     async def _finish(self) -> None:
         own = self._flat.trainable
-        self._check_stepped(self._has_called)
+        self._check_stepped(self._has_stepped)
+        if self._has_stepped and not self._has_called:
+            self._is_repeated = True
+            await self._update(None)
         if self._has_called:
             await self.comm.join(
                 self._name, beside(self._total, self._metrics.taken())
             )  # no synchronous round waits for this rank any more
-        mean = await self.comm.allreduce(self._total.copy_(own), op=asyncoll.AVG)
-        self._observe(self.round, own, mean)
-        own.copy_(mean)  # all ranks leave with one model
+        if not self._last.newest:
+            self._total.copy_(own)
+            await self._last.take(1)
+            self._observe(self.round, self._total, own)  # all ranks leave with one model
         await self._unite_buffers()
 
     async def _resume(self) -> None:
         self._base = self.round
+
+    # -- after a death: models are each rank's own, and each contributes its model again --------------------------
+
+    async def _settle(self) -> None:
+        await self._last.settle()
+        rounds = await self.comm.allgather(torch.tensor(self.round))
+        await self._settle_buffers()
+        self._skip_to(int(rounds.max()))
+        self._base, self._has_called = self.round, False
+
+    def _keep(self) -> None:
+        self._is_repeated = False
+        super()._keep()
+
+    def _is_over(self, before: int) -> bool:
+        return False
+
+    def _restore(self, weight: float | None) -> float | None:
+        self._is_repeated = True
+        return super()._restore(weight)
 
 
 def merge(total: Tensor, own: Tensor, reduction: asyncoll.Reduction) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 
 import asyncoll
 from asyncoll.testing import Crash, Network, run_ranks, simulate
-from asyncoll.training import SGP, AllreduceSGD, EagerSGD, WagmaSGD
+from asyncoll.training import SGP, AllreduceSGD, DPSGD, EagerSGD, LocalSGD, OverlappedSGD, WagmaSGD
 from tests.support.places import ROOT, SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S, TRAINING
 
@@ -68,7 +68,11 @@ class Case:
     def trainer(self, kind: type[Any], comm: asyncoll.Communicator, model: torch.nn.Module) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-        options = self.options if kind is EagerSGD else {}
+        options: dict[str, Any] = self.options if kind is EagerSGD else {}
+        if kind is LocalSGD:
+            options = {"every": 3}
+        elif kind is OverlappedSGD:
+            options = {"bucket_bytes": 1000}
         if kind is EagerSGD and not self.weighs:
             options = options | {"op": asyncoll.SUM}
         return kind(comm, model, optimizer, elastic=True, scheduler=scheduler, **options)
@@ -81,16 +85,18 @@ class Case:
             rank, draw = comm.rank, np.random.default_rng([self.seed, comm.rank])
             model = torch.nn.Linear(self.padding + self.size * CALLS, 1, bias=False)
             torch.nn.init.zeros_(model.weight)
+            x = torch.zeros(model.in_features)
             sgd = self.trainer(kind, comm, model)
             await sgd.start()
             for call in range(CALLS):
-                assert model.weight.grad is not None
-                model.weight.grad.zero_()
-                model.weight.grad[0, self.padding + rank * CALLS + call] = -1.0
                 await asyncio.sleep((0.04 if rank == self.slow else 0.01) * draw.random())
-                step = await sgd.step(weight=1.0 + call % 3 if self.weighs else None, metrics={"call": call})
-                assert (step.round, step.epoch) == (sgd.round, sgd.comm.epoch)
-                assert set(step.metrics) <= {"call"}
+                x.zero_()[self.padding + rank * CALLS + call] = -1.0
+                model(x).sum().backward()
+                weight = 1.0 + call % 3 if self.weighs and kind in (EagerSGD, AllreduceSGD) else None
+                step = await sgd.step(weight=weight, metrics={"call": call})
+                if step is not None:  # else it is between two averages
+                    assert (step.round, step.epoch) == (sgd.round, sgd.comm.epoch)
+                    assert set(step.metrics) <= {"call"}
             await sgd.finish()
             ends[rank] = model.weight.detach().numpy()[0].copy(), sgd._scheduler.last_epoch
 
@@ -104,7 +110,7 @@ class Case:
         values, steps = ends[self.survivors[0]]
         for rank in self.survivors:
             np.testing.assert_array_equal(ends[rank][0], values)
-            assert ends[rank][1] == steps
+            assert ends[rank][1] == steps or kind is WagmaSGD  # whose ranks may end at different rounds
         calls = values[self.padding :].reshape(self.size, CALLS)
         assert (calls[self.survivors] > 0).all(), "a gradient of a survivor is lost"
         if kind is EagerSGD and not self.weighs:  # a sum counts them
@@ -116,9 +122,10 @@ def test_eager_sgd_goes_on_after_deaths(seed: int) -> None:
     Case.drawn(seed).check(EagerSGD)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_allreduce_sgd_goes_on_after_deaths(seed: int) -> None:
-    Case.drawn(1000 + seed).check(AllreduceSGD)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("kind", [AllreduceSGD, OverlappedSGD, LocalSGD, WagmaSGD])
+def test_other_trainings_go_on_after_deaths(kind: type[Any], seed: int) -> None:
+    Case.drawn(1000 + seed).check(kind)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -173,7 +180,7 @@ def test_what_cannot_go_on_says_so() -> None:
     async def main(comm: asyncoll.Communicator) -> None:
         model = torch.nn.Linear(2, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for kind in (WagmaSGD, SGP):
+        for kind in (DPSGD, SGP):
             with pytest.raises(asyncoll.UsageError, match=f"{kind.__name__} cannot go on after a death"):
                 kind(comm, model, optimizer, elastic=True)
         with pytest.raises(asyncoll.UsageError, match="elastic needs history"):
@@ -189,7 +196,13 @@ def test_processes_are_killed(transport: str) -> None:
     command = [sys.executable, "-W", "error", "-m", "asyncoll", "launch", "-n", "4", "--min-ranks", "1"]
     command += ["--transport", transport, str(SCRIPTS / "training" / "trains_over_deaths.py")]
     done = subprocess.run(
-        command, env=os.environ | LIGHT | TRAINING, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        command,
+        env=os.environ | LIGHT | TRAINING,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     lines = [line.split(": ", 1)[1] for line in done.stdout.splitlines()]
     assert (done.returncode, len(set(lines))) == (0, 1), done.stdout + done.stderr
