@@ -19,6 +19,7 @@ from asyncoll.training.dc_asgd import DCASGD
 from asyncoll.training.dc_s3gd import DCS3GD
 from asyncoll.training.dpsgd import DPSGD
 from asyncoll.training.eager_sgd import EagerSGD
+from asyncoll.training.elastic_batches import ElasticBatches
 from asyncoll.training.local_sgd import LocalSGD
 from asyncoll.training.oktopk_sgd import OkTopkSGD
 from asyncoll.training.overlapped_sgd import OverlappedSGD
@@ -37,6 +38,7 @@ __all__ = [
     "AllreduceSGD",
     "Checkpoints",
     "EagerSGD",
+    "ElasticBatches",
     "LocalSGD",
     "OkTopkSGD",
     "OverlappedSGD",

@@ -21,7 +21,7 @@ from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery
 from asyncoll.training.step import Step
 from asyncoll.training.step_metrics import beside, means, without
-from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, Trainer
+from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, RankPart, Trainer, members_of
 from asyncoll.training.under_way import UnderWay
 from asyncoll.training.untaken import Untaken
 
@@ -106,11 +106,10 @@ class EagerSGD(Trainer):
         self._name = name
         self._untaken = Untaken()
         self._has_stepped = False
+        self._is_repeated = False  # the call under way: its gradient is what is carried over
         self._is_finishing = False
-        self._are_all_over = False  # the steps of all ranks, and nothing of them is left; after a death
         self._recovery = self._recovery_in(comm)
         self._renew(comm)
-        self._prepared = comm
 
     def _recovery_in(self, comm: asyncoll.Communicator) -> Recovery:
         return Recovery(comm, self._name, self._copy, history=self._history, sync_every=self._sync_every)
@@ -140,7 +139,7 @@ class EagerSGD(Trainer):
         # G_local = mean gradient of b local samples at w
         metrics = self._metrics.taken()
         if self._elastic:
-            weight = self._untaken.add(self._flat.gradients, weight, metrics)
+            weight = self._untaken.add(self._flat.gradients, weight, metrics, steps=int(not self._is_repeated))
         contribution = beside(self._flat.gradients, metrics)
         with self._recovery.opened(self.round):
             reduction = await self._without_loss(self._allreduce(contribution, weight=weight))  # line 7: U_sum / P
@@ -204,7 +203,8 @@ class EagerSGD(Trainer):
     async def _finish(self) -> None:
         self._is_finishing = True
         self._check_stepped(self._has_stepped)
-        if self._has_stepped and not self._are_all_over:
+        are_all_over = all(part.is_over for part in self._memberships[-1].parts.values())
+        if self._has_stepped and not are_all_over:
             if not self._has_called:  # in this epoch
                 await self._update(self._restore(0.0 if self._is_weighted else None))
             # No round waits for this rank any more.
@@ -246,28 +246,28 @@ class EagerSGD(Trainer):
     # -- after a death ----------------------------------------------------------------------------
     #
     # `_rounds` is the communicator whose rounds have this rank's contributions. It is of an older epoch than `comm`
-    # until a barrier after all of `_settle` is over. So no rank contributes to later rounds before the others know
-    # what is in the older ones. A rank at which that barrier fails cannot know whether another has passed it. The
-    # epoch of the newest `_rounds` tells it, in the epoch after.
+    # until all ranks have settled. So no rank contributes to later rounds before the others know what is in these.
 
     async def _settle(self) -> None:
         self._recovery = self._recovery_in(self.comm)
         self._serve()
-        newest = await self.comm.allgather(torch.tensor(self._rounds.epoch))
-        if self._rounds.epoch < int(newest.max()):
-            self._go_over()
         await self._settle_rounds()
         await self._settle_buffers()
-        self._prepared = self.comm
-        is_over = torch.tensor(int(self._is_finishing and not self._untaken))
-        await self.comm.allreduce(is_over, op=asyncoll.MIN)
-        self._go_over()
-        self._are_all_over = bool(is_over)
 
-    def _go_over(self) -> None:
-        """Contribute to the rounds of the epoch in which all is settled. What is in none yet is carried over."""
-        self._untaken.carry()
-        self._renew(self._prepared)
+    def _train_on(self) -> None:
+        super()._train_on()
+        self._untaken.carry()  # what is in no round yet
+        self._renew(self._next[0])
+
+    def _own_part(self) -> RankPart:
+        untaken, has_left = self._untaken.steps, bool(self._untaken)
+        repeats = has_left or self._is_finishing
+        return RankPart(self._made, untaken * self._accumulate, repeats, self._is_finishing and not has_left)
+
+    def _steps_of_lost(self, member: int) -> int:
+        part = self._memberships[-1].parts[member]
+        taken = dict(zip(members_of(self._rounds), self._passed.taken, strict=True))[member]
+        return part.steps + (taken - part.repeats) * self._accumulate if taken else part.steps - part.untaken
 
     async def _settle_rounds(self) -> None:
         """Apply all rounds, the newest that a survivor knows among them, and learn which contributions are in them."""
@@ -315,13 +315,14 @@ class EagerSGD(Trainer):
             self._apply_kept([(number, result) for number, result in given if number > furthest])
 
     def _keep(self) -> None:
-        """Nothing: each call keeps what it contributes."""
+        self._is_repeated = False  # and each call keeps what it contributes
 
     def _is_over(self, before: int) -> bool:
         return not self._untaken
 
     def _restore(self, weight: float | None) -> float | None:
         # What is carried over is added to it.
+        self._is_repeated = True
         self._flat.zero_gradients()
         return None if weight is None else 0.0
 

@@ -21,7 +21,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +48,30 @@ class Options(TypedDict, total=False):
     scaler: torch.amp.GradScaler | None
     buffers: Buffers
     elastic: bool
+
+
+class RankPart(NamedTuple):
+    """What a rank tells the others in a new epoch, before they train on."""
+
+    steps: int = 0  # calls of `step` so far, the one under way included
+    untaken: int = 0  # of these, those whose gradient is in no round yet
+    repeats: bool = False  # whether the first contribution to the rounds of the epoch is that of no further step
+    is_over: bool = False  # it has made its last step, and all that it has contributed is in the model
+
+
+class Membership(NamedTuple):
+    """The ranks that train together in an epoch, by member number, which they have in all epochs."""
+
+    epoch: int
+    members: tuple[int, ...]  # in order of their ranks
+    steps: dict[int, int]  # by member of this epoch, or the one before: its steps in the model, or to be in it
+    parts: dict[int, RankPart]  # of the members
+
+
+def members_of(comm: asyncoll.Communicator) -> tuple[int, ...]:
+    """The member numbers of the ranks of `comm`, in order."""
+    member = comm._core.member
+    return tuple(member.endpoint.membership.numbers[rank] for rank in member.group.ranks)
 
 
 class Trainer(ABC):
@@ -139,6 +163,13 @@ class Trainer(ABC):
         self._state = "new"
         if self._elastic:
             comm._core.member.endpoint.is_elastic = True
+        self._made = 0  # calls of `step`
+        self._first_round = 0  # at the start
+        members = members_of(comm)
+        self._memberships = [  # in which it has trained, in order
+            Membership(comm.epoch, members, dict.fromkeys(members, 0), dict.fromkeys(members, RankPart()))
+        ]
+        self._next = comm, self._memberships[0]
         self._kept: Tensor | None = None  # a copy of the gradient of the step under way; with `elastic`
         self._training = Training(type(self).__name__, comm._core.member)
 
@@ -160,6 +191,7 @@ class Trainer(ABC):
         while self._state == "new":
             try:
                 await self._begin()
+                self._first_round = self.round
                 if self._elastic:
                     await self.comm.barrier()  # no rank begins to train before all have a whole model
                 self._state = "training"
@@ -361,21 +393,52 @@ class Trainer(ABC):
             weight = self._restore(weight)
 
     async def _go_on(self) -> bool:
-        """Enter the next epoch, in which all survivors have one state: the newest one, to the bit.
+        """Enter the next epoch, in which all survivors have settled what the death has left.
 
         Returns whether the training has begun. If it has not, at any rank, it begins anew.
+
+        No rank trains on before all have settled. A rank at which the last collective of this fails cannot know
+        whether others have got through it, and have trained on: it learns that in the epoch after.
         """
         while True:
             self.comm = await self.comm.shrink()
             self._training.member = self.comm._core.member
+            own = torch.tensor([self._state == "training", self._memberships[-1].epoch])
             try:
-                begun = await self.comm.allgather(torch.tensor(self._state == "training"))
-                if begun.any():  # then all others have only to be told
-                    self._state = "training"
-                    await self._settle()
-                return self._state == "training"
+                begun, epochs = (await self.comm.allgather(own)).T.tolist()
+                if not any(begun):
+                    return False
+                self._state = "training"  # all had a whole model: this rank has only not been told
+                if max(epochs) > self._memberships[-1].epoch:
+                    self._train_on()
+                await self._settle()
+                await self._meet()
+                await self.comm.barrier()
+                self._train_on()
+                return True
             except asyncoll.PeerLostError:
                 pass
+
+    async def _meet(self) -> None:
+        """All has been settled: tell the others of this rank, and learn the membership that comes next. Collective."""
+        parts = await self.comm.allgather(torch.tensor(self._own_part()))
+        members = members_of(self.comm)
+        own = {member: RankPart(*part) for member, part in zip(members, parts.tolist(), strict=True)}
+        lost = {member: self._steps_of_lost(member) for member in self._memberships[-1].members}
+        steps = lost | {member: part.steps for member, part in own.items()}
+        self._next = self.comm, Membership(self.comm.epoch, members, steps, own)
+
+    def _train_on(self) -> None:
+        """All ranks have settled: train on with the membership that comes next."""
+        self._memberships.append(self._next[1])
+
+    def _own_part(self) -> RankPart:
+        return RankPart(self._made)
+
+    def _steps_of_lost(self, member: int) -> int:
+        """How many calls of `step` of a lost member are in the model, once all is settled; the same at every rank."""
+        del member  # all ranks have made as many
+        return (self.round - self._first_round) * self._accumulate
 
     async def _settle(self) -> None:
         """Give all survivors the newest state. Collective; may fail at any moment, and is then done again."""
@@ -597,6 +660,7 @@ class Trainer(ABC):
             raise asyncoll.UsageError(f"a weight is a number of samples, at least 0, not {weight}")
         own_weight = 1.0 if weight is None else weight
         self._calls += 1
+        self._made += 1
         self._weight += own_weight
         if self._calls == self._accumulate:
             return True

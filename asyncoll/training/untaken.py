@@ -17,6 +17,7 @@ class Contributed(NamedTuple):
     gradients: Tensor  # times the weight
     weight: float | None  # None: unweighted
     metrics: asyncoll.Metrics | None
+    steps: int  # how many of this rank
 
 
 class Untaken:
@@ -34,7 +35,14 @@ class Untaken:
     def __bool__(self) -> bool:
         return bool(self._kept) or self._carried is not None
 
-    def add(self, gradients: Tensor, weight: float | None, metrics: asyncoll.Metrics | None) -> float | None:
+    @property
+    def steps(self) -> int:
+        """How many steps the contributions are of."""
+        return sum(each.steps for each in self._kept) + (self._carried.steps if self._carried else 0)
+
+    def add(
+        self, gradients: Tensor, weight: float | None, metrics: asyncoll.Metrics | None, steps: int
+    ) -> float | None:
         """The next call contributes these, and what is carried over: it is added to them. Returns the weight of all."""
         carried, self._carried = self._carried, None
         copy = self._spare.pop() if self._spare else gradients.clone()
@@ -47,11 +55,12 @@ class Untaken:
                 weight += carried.weight
             if metrics is not None and carried.metrics is not None:
                 metrics.add(carried.metrics)
+            steps += carried.steps
             gradients.copy_(copy)
             if weight:
                 gradients.div_(weight)
         self._calls += 1
-        self._kept.append(Contributed(self._calls, copy, weight, None if metrics is None else metrics.copy()))
+        self._kept.append(Contributed(self._calls, copy, weight, None if metrics is None else metrics.copy(), steps))
         return weight
 
     def drop(self, taken: int) -> None:
@@ -65,12 +74,12 @@ class Untaken:
             if self._carried is None:
                 self._carried = contributed
                 continue
-            _, gradients, weight, metrics = self._carried
+            _, gradients, weight, metrics, steps = self._carried
             gradients.add_(contributed.gradients)
             if weight is not None and contributed.weight is not None:
                 weight += contributed.weight
             if metrics is not None and contributed.metrics is not None:
                 metrics.add(contributed.metrics)
-            self._carried = Contributed(0, gradients, weight, metrics)
+            self._carried = Contributed(0, gradients, weight, metrics, steps + contributed.steps)
         self._kept.clear()
         self._calls = 0

@@ -15,7 +15,16 @@ import torch
 
 import asyncoll
 from asyncoll.testing import Crash, Network, run_ranks, simulate
-from asyncoll.training import SGP, AllreduceSGD, DPSGD, EagerSGD, LocalSGD, OverlappedSGD, WagmaSGD
+from asyncoll.training import (
+    DPSGD,
+    SGP,
+    AllreduceSGD,
+    EagerSGD,
+    ElasticBatches,
+    LocalSGD,
+    OverlappedSGD,
+    WagmaSGD,
+)
 from tests.support.places import ROOT, SCRIPTS
 from tests.support.processes import LIGHT, PATIENCE_S, TRAINING
 
@@ -154,6 +163,69 @@ def test_a_death_while_it_starts_or_ends(kind: type[Any], shared: bool) -> None:
         for rank in (0, 1):
             report = simulate(4, main, Network(1e-4, faults=[Crash(rank, float(at_s))]), shared_memory=shared)
             assert len({report.results[other] for other in range(4) if other != rank}) == 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("kind", [EagerSGD, AllreduceSGD])
+def test_each_sample_is_used_once_in_an_epoch(kind: type[Any], seed: int) -> None:
+    """Also those that were dealt to a rank that died; the batches that are left at the end are fewer than the ranks."""
+    case, samples, epochs = Case.drawn(2000 + seed), 200, 3
+    ends: dict[int, Array] = {}
+
+    async def main(comm: asyncoll.Communicator) -> None:
+        rank, draw = comm.rank, np.random.default_rng([seed, comm.rank])
+        model = torch.nn.Linear(samples, 1, bias=False)
+        torch.nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        options = {"op": asyncoll.SUM} if kind is EagerSGD else {}
+        sgd = kind(comm, model, optimizer, elastic=True, **options)
+        await sgd.start()
+        batches, is_over = ElasticBatches(samples, 3, epochs), False
+        while not is_over:
+            batches.deal(sgd)
+            for indices in batches:
+                await asyncio.sleep((0.04 if rank == case.slow else 0.01) * draw.random())
+                x = torch.zeros(samples)
+                x[indices] = -1.0
+                model(x).sum().backward()
+                await sgd.step()
+                if batches.deal(sgd):
+                    break
+            else:
+                is_over = True
+        await sgd.finish()
+        ends[rank] = model.weight.detach().numpy()[0].copy()
+
+    simulate(case.size, main, Network(1e-4, 1e-4, faults=case.faults), seed, shared_memory=case.shared)
+    (times, *_) = (ends[rank] for rank in case.survivors)
+    if kind is EagerSGD:
+        assert times.max() == epochs
+        assert (epochs - times).sum() < 3 * case.size
+    else:  # by the number of ranks of each epoch
+        assert (times > 0).all()
+
+
+@pytest.mark.parametrize("wrong", [(0, 1), (1, 0), (1, 1, 0)])
+def test_batches_of_nothing_are_an_error(wrong: tuple[int, ...]) -> None:
+    with pytest.raises(asyncoll.UsageError, match="samples, batch_size and epochs are at least 1"):
+        ElasticBatches(*wrong)
+    with pytest.raises(asyncoll.UsageError, match="call deal"):
+        list(ElasticBatches(1, 1))
+
+
+def test_batches_are_those_of_a_sampler() -> None:
+    """In the order of the data without a seed; the last batch of an epoch has fewer samples."""
+
+    async def main(comm: asyncoll.Communicator) -> list[list[int]]:
+        model = torch.nn.Linear(1, 1)
+        sgd = AllreduceSGD(comm, model, torch.optim.SGD(model.parameters(), lr=0.1), elastic=True)
+        batches = ElasticBatches(5, 2, 2, seed=None)
+        assert batches.deal(sgd)
+        assert not batches.deal(sgd)
+        loader = torch.utils.data.DataLoader(torch.arange(5), batch_sampler=batches)
+        return [batch.tolist() for batch in loader]
+
+    assert run_ranks(2, main) == [[[0, 1], [4], [2, 3]], [[2, 3], [0, 1], [4]]]
 
 
 def test_metrics_of_a_step_in_which_a_rank_died_are_those_of_the_rank() -> None:

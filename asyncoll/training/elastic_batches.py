@@ -1,0 +1,102 @@
+"""Batches for a training that goes on after deaths: each of an epoch of the data once, whichever ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch.utils.data import Sampler
+
+import asyncoll
+from asyncoll.tensors.reductions import Array
+from asyncoll.training.trainer import Trainer
+
+
+class ElasticBatches(Sampler[list[int]]):
+    """The batches of this rank, for `DataLoader(data, batch_sampler=...)`: all epochs of the data, one after another.
+
+    Each epoch has an order of its own, drawn from the seed, and is cut into batches, which are dealt to the ranks in
+    turn. After a death `deal` deals what is left to the ranks that live. Every batch that a survivor has made a step
+    with counts as used, and so does every batch of a dead rank whose gradient is in the model. So no sample is left
+    out, and none is used twice. At the end of the training all ranks have had the same number: fewer batches than there
+    are ranks stay unused.
+
+    Every rank makes one, with equal arguments, and calls `step()` once for each batch, in order. Batches that a
+    DataLoader has fetched ahead and that are in no step count as left. For `AllreduceSGD`, `OverlappedSGD` and
+    `EagerSGD`; with `LocalSGD` and `WagmaSGD`, steps of a dead rank since its last average count as used.
+
+    Args:
+        samples: the number of samples of the data.
+        batch_size: the number of samples in a batch; the last one of an epoch may have fewer.
+        epochs: how often the data is used.
+        seed: of the orders; None: the order of the data.
+
+    Raises UsageError for numbers below 1.
+
+    Example:
+
+        batches = ElasticBatches(len(data), batch_size=32, epochs=10)
+        loader = DataLoader(data, batch_sampler=batches)
+        is_over = False
+        while not is_over:
+            batches.deal(sgd)
+            for x, y in loader:
+                loss(model(x), y).backward()
+                step = await sgd.step()
+                if batches.deal(sgd):
+                    break  # the ranks are others: go on with what is left
+            else:
+                is_over = True
+    """
+
+    def __init__(self, samples: int, batch_size: int, epochs: int = 1, *, seed: int | None = 0) -> None:
+        if min(samples, batch_size, epochs) < 1:
+            raise asyncoll.UsageError(
+                f"samples, batch_size and epochs are at least 1, not {samples}, {batch_size} and {epochs}"
+            )
+        self._samples, self._batch_size, self._seed = samples, batch_size, seed
+        self._of_an_epoch = -(-samples // batch_size)
+        self._left: Array = np.arange(epochs * self._of_an_epoch)  # the batches that were dealt last
+        self._members: tuple[int, ...] = ()  # that they were dealt to; by member number, as the next one
+        self._used: dict[int, int] = {}  # calls of `step` before that
+        self._place = 0  # of this rank among them
+        self._dealt = 0  # memberships that they were dealt to
+
+    def deal(self, trainer: Trainer) -> bool:
+        """Deal the batches, and what is left of them after a death. Local: every rank calls it.
+
+        Before the first step, and after each one. Returns whether they were dealt: then iterate anew.
+        """
+        new = trainer._memberships[self._dealt :]
+        for membership in new:
+            if self._members:
+                self._drop_used([membership.steps[member] - self._used[member] for member in self._members])
+            self._members, self._used = membership.members, membership.steps
+        self._dealt += len(new)
+        self._place = trainer.comm.rank
+        return bool(new)
+
+    def _drop_used(self, calls: list[int]) -> None:
+        """Of what was dealt last, keep what is left if the ranks have used so many of theirs."""
+        size, count = len(calls), len(self._left)
+        turn, place = np.divmod(np.arange(count), size)
+        self._left = self._left[turn >= np.array(calls)[place]]
+
+    def __len__(self) -> int:
+        """The number of batches that this rank was dealt."""
+        return len(self._left) // max(1, len(self._members))
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if not self._members:
+            raise asyncoll.UsageError("call deal(trainer) first: the batches depend on the ranks")
+        size, newest = len(self._members), (-1, np.empty(0, int))
+        for number in self._left[self._place : len(self) * size : size].tolist():
+            epoch, at = divmod(number, self._of_an_epoch)
+            if newest[0] != epoch:
+                newest = epoch, self._order(epoch)
+            yield newest[1][at * self._batch_size : (at + 1) * self._batch_size].tolist()
+
+    def _order(self, epoch: int) -> Array:
+        if self._seed is None:
+            return np.arange(self._samples)
+        return np.random.default_rng([self._seed, epoch]).permutation(self._samples)
