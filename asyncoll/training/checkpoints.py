@@ -59,6 +59,16 @@ class Checkpoints:
             self._path(old).unlink()
         return path
 
+    def newest_of_any(self) -> dict[str, Any] | None:
+        """The state of the newest round that any rank of any job has saved in `folder`; None if there is none. Local.
+
+        For a trainer that is `elastic` and has no local state: the file of one rank serves all, whatever their number.
+        The ranks may find different rounds, and `start()` gives all of them the newest. Deletes nothing. Raises
+        UsageError if the file cannot be read.
+        """
+        found = sorted(self._found(), key=lambda each: int(each[1]))
+        return self._read(self._folder / found[-1].string) if found else None
+
     async def newest(self, *, common: bool = True) -> dict[str, Any] | None:
         """This rank's state of the newest round that all ranks have saved; None if no rank has saved any. Collective.
 
@@ -87,12 +97,15 @@ class Checkpoints:
         if others:
             raise asyncoll.UsageError(
                 f"{self._folder} has checkpoints of {' and '.join(sorted(others))} ranks, and this job has "
-                f"{self._comm.size}: start as many ranks, or use another folder"
+                f"{self._comm.size}: start as many ranks, or use another folder; an elastic trainer takes that of "
+                "`newest_of_any`"
             )
         return None
 
     def _load(self, round_: int) -> dict[str, Any]:
-        path = self._path(round_)
+        return self._read(self._path(round_))
+
+    def _read(self, path: Path) -> dict[str, Any]:
         try:
             state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         # Torch raises many types, whose texts do not name the file.

@@ -107,7 +107,6 @@ class EagerSGD(Trainer):
         self._untaken = Untaken()
         self._has_stepped = False
         self._is_repeated = False  # the call under way: its gradient is what is carried over
-        self._is_finishing = False
         self._recovery = self._recovery_in(comm)
         self._renew(comm)
 
@@ -201,7 +200,6 @@ class EagerSGD(Trainer):
         self._recovery.end()
 
     async def _finish(self) -> None:
-        self._is_finishing = True
         self._check_stepped(self._has_stepped)
         are_all_over = all(part.is_over for part in self._memberships[-1].parts.values())
         if self._has_stepped and not are_all_over:
@@ -261,8 +259,8 @@ class EagerSGD(Trainer):
 
     def _own_part(self) -> RankPart:
         untaken, has_left = self._untaken.steps, bool(self._untaken)
-        repeats = has_left or self._is_finishing
-        return RankPart(self._made, untaken * self._accumulate, repeats, self._is_finishing and not has_left)
+        ended = self._is_finishing
+        return RankPart(self._made, untaken * self._accumulate, has_left or ended, ended, ended and not has_left)
 
     def _steps_of_lost(self, member: int) -> int:
         part = self._memberships[-1].parts[member]

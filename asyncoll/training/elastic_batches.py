@@ -9,17 +9,18 @@ from torch.utils.data import Sampler
 
 import asyncoll
 from asyncoll.tensors.reductions import Array
-from asyncoll.training.trainer import Trainer
+from asyncoll.training.trainer import Trainer, members_of
 
 
 class ElasticBatches(Sampler[list[int]]):
     """The batches of this rank, for `DataLoader(data, batch_sampler=...)`: all epochs of the data, one after another.
 
     Each epoch has an order of its own, drawn from the seed, and is cut into batches, which are dealt to the ranks in
-    turn. After a death `deal` deals what is left to the ranks that live. Every batch that a survivor has made a step
-    with counts as used, and so does every batch of a dead rank whose gradient is in the model. So no sample is left
-    out, and none is used twice. At the end of the training all ranks have had the same number: fewer batches than there
-    are ranks stay unused.
+    turn. After a death `deal` deals what is left to the ranks that live and have not ended their loop. Every batch that
+    a survivor has made a step with counts as used, and so does every batch of a dead rank whose gradient is in the
+    model. So no sample is left out, and none is used twice in an epoch. At the end of the training all ranks have had
+    the same number: fewer batches than there are ranks stay unused; and those of a rank that dies when all others have
+    ended their loop.
 
     Every rank makes one, with equal arguments, and calls `step()` once for each batch, in order. Batches that a
     DataLoader has fetched ahead and that are in no step count as left. For `AllreduceSGD`, `OverlappedSGD` and
@@ -57,7 +58,7 @@ class ElasticBatches(Sampler[list[int]]):
         self._samples, self._batch_size, self._seed = samples, batch_size, seed
         self._of_an_epoch = -(-samples // batch_size)
         self._left: Array = np.arange(epochs * self._of_an_epoch)  # the batches that were dealt last
-        self._members: tuple[int, ...] = ()  # that they were dealt to; by member number, as the next one
+        self._members: list[int] = []  # that they were dealt to; by member number, as the next one
         self._used: dict[int, int] = {}  # calls of `step` before that
         self._place = 0  # of this rank among them
         self._dealt = 0  # memberships that they were dealt to
@@ -71,9 +72,10 @@ class ElasticBatches(Sampler[list[int]]):
         for membership in new:
             if self._members:
                 self._drop_used([membership.steps[member] - self._used[member] for member in self._members])
-            self._members, self._used = membership.members, membership.steps
+            self._members = [member for member in membership.members if not membership.parts[member].has_ended]
+            self._used = membership.steps
         self._dealt += len(new)
-        self._place = trainer.comm.rank
+        self._place = self._members.index(members_of(trainer.comm)[trainer.comm.rank])
         return bool(new)
 
     def _drop_used(self, calls: list[int]) -> None:

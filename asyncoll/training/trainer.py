@@ -56,7 +56,8 @@ class RankPart(NamedTuple):
     steps: int = 0  # calls of `step` so far, the one under way included
     untaken: int = 0  # of these, those whose gradient is in no round yet
     repeats: bool = False  # whether the first contribution to the rounds of the epoch is that of no further step
-    is_over: bool = False  # it has made its last step, and all that it has contributed is in the model
+    has_ended: bool = False  # it has made its last step
+    is_over: bool = False  # and all that it has contributed is in the model
 
 
 class Membership(NamedTuple):
@@ -164,6 +165,7 @@ class Trainer(ABC):
         if self._elastic:
             comm._core.member.endpoint.is_elastic = True
         self._made = 0  # calls of `step`
+        self._is_finishing = False
         self._first_round = 0  # at the start
         members = members_of(comm)
         self._memberships = [  # in which it has trained, in order
@@ -276,6 +278,7 @@ class Trainer(ABC):
         """
         if self._state == "finished":
             return
+        self._is_finishing = True
         await self.start()
         self._flat.collect_gradients()  # `zero_grad()` may have put them elsewhere
         self._flat.zero_gradients()
@@ -328,11 +331,14 @@ class Trainer(ABC):
         """Go on where `state` was saved. Before `start`; load the model and the optimizer, too. Sends nothing.
 
         Raises UsageError if `state` is of another algorithm, model or number of ranks, or of another rank where ranks
-        differ; and if it is damaged: a value is missing or cannot be, such as a round that is negative.
+        differ; and if it is damaged: a value is missing or cannot be, such as a round that is negative. With `elastic`,
+        and where ranks do not differ, a state is for any number of ranks.
         """
         if self._state != "new":
             raise asyncoll.UsageError("load a checkpoint before the first step, and before start()")
-        expected = {"algorithm": type(self).__name__, "ranks": self.comm.size, "model": self._description()}
+        expected: dict[str, Any] = {"algorithm": type(self).__name__, "model": self._description()}
+        if self.has_local_state or not self._elastic:
+            expected["ranks"] = self.comm.size
         if self.has_local_state:
             expected["rank"] = self.comm.rank
         for what, here in expected.items():
@@ -433,7 +439,7 @@ class Trainer(ABC):
         self._memberships.append(self._next[1])
 
     def _own_part(self) -> RankPart:
-        return RankPart(self._made)
+        return RankPart(self._made, has_ended=self._is_finishing)
 
     def _steps_of_lost(self, member: int) -> int:
         """How many calls of `step` of a lost member are in the model, once all is settled; the same at every rank."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from asyncoll.training import (
     DPSGD,
     SGP,
     AllreduceSGD,
+    Checkpoints,
     EagerSGD,
     ElasticBatches,
     LocalSGD,
@@ -170,6 +172,7 @@ def test_a_death_while_it_starts_or_ends(kind: type[Any], shared: bool) -> None:
 def test_each_sample_is_used_once_in_an_epoch(kind: type[Any], seed: int) -> None:
     """Also those that were dealt to a rank that died; the batches that are left at the end are fewer than the ranks."""
     case, samples, epochs = Case.drawn(2000 + seed), 200, 3
+    faults = [Crash(fault.rank, fault.at_s / 5) for fault in case.faults]  # before a rank has used all of its batches
     ends: dict[int, Array] = {}
 
     async def main(comm: asyncoll.Communicator) -> None:
@@ -196,7 +199,7 @@ def test_each_sample_is_used_once_in_an_epoch(kind: type[Any], seed: int) -> Non
         await sgd.finish()
         ends[rank] = model.weight.detach().numpy()[0].copy()
 
-    simulate(case.size, main, Network(1e-4, 1e-4, faults=case.faults), seed, shared_memory=case.shared)
+    simulate(case.size, main, Network(1e-4, 1e-4, faults=faults), seed, shared_memory=case.shared)
     (times, *_) = (ends[rank] for rank in case.survivors)
     if kind is EagerSGD:
         assert times.max() == epochs
@@ -226,6 +229,44 @@ def test_batches_are_those_of_a_sampler() -> None:
         return [batch.tolist() for batch in loader]
 
     assert run_ranks(2, main) == [[[0, 1], [4], [2, 3]], [[2, 3], [0, 1], [4]]]
+
+
+@pytest.mark.parametrize("kind", [EagerSGD, AllreduceSGD])
+def test_a_checkpoint_is_for_any_number_of_ranks(kind: type[Any], tmp_path: Path) -> None:
+    def made(comm: asyncoll.Communicator, **options: Any) -> tuple[torch.nn.Module, Any]:
+        model = torch.nn.Linear(3, 1)
+        return model, kind(comm, model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+
+    async def first(comm: asyncoll.Communicator) -> None:
+        model, sgd = made(comm, elastic=True)
+        await sgd.start()
+        while sgd.comm.size == 4 or sgd.round < 12:
+            await asyncio.sleep(0.01)
+            model(torch.ones(3)).backward()
+            step = await sgd.step()
+            checkpoints = Checkpoints(sgd.comm, tmp_path)
+            checkpoints.save(step.round, model=model.state_dict(), sgd=sgd.state_dict())
+        await sgd.finish()
+
+    async def then(comm: asyncoll.Communicator) -> int:
+        model, sgd = made(comm, elastic=True)
+        saved = Checkpoints(comm, tmp_path).newest_of_any()
+        assert saved is not None
+        model.load_state_dict(saved["model"])
+        sgd.load_state_dict(saved["sgd"])
+        _, strict = made(comm)
+        with pytest.raises(asyncoll.UsageError, match="has ranks 3, and not 2"):
+            strict.load_state_dict(saved["sgd"])
+        with pytest.raises(asyncoll.UsageError, match="takes that of `newest_of_any`"):
+            await Checkpoints(comm, tmp_path).newest()
+        await sgd.start()
+        model(torch.ones(3)).backward()
+        round_ = int((await sgd.step()).round)
+        await sgd.finish()
+        return round_
+
+    simulate(4, first, Network(1e-4, faults=[Crash(1, 0.0451)]))
+    assert all(round_ >= 12 for round_ in run_ranks(2, then))
 
 
 def test_metrics_of_a_step_in_which_a_rank_died_are_those_of_the_rank() -> None:
