@@ -23,7 +23,6 @@ from asyncoll.errors import DeadlineError, Reason, UsageError
 from asyncoll.rpc.ranks import Rpc
 from asyncoll.rpc.service import FunctionRegistry
 from asyncoll.runtime.deadlines import remaining_s
-from asyncoll.runtime.endpoint import NextEpoch
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.lifetime import Lifetime
 from asyncoll.runtime.member import Member
@@ -172,17 +171,10 @@ class Core:
             later._open_rpc(self._rpc.registry)
         return later
 
-    def succession(self, what: str) -> NextEpoch:
-        """The epochs of this process. Raises UsageError for `what` if the ranks have no store of epochs."""
-        endpoint = self.member.endpoint
-        if endpoint.succession is None:
-            raise UsageError(f"{what} needs a store of epochs that outlives the ranks: {endpoint.store_advice}")
-        return endpoint.succession
-
     async def _next_world(self, limit_s: float) -> Core:
         """On the runtime's loop: the communicator of all ranks in the next epoch."""
         endpoint = self.member.endpoint
-        succession = self.succession("shrink")
+        succession = self.member.succession("shrink")
         try:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None):
                 world: Core = await succession.next(self.member.group.epoch)

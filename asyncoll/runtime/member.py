@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from asyncoll.errors import AbortedError, AsyncollError, ClosedError, DeviceError, ProtocolError, UsageError, describe
-from asyncoll.runtime.endpoint import Endpoint
+from asyncoll.runtime.endpoint import Endpoint, NextEpoch
 from asyncoll.runtime.executions import Identity, marked
 from asyncoll.runtime.failures import Closed, Departed, Failure
 from asyncoll.runtime.group import Group, Lane
@@ -51,6 +51,13 @@ class Member:
         known = self.endpoint.membership.last_rounds
         known.append(last_round)
         self.at_end(lambda: known.remove(last_round))
+
+    def succession(self, what: str) -> NextEpoch:
+        """The epochs of this process. Raises UsageError for `what` if the ranks have no store of epochs."""
+        endpoint = self.endpoint
+        if endpoint.succession is None:
+            raise UsageError(f"{what} needs a store of epochs that outlives the ranks: {endpoint.store_advice}")
+        return endpoint.succession
 
     def forget(self) -> None:
         """Run the callbacks of `at_end`, and forget the communicator in the endpoint. On the runtime's loop."""

@@ -21,7 +21,8 @@ from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery
 from asyncoll.training.step import Step
 from asyncoll.training.step_metrics import beside, means, without
-from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, RankPart, Trainer, members_of
+from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, Trainer
+from asyncoll.training.training_epochs import RankPart, members_of
 from asyncoll.training.under_way import UnderWay
 from asyncoll.training.untaken import Untaken
 
@@ -201,7 +202,7 @@ class EagerSGD(Trainer):
 
     async def _finish(self) -> None:
         self._check_stepped(self._has_stepped)
-        are_all_over = all(part.is_over for part in self._memberships[-1].parts.values())
+        are_all_over = all(part.is_over for part in self._epochs[-1].parts.values())
         if self._has_stepped and not are_all_over:
             if not self._has_called:  # in this epoch
                 await self._update(self._restore(0.0 if self._is_weighted else None))
@@ -263,7 +264,7 @@ class EagerSGD(Trainer):
         return RankPart(self._made, untaken * self._accumulate, has_left or ended, ended, ended and not has_left)
 
     def _steps_of_lost(self, member: int) -> int:
-        part = self._memberships[-1].parts[member]
+        part = self._epochs[-1].parts[member]
         taken = dict(zip(members_of(self._rounds), self._passed.taken, strict=True))[member]
         return part.steps + (taken - part.repeats) * self._accumulate if taken else part.steps - part.untaken
 

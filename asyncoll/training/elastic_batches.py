@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 import asyncoll
-from asyncoll.tensors.reductions import Array
-from asyncoll.training.trainer import Trainer, members_of
+from asyncoll.training.trainer import Trainer
+from asyncoll.training.training_epochs import members_of
 
 
 class ElasticBatches(Sampler[list[int]]):
@@ -57,23 +58,23 @@ class ElasticBatches(Sampler[list[int]]):
             )
         self._samples, self._batch_size, self._seed = samples, batch_size, seed
         self._of_an_epoch = -(-samples // batch_size)
-        self._left: Array = np.arange(epochs * self._of_an_epoch)  # the batches that were dealt last
+        self._left: NDArray[np.int64] = np.arange(epochs * self._of_an_epoch)  # the batches that were dealt last
         self._members: list[int] = []  # that they were dealt to; by member number, as the next one
         self._used: dict[int, int] = {}  # calls of `step` before that
         self._place = 0  # of this rank among them
-        self._dealt = 0  # memberships that they were dealt to
+        self._dealt = 0  # epochs of the ranks that they were dealt to
 
     def deal(self, trainer: Trainer) -> bool:
         """Deal the batches, and what is left of them after a death. Local: every rank calls it.
 
         Before the first step, and after each one. Returns whether they were dealt: then iterate anew.
         """
-        new = trainer._memberships[self._dealt :]
-        for membership in new:
+        new = trainer._epochs[self._dealt :]
+        for epoch in new:
             if self._members:
-                self._drop_used([membership.steps[member] - self._used[member] for member in self._members])
-            self._members = [member for member in membership.members if not membership.parts[member].has_ended]
-            self._used = membership.steps
+                self._drop_used([epoch.steps[member] - self._used[member] for member in self._members])
+            self._members = [member for member in epoch.members if not epoch.parts[member].has_ended]
+            self._used = epoch.steps
         self._dealt += len(new)
         self._place = self._members.index(members_of(trainer.comm)[trainer.comm.rank])
         return bool(new)
@@ -98,7 +99,7 @@ class ElasticBatches(Sampler[list[int]]):
                 newest = epoch, self._order(epoch)
             yield newest[1][at * self._batch_size : (at + 1) * self._batch_size].tolist()
 
-    def _order(self, epoch: int) -> Array:
+    def _order(self, epoch: int) -> NDArray[np.int64]:
         if self._seed is None:
             return np.arange(self._samples)
         return np.random.default_rng([self._seed, epoch]).permutation(self._samples)

@@ -21,7 +21,7 @@ import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any, ClassVar, Literal, NamedTuple, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from asyncoll.training import replicas, saved
 from asyncoll.training.scheduled import ScheduledRounds
 from asyncoll.training.step import Step, step_of, step_of_ranks
 from asyncoll.training.step_metrics import StepMetrics, means_of_all
+from asyncoll.training.training_epochs import RankPart, TrainingEpoch, members_of
 
 T = TypeVar("T")
 Buffers = Literal["broadcast", "average", "local"]
@@ -48,31 +49,6 @@ class Options(TypedDict, total=False):
     scaler: torch.amp.GradScaler | None
     buffers: Buffers
     elastic: bool
-
-
-class RankPart(NamedTuple):
-    """What a rank tells the others in a new epoch, before they train on."""
-
-    steps: int = 0  # calls of `step` so far, the one under way included
-    untaken: int = 0  # of these, those whose gradient is in no round yet
-    repeats: bool = False  # whether the first contribution to the rounds of the epoch is that of no further step
-    has_ended: bool = False  # it has made its last step
-    is_over: bool = False  # and all that it has contributed is in the model
-
-
-class Membership(NamedTuple):
-    """The ranks that train together in an epoch, by member number, which they have in all epochs."""
-
-    epoch: int
-    members: tuple[int, ...]  # in order of their ranks
-    steps: dict[int, int]  # by member of this epoch, or the one before: its steps in the model, or to be in it
-    parts: dict[int, RankPart]  # of the members
-
-
-def members_of(comm: asyncoll.Communicator) -> tuple[int, ...]:
-    """The member numbers of the ranks of `comm`, in order."""
-    member = comm._core.member
-    return tuple(member.endpoint.membership.numbers[rank] for rank in member.group.ranks)
 
 
 class Trainer(ABC):
@@ -168,10 +144,10 @@ class Trainer(ABC):
         self._is_finishing = False
         self._first_round = 0  # at the start
         members = members_of(comm)
-        self._memberships = [  # in which it has trained, in order
-            Membership(comm.epoch, members, dict.fromkeys(members, 0), dict.fromkeys(members, RankPart()))
+        self._epochs = [  # in which it has trained, in order
+            TrainingEpoch(comm.epoch, members, dict.fromkeys(members, 0), dict.fromkeys(members, RankPart()))
         ]
-        self._next = comm, self._memberships[0]
+        self._next = comm, self._epochs[0]
         self._kept: Tensor | None = None  # a copy of the gradient of the step under way; with `elastic`
         self._training = Training(type(self).__name__, comm._core.member)
 
@@ -409,13 +385,13 @@ class Trainer(ABC):
         while True:
             self.comm = await self.comm.shrink()
             self._training.member = self.comm._core.member
-            own = torch.tensor([self._state == "training", self._memberships[-1].epoch])
+            own = torch.tensor([self._state == "training", self._epochs[-1].epoch])
             try:
                 begun, epochs = (await self.comm.allgather(own)).T.tolist()
                 if not any(begun):
                     return False
                 self._state = "training"  # all had a whole model: this rank has only not been told
-                if max(epochs) > self._memberships[-1].epoch:
+                if max(epochs) > self._epochs[-1].epoch:
                     self._train_on()
                 await self._settle()
                 await self._meet()
@@ -430,13 +406,13 @@ class Trainer(ABC):
         parts = await self.comm.allgather(torch.tensor(self._own_part()))
         members = members_of(self.comm)
         own = {member: RankPart(*part) for member, part in zip(members, parts.tolist(), strict=True)}
-        lost = {member: self._steps_of_lost(member) for member in self._memberships[-1].members}
+        lost = {member: self._steps_of_lost(member) for member in self._epochs[-1].members}
         steps = lost | {member: part.steps for member, part in own.items()}
-        self._next = self.comm, Membership(self.comm.epoch, members, steps, own)
+        self._next = self.comm, TrainingEpoch(self.comm.epoch, members, steps, own)
 
     def _train_on(self) -> None:
         """All ranks have settled: train on with the membership that comes next."""
-        self._memberships.append(self._next[1])
+        self._epochs.append(self._next[1])
 
     def _own_part(self) -> RankPart:
         return RankPart(self._made, has_ended=self._is_finishing)
@@ -719,7 +695,7 @@ class Trainer(ABC):
                 "OverlappedSGD and WagmaSGD"
             )
         if self._elastic and self.comm.size > 1:
-            self.comm._core.succession("elastic")
+            self.comm._core.member.succession("elastic")
         if self._buffers not in get_args(Buffers):
             raise asyncoll.UsageError(f"buffers is one of {', '.join(get_args(Buffers))}, not {self._buffers!r}")
         if isinstance(self._scheduler, ReduceLROnPlateau):
