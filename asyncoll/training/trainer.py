@@ -143,10 +143,7 @@ class Trainer(ABC):
         self._made = 0  # calls of `step`
         self._is_finishing = False
         self._first_round = 0  # at the start
-        members = members_of(comm)
-        self._epochs = [  # in which it has trained, in order
-            TrainingEpoch(comm.epoch, members, dict.fromkeys(members, 0), dict.fromkeys(members, RankPart()))
-        ]
+        self._epochs = [TrainingEpoch.first(comm)]  # in which it has trained, in order
         self._next = comm, self._epochs[0]
         self._kept: Tensor | None = None  # a copy of the gradient of the step under way; with `elastic`
         self._training = Training(type(self).__name__, comm._core.member)
@@ -389,6 +386,7 @@ class Trainer(ABC):
             try:
                 begun, epochs = (await self.comm.allgather(own)).T.tolist()
                 if not any(begun):
+                    self._epochs = [TrainingEpoch.first(self.comm)]
                     return False
                 self._state = "training"  # all had a whole model: this rank has only not been told
                 if max(epochs) > self._epochs[-1].epoch:

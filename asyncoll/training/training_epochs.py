@@ -25,6 +25,12 @@ class TrainingEpoch(NamedTuple):
     steps: dict[int, int]  # by member of this epoch, or the one before: its steps in the model, or to be in it
     parts: dict[int, RankPart]  # of the members
 
+    @classmethod
+    def first(cls, comm: asyncoll.Communicator) -> TrainingEpoch:
+        """That of the ranks of `comm`, before the first step."""
+        members = members_of(comm)
+        return cls(comm.epoch, members, dict.fromkeys(members, 0), dict.fromkeys(members, RankPart()))
+
 
 def members_of(comm: asyncoll.Communicator) -> tuple[int, ...]:
     """The member numbers of the ranks of `comm`, in order."""
