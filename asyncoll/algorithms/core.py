@@ -82,6 +82,7 @@ class Core:
         self.sparse = SparseOperations()
         self.descriptions = Descriptions(member.group)
         self._rpc: Rpc | None = None
+        self._by_message: Core | None = None  # as of `for_rounds_over_deaths`
         self._later: Core | None = None  # the same communicator in a later epoch
         self._origin = member.communicator  # its number in the epoch in which `split` has made it
         self.lifetime = Lifetime(
@@ -153,10 +154,13 @@ class Core:
         """
         if not isinstance(self.backend, HostsBackend):
             return self
-        group = self.member.group
-        context = digest(self.member.communicator, "by message")
-        group = Group(group.ranks, group.rank, context, epoch=group.epoch)
-        return Core(Member(self.member.endpoint, group, self.member.runner), MessageBackend, self.family)
+        if self._by_message is None:
+            group = self.member.group
+            context = digest(self.member.communicator, "by message")
+            group = Group(group.ranks, group.rank, context, epoch=group.epoch)
+            member = Member(self.member.endpoint, group, self.member.runner)
+            self._by_message = Core(member, MessageBackend, self.family)
+        return self._by_message
 
     async def shrink(self) -> Core:
         """The parts of this communicator in the next epoch. For a task on the program's loop."""

@@ -102,7 +102,7 @@ class Endpoint:
         self.failures = Failures(self.router, self.membership)
         self.executions = Executions(transport, self.router, self.failures, self.membership)
         self.succession: NextEpoch | None = None  # to the next epoch; None without a store of epochs
-        self.is_elastic = False  # whether a training goes on after deaths
+        self.elastic_trainings = 0  # those of this rank that go on after deaths
         self.store_advice = ""  # how to get such a store, for errors
         self._notices = Notices(self.router, self.membership)
         self._host_losses = HostLosses(self.host_of, self.rank, self.membership, self._ask_of, self.report)

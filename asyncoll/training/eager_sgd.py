@@ -19,7 +19,7 @@ from asyncoll.extending import policies
 from asyncoll.training import replicas
 from asyncoll.training.due import Due
 from asyncoll.training.recovery import Recovery
-from asyncoll.training.step import Step
+from asyncoll.training.step import Step, step_of
 from asyncoll.training.step_metrics import beside, means, without
 from asyncoll.training.trainer import MODELS_MAY_DIFFER, Options, Trainer
 from asyncoll.training.training_epochs import RankPart, members_of
@@ -73,6 +73,7 @@ class EagerSGD(Trainer):
 
     _carries_metrics: ClassVar[bool] = True
     _is_elastic: ClassVar[bool] = True
+    _steps_together: ClassVar[bool | None] = False
 
     def __init__(
         self,
@@ -107,6 +108,7 @@ class EagerSGD(Trainer):
         self._name = name
         self._untaken = Untaken()
         self._has_stepped = False
+        self._own_metrics: asyncoll.Metrics | None = None  # of the step under way
         self._is_repeated = False  # the call under way: its gradient is what is carried over
         self._recovery = self._recovery_in(comm)
         self._renew(comm)
@@ -117,7 +119,7 @@ class EagerSGD(Trainer):
     def _renew(self, comm: asyncoll.Communicator) -> None:
         """Go on with the rounds of `comm`, whose ranks have one state, and have contributed nothing."""
         partial, candidates, quorum, seed = self._rule
-        if comm.epoch > 1:
+        if self._elastic and comm.epoch > 1:
             candidates, quorum = min(candidates, comm.size), None if quorum is None else min(quorum, comm.size)
         self._rounds = _with_rounds_over_deaths(comm) if self._elastic else comm
         self._allreduce = functools.partial(
@@ -139,10 +141,15 @@ class EagerSGD(Trainer):
         # G_local = mean gradient of b local samples at w
         metrics = self._metrics.taken()
         if self._elastic:
+            self._own_metrics = metrics if metrics is None or self._is_repeated else metrics.copy()
             weight = self._untaken.add(self._flat.gradients, weight, metrics, steps=int(not self._is_repeated))
         contribution = beside(self._flat.gradients, metrics)
-        with self._recovery.opened(self.round):
-            reduction = await self._without_loss(self._allreduce(contribution, weight=weight))  # line 7: U_sum / P
+        try:
+            with self._recovery.opened(self.round):
+                reduction = await self._without_loss(self._allreduce(contribution, weight=weight))  # line 7: U_sum / P
+        except asyncoll.UsageError:  # no room for the contribution: it was not made
+            self._untaken.undo()
+            raise
         if self._elastic:
             operations = self._rounds._core.operations
             self._untaken.drop(operations.taken(self._name, operations.newest(self._name))[self._rounds.rank])
@@ -289,7 +296,8 @@ class EagerSGD(Trainer):
     def _results_up_to(self, last: int) -> Results:
         """Those of the rounds that come next to this rank, up to `last`, as far as it has them."""
         base, operations = self._base, self._rounds._core.operations
-        kept = operations.results(self._name, self._flat.gradients, self.round - base + 1, last - base)
+        like = torch.empty_like(self._flat.gradients, device="cpu")
+        kept = operations.results(self._name, like, self.round - base + 1, last - base)
         return [(base + number, result) for number, result in kept]
 
     def _apply_kept(self, results: Results) -> None:
@@ -312,6 +320,13 @@ class EagerSGD(Trainer):
         given: Results = (await replicas.sent(self.comm, own, source))["results"]
         if self.round == furthest:
             self._apply_kept([(number, result) for number, result in given if number > furthest])
+
+    def _lost_results(self) -> int:
+        return self._due.lost
+
+    def _complete_after_death(self) -> Step:
+        # Other ranks contribute again, and have another round: no rank may take this one for one of all.
+        return step_of(self._complete(), synchronous=False, metrics=means(self._own_metrics))
 
     def _keep(self) -> None:
         self._is_repeated = False  # and each call keeps what it contributes

@@ -10,7 +10,7 @@ from torch.utils.data import Sampler
 
 import asyncoll
 from asyncoll.training.trainer import Trainer
-from asyncoll.training.training_epochs import members_of
+from asyncoll.training.training_epochs import TrainingEpoch, members_of
 
 
 class ElasticBatches(Sampler[list[int]]):
@@ -25,7 +25,7 @@ class ElasticBatches(Sampler[list[int]]):
 
     Every rank makes one, with equal arguments, and calls `step()` once for each batch, in order. Batches that a
     DataLoader has fetched ahead and that are in no step count as left. For `AllreduceSGD`, `OverlappedSGD` and
-    `EagerSGD`; with `LocalSGD` and `WagmaSGD`, steps of a dead rank since its last average count as used.
+    `EagerSGD`, and for `LocalSGD`, where steps of a dead rank since the last average are in no model, and left.
 
     Args:
         samples: the number of samples of the data.
@@ -59,41 +59,71 @@ class ElasticBatches(Sampler[list[int]]):
         self._samples, self._batch_size, self._seed = samples, batch_size, seed
         self._of_an_epoch = -(-samples // batch_size)
         self._left: NDArray[np.int64] = np.arange(epochs * self._of_an_epoch)  # the batches that were dealt last
-        self._members: list[int] = []  # that they were dealt to; by member number, as the next one
-        self._used: dict[int, int] = {}  # calls of `step` before that
-        self._place = 0  # of this rank among them
-        self._dealt = 0  # epochs of the ranks that they were dealt to
+        self._owners = np.full(len(self._left), -1)  # the members that they were dealt to
+        self._members: list[int] = []  # these, each once
+        self._steps: dict[int, int] = {}  # their calls of `step` before that
+        self._number = -1  # of this rank
+        self._dealt = 0  # epochs of the ranks
 
     def deal(self, trainer: Trainer) -> bool:
         """Deal the batches, and what is left of them after a death. Local: every rank calls it.
 
-        Before the first step, and after each one. Returns whether they were dealt: then iterate anew.
+        Before the first step, and after each one. Returns whether they were dealt: then iterate anew. Raises UsageError
+        for `WagmaSGD`.
         """
+        if trainer._steps_together is None:
+            raise asyncoll.UsageError(
+                f"{type(trainer).__name__} does not tell which steps of a dead rank are in the model"
+            )
         new = trainer._epochs[self._dealt :]
         for epoch in new:
-            if self._members:
-                self._drop_used([epoch.steps[member] - self._used[member] for member in self._members])
+            self._left = self._left[~self._are_used(epoch)]
+            ended = [part.has_ended for part in epoch.parts.values()]
+            if any(ended) and trainer._steps_together:
+                self._left = self._left[:0]  # no rank may make a step more than another
             self._members = [member for member in epoch.members if not epoch.parts[member].has_ended]
-            self._used = epoch.steps
+            self._steps = epoch.steps
+            self._owners = self._dealt_to(trainer._steps_together)
         self._dealt += len(new)
-        self._place = self._members.index(members_of(trainer.comm)[trainer.comm.rank])
+        self._number = members_of(trainer.comm)[trainer.comm.rank]
         return bool(new)
 
-    def _drop_used(self, calls: list[int]) -> None:
-        """Of what was dealt last, keep what is left if the ranks have used so many of theirs."""
-        size, count = len(calls), len(self._left)
-        turn, place = np.divmod(np.arange(count), size)
-        self._left = self._left[turn >= np.array(calls)[place]]
+    def _are_used(self, epoch: TrainingEpoch) -> NDArray[np.bool_]:
+        """Of what is left, the batches that the ranks have used of those that were theirs."""
+        used = np.zeros(len(self._left), bool)
+        for member in self._members:
+            own = np.flatnonzero(self._owners == member)
+            used[own[: epoch.steps[member] - self._steps[member]]] = True
+        return used
+
+    def _dealt_to(self, steps_together: bool) -> NDArray[np.int64]:
+        """The member that gets each batch, in turn; -1 for those of a turn that not all get.
+
+        Where ranks make the same number of steps, one that has made more of them than another begins in a later turn.
+        """
+        steps = [self._steps[member] for member in self._members]
+        leads = [each - min(steps) if steps_together else 0 for each in steps]
+        owners: list[int] = []
+        turn = 0
+        while self._members:
+            next_ones = [member for member, lead in zip(self._members, leads, strict=True) if lead <= turn]
+            turn += 1
+            if turn > max(leads):  # all, from now on
+                turns = (len(self._left) - len(owners)) // len(next_ones)
+                owners += next_ones * max(0, turns)
+                break
+            owners += next_ones
+        return np.array((owners + [-1] * len(self._left))[: len(self._left)], np.int64)
 
     def __len__(self) -> int:
         """The number of batches that this rank was dealt."""
-        return len(self._left) // max(1, len(self._members))
+        return int(np.count_nonzero(self._owners == self._number))
 
     def __iter__(self) -> Iterator[list[int]]:
-        if not self._members:
+        if not self._dealt:
             raise asyncoll.UsageError("call deal(trainer) first: the batches depend on the ranks")
-        size, newest = len(self._members), (-1, np.empty(0, int))
-        for number in self._left[self._place : len(self) * size : size].tolist():
+        newest = -1, np.empty(0, int)
+        for number in self._left[self._owners == self._number].tolist():
             epoch, at = divmod(number, self._of_an_epoch)
             if newest[0] != epoch:
                 newest = epoch, self._order(epoch)

@@ -85,6 +85,9 @@ class LocalSGD(Trainer):
         await self._averages.settle()
         await self._settle_buffers()
 
+    def _steps_of_lost(self, member: int) -> int:
+        return (self._averages.newest - self._first_round) * self._accumulate  # later ones are in its own model only
+
     def _keep(self) -> None:
         self._is_repeated = False
 

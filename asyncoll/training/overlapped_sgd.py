@@ -201,8 +201,10 @@ class OverlappedSGD(Trainer):
         self._release()
         # There was a backward() without a step: its gradient is dropped, as every rank drops it.
         if self._started:
-            await self._average_buckets()
-            self._open()
+            try:
+                await self._average_buckets()
+            finally:
+                self._open()
             self._flat.zero_gradients()
         await self._unite_buffers()
 

@@ -15,7 +15,6 @@ checkpoints. An algorithm is a subclass that says how ranks work together in one
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import inspect
 import math
@@ -32,7 +31,7 @@ from asyncoll.runtime.unfinished import Training
 from asyncoll.training import replicas, saved
 from asyncoll.training.scheduled import ScheduledRounds
 from asyncoll.training.step import Step, step_of, step_of_ranks
-from asyncoll.training.step_metrics import StepMetrics, means_of_all
+from asyncoll.training.step_metrics import StepMetrics, means, means_of_all
 from asyncoll.training.training_epochs import RankPart, TrainingEpoch, members_of
 
 T = TypeVar("T")
@@ -93,6 +92,9 @@ class Trainer(ABC):
     _is_elastic: ClassVar[bool] = False
     """Whether it can go on after a death."""
 
+    _steps_together: ClassVar[bool | None] = True
+    """Whether all ranks make the same number of steps; None if it is not known how many a lost rank has made."""
+
     has_local_state: ClassVar[bool] = False
     """Whether ranks differ between steps, so that each rank must save and load its own checkpoint."""
 
@@ -138,8 +140,9 @@ class Trainer(ABC):
         self._schedule = ScheduledRounds(self._scheduler)
         self._loses_nothing = False  # if the step under way is cancelled now
         self._state = "new"
+        self._number = comm._core.member.endpoint.elastic_trainings  # of this one among the elastic ones
         if self._elastic:
-            comm._core.member.endpoint.is_elastic = True
+            comm._core.member.endpoint.elastic_trainings += 1
         self._made = 0  # calls of `step`
         self._is_finishing = False
         self._first_round = 0  # at the start
@@ -258,14 +261,13 @@ class Trainer(ABC):
         while True:
             try:
                 await self._finish()
+                if self._elastic:
+                    await self.comm.barrier()  # a rank that lacks something of the end finds all others still here
                 break
             except asyncoll.PeerLostError:
                 if not self._elastic:
                     raise
                 await self._go_on()
-        if self._elastic:  # a rank that lacks something of the end finds all others still here
-            with contextlib.suppress(asyncoll.PeerLostError):
-                await self.comm.barrier()
         self._state = "finished"
         self._training.end()
 
@@ -368,7 +370,7 @@ class Trainer(ABC):
                 self._loses_nothing = False
                 await self._go_on()
             if self._is_over(before):
-                return self._complete()
+                return self._complete_after_death()
             weight = self._restore(weight)
 
     async def _go_on(self) -> bool:
@@ -380,11 +382,15 @@ class Trainer(ABC):
         whether others have got through it, and have trained on: it learns that in the epoch after.
         """
         while True:
-            self.comm = await self.comm.shrink()
-            self._training.member = self.comm._core.member
-            own = torch.tensor([self._state == "training", self._epochs[-1].epoch])
+            await self._shrink()
+            own = torch.tensor([self._state == "training", self._epochs[-1].epoch, self._number])
             try:
-                begun, epochs = (await self.comm.allgather(own)).T.tolist()
+                begun, epochs, numbers = (await self.comm.allgather(own)).T.tolist()
+                if len(set(numbers)) > 1:
+                    raise asyncoll.UsageError(
+                        "a rank has died while the others were in different trainings: elastic ones go on if there is "
+                        "one at a time"
+                    )
                 if not any(begun):
                     self._epochs = [TrainingEpoch.first(self.comm)]
                     return False
@@ -398,6 +404,21 @@ class Trainer(ABC):
                 return True
             except asyncoll.PeerLostError:
                 pass
+
+    async def _shrink(self) -> None:
+        """Enter the next epoch. If this is cancelled, the others may be there all the same: an abort tells them."""
+
+        def abort(entering: asyncio.Future[asyncoll.Communicator]) -> None:
+            if not entering.cancelled() and entering.exception() is None:
+                entering.result().abort(f"{type(self).__name__} was cancelled as it went on after a death")
+
+        entering = asyncio.ensure_future(self.comm.shrink())
+        try:
+            self.comm = await asyncio.shield(entering)
+        except asyncio.CancelledError:
+            entering.add_done_callback(abort)
+            raise
+        self._training.member = self.comm._core.member
 
     async def _meet(self) -> None:
         """All has been settled: tell the others of this rank, and learn the membership that comes next. Collective."""
@@ -430,12 +451,13 @@ class Trainer(ABC):
 
         It is taken as a whole: if the rank that gives it dies meanwhile, a rank has all of it, or none.
         """
-        rounds = (await self.comm.allgather(torch.tensor(self.round))).tolist()
-        if len(set(rounds)) == 1:
+        own = [self.round, -self._lost_results()]
+        states = (await self.comm.allgather(torch.tensor(own))).tolist()
+        if states.count(own) == len(states):
             return
-        source = self._source(rounds)
+        source = states.index(max(states))
         state = await replicas.sent(self.comm, self._copy() if self.comm.rank == source else {}, source)
-        if self.round < max(rounds):
+        if own != max(states):
             self._put_back(state)
 
     def _copy(self) -> dict[str, Any]:
@@ -448,6 +470,14 @@ class Trainer(ABC):
         """Take what `_copy` has returned here, or at another rank, with the scheduler's steps."""
         self._skip_to(state["round"])
         replicas.put_back(state, self.model, (self._flat.parameters,), self.optimizer)
+
+    def _complete_after_death(self) -> Step:
+        """The record of a step that has taken place, but this rank was not told: with its own metrics only."""
+        return step_of(self._complete(), metrics=means(self._metrics.taken()))
+
+    def _lost_results(self) -> int:
+        """How many results are not in this rank's model, although it has passed their rounds."""
+        return 0
 
     # What is different if contributions outlive the call that makes them:
 
@@ -552,7 +582,13 @@ class Trainer(ABC):
 
     def _exchanged(self, others: tuple[int, ...], skipped: int = 0) -> Step:
         """The record of a step whose model is an average of this rank's and those of `others`."""
-        return step_of_ranks(self.round, tuple(sorted((self.comm.rank, *others))), synchronous=False, skipped=skipped)
+        return step_of_ranks(
+            self.round,
+            tuple(sorted((self.comm.rank, *others))),
+            synchronous=False,
+            skipped=skipped,
+            epoch=self.comm.epoch,
+        )
 
     def _at_own_round(self, reduction: asyncoll.Reduction, **changes: Any) -> Step:
         """`reduction` with the round of this training, and without its result, which is in the model.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 import asyncoll
@@ -45,7 +46,9 @@ class Untaken:
     ) -> float | None:
         """The next call contributes these, and what is carried over: it is added to them. Returns the weight of all."""
         carried, self._carried = self._carried, None
-        copy = self._spare.pop() if self._spare else gradients.clone()
+        # At least in single precision: a weight, or a sum, may overflow in half of it.
+        precise = torch.promote_types(gradients.dtype, torch.float32)
+        copy = self._spare.pop() if self._spare else torch.empty_like(gradients, dtype=precise)
         copy.copy_(gradients)
         if weight is not None:
             copy.mul_(weight)
@@ -56,12 +59,16 @@ class Untaken:
             if metrics is not None and carried.metrics is not None:
                 metrics.add(carried.metrics)
             steps += carried.steps
-            gradients.copy_(copy)
-            if weight:
-                gradients.div_(weight)
+            gradients.copy_(copy / weight if weight else copy)
         self._calls += 1
         self._kept.append(Contributed(self._calls, copy, weight, None if metrics is None else metrics.copy(), steps))
         return weight
+
+    def undo(self) -> None:
+        """The call that was added last was not made."""
+        if self._kept:
+            self._carried = self._kept.pop()
+            self._calls -= 1
 
     def drop(self, taken: int) -> None:
         """The first `taken` calls are in rounds."""

@@ -58,6 +58,7 @@ class WagmaSGD(Trainer):
 
     has_local_state: ClassVar[bool] = True
     _is_elastic: ClassVar[bool] = True
+    _steps_together: ClassVar[bool | None] = None
     _carries_metrics: ClassVar[bool] = True
 
     def __init__(
@@ -87,6 +88,7 @@ class WagmaSGD(Trainer):
         self._total = torch.empty_like(self._flat.trainable)
         self._last = OneAverage(self)
         self._is_repeated = False  # the step under way: it has changed the model already
+        self._own_metrics: asyncoll.Metrics | None = None  # of the step under way
         self._has_stepped = False
         self._has_called = False  # in this epoch
         self._are_equal = True  # the models of all ranks
@@ -99,7 +101,8 @@ class WagmaSGD(Trainer):
             self._step_optimizer()  # lines 3-7: W' = W + U(G, W, t), with G = mean gradient of b local samples at W
         own = self._flat.trainable
         total = self._total.copy_(own)
-        metrics = self._metrics.taken()
+        metrics = self._own_metrics if self._is_repeated else self._metrics.taken()
+        self._own_metrics = None if metrics is None else metrics.copy()
         try:
             reduction = await self._without_loss(
                 self.comm.group_allreduce(
@@ -122,7 +125,7 @@ class WagmaSGD(Trainer):
             await self._settle_buffers()
         own.copy_(average)
         self._are_equal = reduction.synchronous and self._order == "step-then-average"
-        if self._order == "average-then-step":
+        if self._order == "average-then-step" and not self._is_finishing:
             self._step_optimizer()
         self._skip_to(self._base + reduction.round)
         return self._at_own_round(reduction, metrics=means(metrics))
@@ -133,7 +136,7 @@ class WagmaSGD(Trainer):
     async def _finish(self) -> None:
         own = self._flat.trainable
         self._check_stepped(self._has_stepped)
-        if self._has_stepped and not self._has_called:
+        if self._has_stepped and not (self._has_called or self._last.newest):
             self._is_repeated = True
             await self._update(None)
         if self._has_called:

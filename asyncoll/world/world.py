@@ -354,7 +354,7 @@ class World:
 
     def _outlived(self) -> list[type[AsyncollError]]:
         """The errors that are none to a rank whose program has ended, because the others go on after deaths."""
-        return [PeerLostError] if self.endpoint.is_elastic or self.endpoint.membership.epoch > 1 else []
+        return [PeerLostError] if self.endpoint.elastic_trainings or self.endpoint.membership.epoch > 1 else []
 
     async def _settle_others(self) -> None:
         """Wait for the calls of communicators made by `split`. Those that all their ranks have made are over soon.
