@@ -58,11 +58,9 @@ class ElasticBatches(Sampler[list[int]]):
             )
         self._samples, self._batch_size, self._seed = samples, batch_size, seed
         self._of_an_epoch = -(-samples // batch_size)
-        self._left: NDArray[np.int64] = np.arange(epochs * self._of_an_epoch)  # the batches that were dealt last
-        self._owners = np.full(len(self._left), -1)  # the members that they were dealt to
-        self._members: list[int] = []  # these, each once
-        self._steps: dict[int, int] = {}  # their calls of `step` before that
-        self._number = -1  # of this rank
+        self._all = np.arange(epochs * self._of_an_epoch)
+        self._of_member: dict[int, NDArray[np.int64]] = {}  # the batches of each, by its number of the step
+        self._own: NDArray[np.int64] = self._all[:0]  # those that this rank was dealt last
         self._dealt = 0  # epochs of the ranks
 
     def deal(self, trainer: Trainer) -> bool:
@@ -76,54 +74,28 @@ class ElasticBatches(Sampler[list[int]]):
                 f"{type(trainer).__name__} does not tell which steps of a dead rank are in the model"
             )
         new = trainer._epochs[self._dealt :]
+        number = members_of(trainer.comm)[trainer.comm.rank]
         for epoch in new:
-            self._left = self._left[~self._are_used(epoch)]
-            ended = [part.has_ended for part in epoch.parts.values()]
-            if any(ended) and trainer._steps_together:
-                self._left = self._left[:0]  # no rank may make a step more than another
-            self._members = [member for member in epoch.members if not epoch.parts[member].has_ended]
-            self._steps = epoch.steps
-            self._owners = self._dealt_to(trainer._steps_together)
+            for member, batches in self._of_member.items():
+                self._of_member[member] = batches[: epoch.steps.get(member, len(batches))]
+            left = np.setdiff1d(self._all, np.concatenate([self._all[:0], *self._of_member.values()]))
+            owners = dealt(epoch, len(left), steps_together=trainer._steps_together)
+            self._own = left[owners == number]
+            for member in epoch.members:
+                before = self._of_member.get(member, self._all[:0])
+                self._of_member[member] = np.concatenate([before, left[owners == member]])
         self._dealt += len(new)
-        self._number = members_of(trainer.comm)[trainer.comm.rank]
         return bool(new)
-
-    def _are_used(self, epoch: TrainingEpoch) -> NDArray[np.bool_]:
-        """Of what is left, the batches that the ranks have used of those that were theirs."""
-        used = np.zeros(len(self._left), bool)
-        for member in self._members:
-            own = np.flatnonzero(self._owners == member)
-            used[own[: epoch.steps[member] - self._steps[member]]] = True
-        return used
-
-    def _dealt_to(self, steps_together: bool) -> NDArray[np.int64]:
-        """The member that gets each batch, in turn; -1 for those of a turn that not all get.
-
-        Where ranks make the same number of steps, one that has made more of them than another begins in a later turn.
-        """
-        steps = [self._steps[member] for member in self._members]
-        leads = [each - min(steps) if steps_together else 0 for each in steps]
-        owners: list[int] = []
-        turn = 0
-        while self._members:
-            next_ones = [member for member, lead in zip(self._members, leads, strict=True) if lead <= turn]
-            turn += 1
-            if turn > max(leads):  # all, from now on
-                turns = (len(self._left) - len(owners)) // len(next_ones)
-                owners += next_ones * max(0, turns)
-                break
-            owners += next_ones
-        return np.array((owners + [-1] * len(self._left))[: len(self._left)], np.int64)
 
     def __len__(self) -> int:
         """The number of batches that this rank was dealt."""
-        return int(np.count_nonzero(self._owners == self._number))
+        return len(self._own)
 
     def __iter__(self) -> Iterator[list[int]]:
         if not self._dealt:
             raise asyncoll.UsageError("call deal(trainer) first: the batches depend on the ranks")
         newest = -1, np.empty(0, int)
-        for number in self._left[self._owners == self._number].tolist():
+        for number in self._own.tolist():
             epoch, at = divmod(number, self._of_an_epoch)
             if newest[0] != epoch:
                 newest = epoch, self._order(epoch)
@@ -133,3 +105,22 @@ class ElasticBatches(Sampler[list[int]]):
         if self._seed is None:
             return np.arange(self._samples)
         return np.random.default_rng([self._seed, epoch]).permutation(self._samples)
+
+
+def dealt(epoch: TrainingEpoch, count: int, *, steps_together: bool) -> NDArray[np.int64]:
+    """The member that gets each of `count` batches, in turn; -1 for those of a turn that is not whole.
+
+    Where ranks make the same number of steps, one that has made more of them than another begins in a later turn, and
+    none gets any once one has ended its loop.
+    """
+    owners = np.full(count, -1)
+    members = [member for member in epoch.members if not epoch.parts[member].has_ended]
+    if not members or (steps_together and len(members) < len(epoch.members)):
+        return owners
+    steps = [epoch.steps[member] for member in members]
+    leads = [each - min(steps) if steps_together else 0 for each in steps]
+    first = [member for turn in range(max(leads)) for member, lead in zip(members, leads, strict=True) if lead <= turn]
+    turns = (count - len(first)) // len(members)
+    if turns >= 0:
+        owners[: len(first) + turns * len(members)] = first + members * turns
+    return owners
