@@ -237,7 +237,8 @@ class EagerSGD(Trainer):
         self._due.lost = 0
 
     async def _begin(self) -> None:
-        self._recovery = self._recovery_in(self.comm)
+        if self._rounds.epoch != self.comm.epoch:  # a rank has died while all started
+            self._recovery = self._recovery_in(self.comm)
         self._serve()
         await super()._begin()
 

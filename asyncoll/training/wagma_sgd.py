@@ -107,7 +107,7 @@ class WagmaSGD(Trainer):
             reduction = await self._without_loss(
                 self.comm.group_allreduce(
                     beside(total, metrics),
-                    group_size=min(self._group_size, self.comm.size),
+                    group_size=self._group_size,
                     name=self._name,
                     fixed=self._fixed,
                     sync_every=self._sync_every,
@@ -160,6 +160,7 @@ class WagmaSGD(Trainer):
         await self._settle_buffers()
         self._skip_to(int(rounds.max()))
         self._base, self._has_called = self.round, False
+        self._group_size = min(self._group_size, self.comm.size)
 
     def _keep(self) -> None:
         self._is_repeated = False
