@@ -79,9 +79,10 @@ class Trainer(ABC):
             ranks have rank 0's in any case, or the mean.
         elastic: whether the training goes on without ranks that are lost. `start`, `step` and `finish` then call
             `shrink` where they would raise PeerLostError, make all survivors equal to the bit, and do again what has
-            not taken place: no gradient of a survivor is lost, or counted twice. `comm` is the newest communicator, and
-            `Step.epoch` its epoch. For AllreduceSGD, OverlappedSGD, LocalSGD, WagmaSGD, and EagerSGD with history.
-            Costs a copy of the gradient in each step, or of the model in each average.
+            not taken place: no gradient of a survivor is lost, or counted twice. They raise the errors of `shrink`.
+            `comm` is the newest communicator, and `Step.epoch` its epoch. All ranks of the world that live are in this
+            training, the only elastic one at that time. For AllreduceSGD, OverlappedSGD, LocalSGD, WagmaSGD, and
+            EagerSGD with history. Costs a copy of the gradient in each step, or of the model in each average.
 
     Parameters that are frozen (`requires_grad` False) do not change. A parameter that a step does not use has a
     gradient of 0, and not None: weight decay and momentum act on it.

@@ -24,7 +24,7 @@ LINES = {
     "_core": 5_580,  # short calls know the last line of the user, which saves a sixth of their time
     # Texts of errors and results that the docstrings of calls share, the parts of a communicator in the next epoch, and
     # one for rounds over deaths.
-    "algorithms": 1_242,
+    "algorithms": 1_245,
     "algorithms/dense": 2_595,  # the patience of waits, a way that needs the core, and plans that say who reduces
     "algorithms/gossip": 320,
     # Operations as arguments describe them, which the communicator had; and the last round of a lost rank.
@@ -35,8 +35,9 @@ LINES = {
     "launch": 1_955,  # a job that goes on after deaths: which is the root cause, and a store for ranks of other hosts
     "ray": 390,
     "rpc": 3_090,  # how a stub declares a stream, and functions that go on in the next epoch
-    # The agreement on the next epoch, how a rank goes on in it, what needs it, how the news of a loss spreads, events at one place.
-    "runtime": 4_366,
+    # The agreement on the next epoch, how a rank goes on in it, what needs it, how the news of a loss spreads, and
+    # events at one place.
+    "runtime": 4_370,
     "tensors": 1_310,  # results whose elements overlap are refused, in numpy as in torch, for any strides
     "testing": 6_107,  # worlds that go on after deaths, the explorer, deaths at each step of a record, words of faults
     "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten
