@@ -38,7 +38,6 @@ from asyncoll.algorithms.rounds.one_sided import OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_record import Memory
-from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.trace import Trace
@@ -346,11 +345,10 @@ def _one_sided(arena: HostArena, operation: Operation) -> OneSidedRounds:
 
 def _call(rounds: OneSidedRounds, operation: Operation) -> None:
     """A call, which is given up if it has to wait."""
-    answer = rounds.begin(bundle(np.ones(operation.layout[0][1]), operation.op, 1.0))
-    if not isinstance(answer, Delivery):
-        with contextlib.suppress(StopIteration, AsyncollError):
-            answer.send(None)
-        answer.close()
+    answer = rounds.call(bundle(np.ones(operation.layout[0][1]), operation.op, 1.0))
+    with contextlib.suppress(StopIteration, AsyncollError):
+        answer.send(None)
+    answer.close()
 
 
 def _pieces(draw: _Random, shared: bool) -> _Target:
