@@ -122,6 +122,7 @@ class WaitAvoiding(Accounted, ABC):
         self._engine: Engine[Result] = Engine(operation)
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, [], (), (), 0, synchronous=False, weight=0.0)
+        self._taken_back: tuple[Result | None, Parts] = None, []  # the newest lent result that was, and a copy
         self._handed: Result | None = None  # given to a caller that may not have read it yet
         self._waiting: dict[int, asyncio.Future[Result]] = {}  # by round
         self._has_joined = False  # this rank makes no more calls of this operation
@@ -160,7 +161,7 @@ class WaitAvoiding(Accounted, ABC):
                 result = await self._wait(number)
             else:
                 self._follow(self._round.here(LATE))
-                self._own(self._latest)
+                self._own()
                 result = self._latest
             self._tally.returned(next_has_begun=self._round.has_begun)
             return _delivery(self._engine.deliver(ticket, result, self._missed(result)), result)
@@ -216,16 +217,17 @@ class WaitAvoiding(Accounted, ABC):
                 del self._waiting[number]
 
     def take_back(self, delivery: Delivery) -> None:
-        super().take_back(delivery)
         newest = delivery.results[-1]
-        if newest.lent:
-            self._port.post(lambda: self._own(newest))
+        if newest.lent:  # it is the caller's memory, which the program may change as soon as this returns
+            self._taken_back = newest, [part.copy() for part in newest.parts]
+        super().take_back(delivery)
 
-    def _own(self, result: Result) -> None:
-        """A late call is given `result`, which its first caller had, or did not get: it leaves that caller's memory."""
-        if result is self._latest and result.lent:
-            own = [part.copy() for part in result.parts]
-            self._latest = result._replace(parts=own, lent=False, averaged=True)
+    def _own(self) -> None:
+        """A late call is given the newest result, which its first caller did not get: it leaves that one's memory."""
+        latest, (result, parts) = self._latest, self._taken_back
+        if latest.lent:
+            own = parts if latest is result else [part.copy() for part in latest.parts]
+            self._latest = latest._replace(parts=own, lent=False, averaged=True)
 
     def release(self, delivery: Delivery) -> None:
         """The results of `delivery` have been read."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from functools import partial
 
@@ -12,6 +13,7 @@ import pytest
 from asyncoll import AVG, MAX, SUM, AbortedError, Reduction
 from asyncoll.testing import Network, run_ranks, simulate
 from tests.support.cases import SIZES, looped
+from tests.support.places import SCRIPTS
 
 JITTER = Network(latency_s=1e-4, jitter_s=2e-3)
 
@@ -435,3 +437,12 @@ def test_each_round_is_reported_once_although_one_of_several_calls_is_cancelled(
                 given_up += 4 - answers
                 assert told == newest
     assert given_up
+
+
+@pytest.mark.slow
+def test_an_answer_that_is_taken_back_leaves_the_memory_of_its_caller_at_once(forked_world):
+    """The program may change that memory before the thread of the runtime has run."""
+    environment = os.environ | {"ASYNCOLL_TRANSPORT": "zmq"}
+    for rank in forked_world(environment, 2, SCRIPTS / "algorithms/rounds/closes_an_answered_call.py"):
+        code, out, err = rank.end()
+        assert (code, out) == (0, "answered\n"), err
