@@ -404,7 +404,7 @@ class Trainer(ABC):
                 self._train_on()
                 return True
             except asyncoll.PeerLostError:
-                pass
+                continue  # lost amid this: the others go on without that one, too
 
     async def _shrink(self) -> None:
         """Enter the next epoch. If this is cancelled, the others may be there all the same: an abort tells them."""
