@@ -147,19 +147,20 @@ class Recovery:
 
         Cancellation leaves this rank as it is. Raises the error of a call if no rank answers.
         """
+        # In the order of ranks, which a set of tasks would not keep: a simulated world is the same in each run.
         asked = {asyncio.ensure_future(self._ask(rank, "offer", needed)): rank for rank in self._others}
-        waiting = set(asked)
+        waiting = list(asked)
+        answered: list[asyncio.Task[Any]] = []
         try:
-            while True:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                answered = [call for call in done if not call.exception()]
-                if answered or not waiting:
-                    break
+            while waiting and not answered:
+                await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                answered = [call for call in asked if call.done() and not call.exception()]
+                waiting = [call for call in asked if not call.done()]
         finally:
             for call in waiting:
                 call.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        call = (answered or list(done))[0]
+        call = (answered or list(asked))[0]
         call.result()  # raises the error if no rank has answered
         state: State = await self._ask(asked[call], "give", needed)
         return state

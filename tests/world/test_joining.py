@@ -445,9 +445,10 @@ def test_a_world_ends_by_an_exception_without_a_text(how):
     heard = {}
 
     async def main(comm):
-        if comm.rank == 1:
-            raise MuteError
         try:
+            await comm.barrier()  # so each rank is in its `main`
+            if comm.rank == 1:
+                raise MuteError
             await comm.barrier()
         except asyncoll.AbortedError as error:
             heard[comm.rank] = error.rank, error.reason

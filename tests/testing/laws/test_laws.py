@@ -183,10 +183,11 @@ def test_ranks_that_are_late_at_the_same_time_give_each_other_their_states():
     check_laws("training", 3, 808)
 
 
+@pytest.mark.parametrize("size", [7, 16])
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_a_world_in_virtual_time_is_the_same_in_each_run(kind):
+def test_a_world_in_virtual_time_is_the_same_in_each_run(kind, size):
     """A replay shows what a seed has found, whatever the addresses of the objects of that run."""
-    assert len({check_laws(kind, 7, 5, transport="memory") for _ in range(3)}) == 1
+    assert len({check_laws(kind, size, 5, transport="memory") for _ in range(3)}) == 1
 
 
 # -- and are noticed when they do not --------------------------------------------------------------
