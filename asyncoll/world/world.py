@@ -12,9 +12,7 @@ from types import TracebackType
 from asyncoll import forks
 from asyncoll.algorithms.choice import choose_backend
 from asyncoll.algorithms.core import ChooseBackend, Core
-from asyncoll.algorithms.dense import on_lane
 from asyncoll.algorithms.seam.arrival import to_its_end
-from asyncoll.arguments import digest
 from asyncoll.communicator import Communicator
 from asyncoll.errors import (
     AsyncollError,
@@ -29,16 +27,13 @@ from asyncoll.errors import (
 from asyncoll.runtime import departures, unfinished
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import WORLD, Departed, error_of
-from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.member import Member
-from asyncoll.runtime.membership import JOINING
 from asyncoll.runtime.progress import TAKEOVER_S, Runner
 from asyncoll.runtime.signature import Site, place_of_end
 from asyncoll.runtime.succession import DecisionStore, Succession
-from asyncoll.transport import Loss
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.messages.peer_reports import FREEZE_S
-from asyncoll.transport.wire import Overdue
+from asyncoll.world.connecting import barrier, connect_all, group_of
 from asyncoll.world.epoch_stores import HOW_TO_GET_ONE
 
 # The time for collectives that all ranks have made and that the program has not awaited.
@@ -48,13 +43,6 @@ _RETURN_S = 60.0
 # An agreement on the next epoch is overdue after this many times the time after which a silent rank counts as lost.
 _OVERDUE = 2.0
 _ENDED_S = 0.2  # programs of most worlds end within this time of each other: see `_part`
-
-
-def _group_of(endpoint: Endpoint) -> Group:
-    """All ranks of the epoch: their communicator, and so all contexts, follow from its number and its members."""
-    membership = endpoint.membership
-    context = digest("epoch", membership.epoch, *membership.numbers)
-    return Group(membership.members, endpoint.rank, context, epoch=membership.epoch)
 
 
 class World:
@@ -100,7 +88,7 @@ class World:
         ] = []  # communicators with calls under way at the end of the program
         self._inside = contextlib.ExitStack()  # contexts of the task that is in the world
         self._hosts = hosts or (socket.gethostname(),) * endpoint.size
-        self._group = _group_of(endpoint)
+        self._group = group_of(endpoint)
 
     async def __aenter__(self) -> Communicator:
         self._process = os.getpid()
@@ -228,21 +216,10 @@ class World:
     async def _join(self) -> Communicator:
         self._runner.broke = self._broke
         try:
-            await self._start()
-            if self.endpoint.arena is not None:
-                self.endpoint.arena.runtime_loop = asyncio.get_running_loop()
-            if self._has_processes:
-                self.endpoint.introduce(self._hosts[self.endpoint.rank], os.getpid())
-            # After this barrier all ranks are connected to each other.
-            await self._meet()
-        except BaseException as error:
-            try:
-                self._tell_of(error)
-                if self._joining is not None:
-                    await self._joining.fail(error)
-            finally:
-                await self.endpoint.close(flush=self._failed())
-                await self._let_go()
+            host = self._hosts[self.endpoint.rank] if self._has_processes else ""
+            await connect_all(self.endpoint, self._joining, host)
+        except BaseException:
+            await self._let_go()
             raise
         self._core = Core(Member(self.endpoint, self._group, self._runner), self._choose)
         self.has_joined = True
@@ -253,47 +230,9 @@ class World:
         self._former.append(self._core)
         unfinished.forget(self.endpoint)
         endpoint.standstill.program = self._runner
-        self.endpoint, self._group = endpoint, _group_of(endpoint)
+        self.endpoint, self._group = endpoint, group_of(endpoint)
         self._core = Core(Member(endpoint, self._group, self._runner), self._choose)
         return self._core
-
-    async def _meet(self) -> None:
-        barrier = self._barrier(JOINING)
-        if self._joining is None:
-            await barrier
-        else:
-            # A rank that cannot connect knows why, and tells the others.
-            await self._joining.over(barrier, self._unheard, "not connected to all others yet", is_told=True)
-
-    async def _start(self) -> None:
-        """Start the endpoint. Ends early if another rank reports that joining has failed, or is lost."""
-        if self._joining is None:
-            return await self.endpoint.start()
-        starting = asyncio.ensure_future(self.endpoint.start())
-        try:
-            with self.endpoint.failures.watch(WORLD, "all ranks to be connected") as failed:
-                await asyncio.wait([starting, failed], return_when=asyncio.FIRST_COMPLETED)
-                if not starting.done():
-                    await failed
-                try:
-                    await starting
-                except PeerLostError as error:  # perhaps its whole host is gone
-                    self.endpoint.lost(Loss(error.rank, error.cause, error.last_seen_s))
-                    await failed
-        finally:
-            starting.cancel()
-            await asyncio.wait([starting])
-
-    def _unheard(self) -> list[int]:
-        return [rank for rank in self._group.ranks if not self.endpoint.membership.knows(rank)]
-
-    def _tell_of(self, error: BaseException) -> None:
-        """Tell the other ranks why joining has failed, so that they do not report this rank, which leaves now."""
-        if isinstance(error, PeerLostError):
-            self.endpoint.report(Loss(error.rank, error.cause, error.last_seen_s))
-        elif isinstance(error, DeadlineError):
-            lists = (",".join(map(str, ranks)) for ranks in (error.arrived, error.missing))
-            self.endpoint.failures.give_up(Overdue(WORLD, str(error), *lists), WORLD, self._group.ranks)
 
     async def _leave(self, error: BaseException | None) -> None:
         try:
@@ -348,7 +287,7 @@ class World:
                 communicator.check()  # perhaps no handle of the call that has failed is left
             self.endpoint.part()
             with contextlib.suppress(PeerLostError):
-                await self._barrier("leaving the world")
+                await barrier(self.endpoint, "leaving the world")
         finally:
             later.cancel()
 
@@ -386,8 +325,3 @@ class World:
             failures.abort(WORLD, self._group.ranks, describe(error))
         self.endpoint.depart()
         await self.endpoint.departures.leave_world(reason)
-
-    async def _barrier(self, why: str) -> None:
-        context = digest(self._group.communicator, why)
-        with Lane(self.endpoint.executions, self._group, context, 1, 1, lambda: why) as lane:
-            await on_lane.barrier(lane)
