@@ -212,7 +212,8 @@ def _with_handle(
 
 
 _gossip, _split = _with_handle(Communicator.gossip), _with_handle(Communicator.split)
-_recv_any, _shrink = _with_handle(Communicator.recv_any), _with_handle(Communicator.shrink)
+_recv_any = _with_handle(Communicator.recv_any)
+_shrink, _grow = _with_handle(Communicator.shrink), _with_handle(Communicator.grow)
 
 
 class _NoRpcError(UsageError, AttributeError):
@@ -366,6 +367,10 @@ class BlockingCommunicator(Communicator):
         Leaving the world by that of all ranks, or by one of an earlier epoch, is the same.
         """
         return _shrink(self)  # type: ignore[return-value]
+
+    def grow(self) -> Handle[BlockingCommunicator]:  # type: ignore[override]
+        """Go on with the processes that wait, as `Communicator.grow`: a communicator whose calls return handles."""
+        return _grow(self)  # type: ignore[return-value]
 
     def split(  # type: ignore[override]
         self, color: int | None, key: int = 0

@@ -1304,11 +1304,49 @@ class Communicator(Uncopied):
             except asyncoll.PeerLostError:
                 comm = await comm.shrink()
         """
+        return self._in(await self._core.next_epoch("shrink"))
+
+    @property
+    def waiting(self) -> int:
+        """The number of processes that wait to join the world, as far as this rank knows: it is connected to them.
+
+        A hint, which ranks get at different moments: share it, as by an `allreduce` of its minimum, before a `grow`.
+        From its first use on, rank 0 looks for such processes, so all ranks use it. Raises UsageError if the ranks have
+        no store of epochs.
+        """
+        return self._core.waiting
+
+    async def grow(self) -> Communicator:
+        """Go on with the processes that wait to join the world: make a communicator with them, in a new epoch.
+
+        Collective: every rank calls it, at any moment that all agree on. Ranks that are lost are left out, as by
+        `shrink`; then no process joins, until the next `grow`. The ranks keep their order, and newcomers come after
+        them. Without newcomers the ranks are the same in the new epoch.
+
+        A process joins that `asyncoll.run` or `asyncoll.connect` has started with ASYNCOLL_JOIN=1, and with
+        ASYNCOLL_FOLDER as the ranks have it; its communicator is of the same epoch. So far ranks of `asyncoll launch`
+        on one host have newcomers, in jobs of two ranks or more.
+
+        All else, cancellation and errors included, is as for `shrink`. With newcomers the ranks share memory again,
+        if they can; without, calls go by message.
+
+        Example:
+
+            waiting = await comm.allreduce(torch.tensor(comm.waiting), op=asyncoll.MIN)
+            if waiting:
+                comm = await comm.grow()
+        """
+        return self._in(await self._core.next_epoch("grow", grows=True))
+
+    def _in(self, core: Core) -> Communicator:
+        """This communicator in a later epoch."""
         before = self._core.member.endpoint.membership.numbers
         names = dict(zip((before[rank] for rank in self._core.member.group.ranks), self.hosts, strict=True))
-        core = await self._core.shrink()
-        numbers = core.member.endpoint.membership.numbers
-        return self._renewed(core, tuple(names[numbers[rank]] for rank in core.member.group.ranks))
+        membership = core.member.endpoint.membership
+        hosts = (
+            names.get(membership.numbers[rank]) or membership.process(rank).host for rank in core.member.group.ranks
+        )
+        return self._renewed(core, tuple(hosts))
 
     def _renewed(self, core: Core, hosts: tuple[str, ...]) -> Communicator:
         return type(self)(core, hosts)

@@ -162,11 +162,19 @@ class Core:
             self._by_message = Core(member, MessageBackend, self.family)
         return self._by_message
 
-    async def shrink(self) -> Core:
-        """The parts of this communicator in the next epoch. For a task on the program's loop."""
+    @property
+    def waiting(self) -> int:
+        """The number of newcomers that this rank is connected to. From now on the coordinator looks for them."""
+        self.member.check_open()
+        succession = self.member.succession("waiting")
+        self.member.post(succession.watch)
+        return succession.linked
+
+    async def next_epoch(self, what: str, *, grows: bool = False) -> Core:
+        """The parts of this communicator in the next epoch, which `what` asks for. For a task on the program's loop."""
         self.member.check_caller()
         limit_s = min(self.member.endpoint.patience_s, remaining_s() or math.inf)
-        world = await self.member.runner.within(self._next_world(limit_s))
+        world = await self.member.runner.within(self._next_world(what, limit_s, grows=grows))
         later = self._later
         if later is None or later.member.group.epoch != world.member.group.epoch:  # else it was asked for before
             later = world if self.lifetime.is_world else world.split(self._group_in(world.member))
@@ -175,18 +183,18 @@ class Core:
             later._open_rpc(self._rpc.registry)
         return later
 
-    async def _next_world(self, limit_s: float) -> Core:
+    async def _next_world(self, what: str, limit_s: float, *, grows: bool) -> Core:
         """On the runtime's loop: the communicator of all ranks in the next epoch."""
         endpoint = self.member.endpoint
-        succession = self.member.succession("shrink")
+        succession = self.member.succession(what)
         try:
             async with asyncio.timeout(limit_s if limit_s < math.inf else None):
-                world: Core = await succession.next(self.member.group.epoch)
+                world: Core = await succession.next(self.member.group.epoch, grows=grows)
         except TimeoutError:
             absent, numbers = succession.absent(), endpoint.membership.numbers
             missing = tuple(numbers[rank] for rank in absent)
             names = " and ".join(map(endpoint.membership.name, absent)) or "the store of epochs"
-            waited = f"shrink is not over after {max(limit_s, 0):g} s, and waits for {names}"
+            waited = f"{what} is not over after {max(limit_s, 0):g} s, and waits for {names}"
             raise DeadlineError(f"{waited}: all ranks that live must call it", (), missing) from None
         return world
 

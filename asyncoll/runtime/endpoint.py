@@ -42,14 +42,27 @@ class NextEpoch(Protocol):
     def keep(self, source: int, header: wire.Header, frames: list[Buffer]) -> None:
         """A message of member number `source` in a later epoch. Raises ProtocolError for too many."""
 
-    async def next(self, epoch: int) -> Any:
-        """Wait for an epoch after `epoch`, and return the communicator of all ranks in it."""
+    def link(self, message: wire.BeginLink) -> None:
+        """The coordinator has begun an attempt to connect to newcomers."""
+
+    @property
+    def linked(self) -> int:
+        """The number of newcomers that this rank is connected to."""
+
+    def watch(self) -> None:
+        """Look for newcomers from now on, if this rank is the coordinator."""
+
+    async def next(self, epoch: int, *, grows: bool) -> Any:
+        """Wait for an epoch after `epoch`, and return its communicator of all ranks; with newcomers if it `grows`."""
 
     def absent(self) -> list[int]:
         """The ranks of this epoch that this one waits for, to enter the next."""
 
     def waiting(self) -> list[str]:
         """One line for each wait of this process in the newest epoch, and for each rank that the next one waits for."""
+
+    async def over(self) -> None:
+        """All ranks leave the world in good order."""
 
     async def close(self) -> None:
         """This rank leaves the world."""
@@ -116,6 +129,8 @@ class Endpoint:
         # Awaited when no call is under way here, before devices and the arena close: see `end`.
         self.at_end: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._parted = False  # every rank has made its last call
+        self.is_ahead = False  # the ranks may go on in this epoch: one may give it up, and is not lost
+        self._retired = False  # the ranks have gone on in a later epoch
         self.departed = False  # this rank has made its last call
         self.closed = False
         self._parent: int | None = None  # in a forked child: the process id of the rank
@@ -194,8 +209,14 @@ class Endpoint:
         lost = self.membership.lost - self.membership.ended
         return {self.membership.numbers[rank] for rank in lost.intersection(shared)}
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether the world has failed here, or a rank of it is lost."""
+        return self.failures.has_failed(WORLD) or bool(self.membership.lost)
+
     def retire(self, epoch: int) -> None:
         """The ranks have gone on in `epoch`: every call here has failed, or fails now. Its memory stays."""
+        self._retired = True
         self.failures.fail(self.failures.record(Succeeded(epoch)))
         self._host_losses.clear()
         self._notices.close()
@@ -364,6 +385,8 @@ class Endpoint:
         elif isinstance(message, wire.ReadyForNext | wire.Decided):
             self.router.received_from[source] -= 1  # the router has not sent it
             self._successor().heard(self.membership.numbers[source], message)
+        elif isinstance(message, wire.BeginLink):
+            self._successor().link(message)
         elif isinstance(message, wire.EndingSeen):
             self.departures.answered(source)
         else:
@@ -376,7 +399,7 @@ class Endpoint:
 
         Ends the world, at once or, while the rank's whole host may be gone, within a short time.
         """
-        if loss.rank in self.membership.ended:
+        if self._retired or loss.rank in self.membership.ended:
             return
         self._tell_succession({loss.rank})
         if self.succession is not None and loss.last_seen_s:  # it may live, and hears it as it comes back
@@ -390,7 +413,7 @@ class Endpoint:
             self._host_losses.noticed(loss)
 
     def _tell_succession(self, ranks: Collection[int], *, has_left: bool = False) -> None:
-        if self.succession is not None:
+        if self.succession is not None and not self.is_ahead:
             own = self.host_of[self.rank]
             for rank in ranks:
                 is_dead = has_left or (self.host_of[rank] == own and self.membership.is_gone(rank))

@@ -92,6 +92,13 @@ class Linked:
 
 
 @dataclass(frozen=True, slots=True)
+class Unlinked:
+    """This rank does not count on its connection to a candidate any more. That may live."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class WantedNext:
     """The program of this rank wants the epoch after `epoch`. All programs must want it, or a member be lost."""
 
@@ -130,7 +137,9 @@ class ChangeOverdue:
     """The agreement has lasted two times ASYNCOLL_FREEZE_S, or as long again. A candidate always waits."""
 
 
-Event: TypeAlias = LostRank | Linked | WantedNext | Heard | StoreAnswered | StoreSilent | Found | ChangeOverdue
+Event: TypeAlias = (
+    LostRank | Linked | Unlinked | WantedNext | Heard | StoreAnswered | StoreSilent | Found | ChangeOverdue
+)
 
 
 # -- actions --------------------------------------------------------------------------------------
@@ -195,6 +204,8 @@ def step(state: Agreement, event: Event) -> Step:
         case Linked(rank):
             is_new = rank not in state.members and rank not in state.lost
             return _act(replace(state, linked=state.linked | {rank}) if is_new else state)
+        case Unlinked(rank):
+            return _act(replace(state, linked=state.linked - {rank}))
         case WantedNext(epoch):
             return _act(replace(state, is_wanted=True) if epoch == state.epoch else state)
         case Heard(source, message):
@@ -251,6 +262,8 @@ def _act(state: Agreement) -> Step:
     if state.is_asking or not ready.keys() >= set(living[1:]) or _waits(state):
         return state, actions
     linked = state.linked.intersection(*(ready[rank].linked for rank in living[1:]))
+    if linked != state.linked and not state.is_overdue:  # the others are soon linked with them, too
+        return state, actions
     proposal = Decision(state.epoch + 1, (*living, *sorted(linked)))
     return replace(state, is_asking=True), [*actions, CompareAndSet(proposal)]
 

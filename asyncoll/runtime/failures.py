@@ -77,7 +77,7 @@ def error_of(failure: Failure) -> AsyncollError:
             return errors.ClosedError("this communicator is closed")
         case Succeeded():
             return errors.ClosedError(
-                f"its ranks go on in epoch {failure.epoch}: use the communicator that `shrink` has returned"
+                f"its ranks go on in epoch {failure.epoch}: use the communicator that `shrink` or `grow` has returned"
             )
 
 

@@ -13,7 +13,7 @@ TRANSPORTS = ("shm", "zmq")  # shared memory within a host and messages for the 
 NAMES = (  # docs/reference/variables.md says what they mean
     *("ASYNCOLL_TRANSPORT", "ASYNCOLL_DEADLINE_S", "ASYNCOLL_FREEZE_S", "ASYNCOLL_STOPPED_S", "ASYNCOLL_PRELOAD"),
     *("ASYNCOLL_KEY_FILE", "ASYNCOLL_ENCRYPT", "ASYNCOLL_INTERFACE", "ASYNCOLL_ADDRESS", "ASYNCOLL_PORTS"),
-    *("ASYNCOLL_CORE", "ASYNCOLL_BUILD_CORE", "ASYNCOLL_SIZES", "ASYNCOLL_STORE"),
+    *("ASYNCOLL_CORE", "ASYNCOLL_BUILD_CORE", "ASYNCOLL_SIZES", "ASYNCOLL_STORE", "ASYNCOLL_JOIN"),
     *("ASYNCOLL_FOLDER", "ASYNCOLL_LAUNCHER", "ASYNCOLL_RANK_OF", "ASYNCOLL_FAULTS_CABLE"),  # set by asyncoll itself
 )
 OF_TESTS = "ASYNCOLL_TEST_"  # begins the names of those that tests read

@@ -283,6 +283,13 @@ class Decided(NamedTuple):
     members: bytes
 
 
+class BeginLink(NamedTuple):
+    """Tells the members of an epoch to connect to newcomers: an attempt to form the next one."""
+
+    attempt: int
+    members: bytes  # of the next epoch: member numbers, by `packed`
+
+
 Control: TypeAlias = (
     Announce
     | Dispute
@@ -303,6 +310,7 @@ Control: TypeAlias = (
     | EndingSeen
     | ReadyForNext
     | Decided
+    | BeginLink
     | Unused
 )
 _CONTROLS: Final[dict[str, type[Control]]] = {cls.__name__: cls for cls in get_args(Control)}

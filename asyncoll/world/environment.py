@@ -45,6 +45,7 @@ class Environment:
         ""  # the socket of its agent on this host; empty unless `asyncoll launch --hosts` has started the job
     )
     epoch_store: tuple[str, int] | None = None  # the host and the port of an `asyncoll store`
+    is_newcomer: bool = False  # this process joins a world that has begun; it has no rank yet
     store: Any = None  # a torch.distributed store of all ranks; None: rank 0, or torchrun's agent, serves one
 
     @classmethod
@@ -55,7 +56,7 @@ class Environment:
         """
         address, port = place_of(store)
         place = address or environ.get("MASTER_ADDR", ""), port  # of a file there is none
-        given = {"RANK": str(rank), "WORLD_SIZE": str(size), "ASYNCOLL_FOLDER": "", RUN: ""}
+        given = {"RANK": str(rank), "WORLD_SIZE": str(size), "ASYNCOLL_FOLDER": "", "ASYNCOLL_JOIN": "", RUN: ""}
         limit = {"ASYNCOLL_DEADLINE_S": environ.get("ASYNCOLL_DEADLINE_S") or "0"}
         environment = cls.read({**environ, **given, **limit}, place)
         assert environment is not None
@@ -70,6 +71,8 @@ class Environment:
         Raises UsageError if it describes a part of a world, or an impossible one, and for a wrong setting in any case.
         """
         settings = read_settings(environ)
+        if environ.get("ASYNCOLL_JOIN"):
+            return cls._of_newcomer(environ, settings)
         if not (environ.get("RANK") and environ.get("WORLD_SIZE")):
             launched = read_launcher(environ)
             if launched is not None:
@@ -100,6 +103,16 @@ class Environment:
             interface=environ.get("ASYNCOLL_INTERFACE", ""),
             **settings,
         )
+
+    @classmethod
+    def _of_newcomer(cls, environ: Mapping[str, str], settings: Mapping[str, Any]) -> Environment:
+        folder = environ.get("ASYNCOLL_FOLDER", "")
+        if environ["ASYNCOLL_JOIN"] != "1" or not folder:
+            raise UsageError(
+                "a process that joins a running job has ASYNCOLL_JOIN=1, and ASYNCOLL_FOLDER as the ranks of the job "
+                "have it, which `asyncoll launch -n` has started"
+            )
+        return cls(-1, 0, folder, "", 0, run="", launch_folder=folder, is_newcomer=True, **settings)
 
 
 def read_settings(environ: Mapping[str, str]) -> dict[str, Any]:

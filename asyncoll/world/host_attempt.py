@@ -32,7 +32,7 @@ class HostAttempt:
 
     def __enter__(self) -> HostAttempt:
         if self._rank == 0:
-            self.folder = self._job / str(self._newest() + 1)
+            self.folder = self._job / str(newest_attempt(self._job) + 1)
             self.folder.mkdir(0o700)
         else:
             while not self._enters():
@@ -63,12 +63,9 @@ class HostAttempt:
     def _failed(self) -> Path:
         return self.folder / "failed"
 
-    def _newest(self) -> int:
-        return max((int(entry) for entry in os.listdir(self._job) if entry.isdecimal()), default=0)
-
     def _enters(self) -> bool:
         """Enter the newest attempt, unless this rank has been there, or it has failed."""
-        self.folder = self._job / str(self._newest())
+        self.folder = self._job / str(newest_attempt(self._job))
         if self.folder.name == "0" or self._failed.exists():
             return False
         try:
@@ -80,3 +77,8 @@ class HostAttempt:
     def _check_failed(self) -> None:
         if self._failed.exists():
             raise error_of(json.loads(self._failed.read_text()), self._size)
+
+
+def newest_attempt(job: Path) -> int:
+    """The number of the newest attempt in the folder of a job; 0 if there is none."""
+    return max((int(entry) for entry in os.listdir(job) if entry.isdecimal()), default=0)

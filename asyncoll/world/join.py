@@ -5,33 +5,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import math
 import os
 import secrets
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from asyncoll import forks
-from asyncoll.algorithms.seam.arrival import to_its_end
 from asyncoll.communicator import Communicator
-from asyncoll.errors import AsyncollError, UsageError
+from asyncoll.errors import AsyncollError, ClosedError, UsageError
 from asyncoll.runtime.deadlines import remaining_s
 from asyncoll.runtime.endpoint import Endpoint
-from asyncoll.runtime.membership import Membership
+from asyncoll.runtime.linking import GrowthAttempt
 from asyncoll.runtime.progress import ProgressThread, Runner, SharedLoop, new_loop
 from asyncoll.runtime.threads import program_loop
-from asyncoll.transport import START_TIMEOUT_S, Transport, standard_streams
+from asyncoll.transport import START_TIMEOUT_S, standard_streams
 from asyncoll.transport.joining import Joining, in_daemon_thread
 from asyncoll.transport.keys import Key
 from asyncoll.transport.messages import inproc
-from asyncoll.transport.messages.shared_payloads import SlottedTransport
 from asyncoll.world import error_file
 from asyncoll.world.environment import Environment
-from asyncoll.world.meeting import PeerLinks, meet
+from asyncoll.world.meeting import PeerLinks
+from asyncoll.world.newcomers import Newcomer, Newcomers, WorldOverError
+from asyncoll.world.rank_links import end_joining, endpoint_of, meeting
 from asyncoll.world.world import World
 from asyncoll.world.write_once import Decisions, MemoryStore
 
+logger = logging.getLogger("asyncoll")
 _member = threading.Lock()  # held while this process is in a world
 T = TypeVar("T")
 _CLAIM = "ASYNCOLL_RANK_OF"  # set in the environment of a rank: its process id, and which rank of which world it is
@@ -87,6 +90,9 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
     process = os.getpid()
     try:
         return runner.run(joined())
+    except WorldOverError as over:
+        print(f"asyncoll: {over}: this process has nothing to join", file=sys.stderr)
+        sys.exit(0)
     except Exception as error:
         if os.getpid() == process:
             error_file.write(error)
@@ -197,27 +203,80 @@ async def joined(
         async with alone(runner, departs=departs) as comm:
             yield comm
         return
+    if environment.is_newcomer:
+        async with contextlib.AsyncExitStack() as inside:
+            yield await _admitted(runner, environment, inside, departs=departs)
+        return
     with _claimed(environment):
         joining = _joining(environment)
-        links = await _meet(environment, joining)
+        links = await meeting(environment, joining)
+        endpoint = endpoint_of(links, environment)
+        newcomers = None
+        if environment.folder and links.decisions is not None:
+            newcomers = Newcomers(environment, links.decisions.entries, environment.size)
         world = World(
-            _endpoint(links, environment),
+            endpoint,
             runner,
             links.hosts,
             joining,
             departs=departs,
             decisions=links.decisions,
+            newcomers=newcomers,
             freeze_s=environment.freeze_s,
         )
         async with contextlib.AsyncExitStack() as inside:
-            try:
-                comm = await inside.enter_async_context(world)
-            except BaseException as error:
-                # The others are in the world if this rank was cancelled as it had joined: they read nothing more.
-                await _end_joining(links, None if world.has_joined else error)
-                raise
-            links.until_joined.close()
-            yield comm
+            yield await _entered(world, links, inside)
+
+
+async def _entered(world: World, links: PeerLinks, inside: contextlib.AsyncExitStack) -> Communicator:
+    try:
+        comm = await inside.enter_async_context(world)
+    except BaseException as error:
+        # The others are in the world if this rank was cancelled as it had joined: they read nothing more.
+        await end_joining(links, None if world.has_joined else error)
+        raise
+    links.until_joined.close()
+    return comm
+
+
+async def _admitted(
+    runner: Runner, environment: Environment, inside: contextlib.AsyncExitStack, *, departs: bool
+) -> Communicator:
+    """Join a world that has begun. A newcomer tries again if an attempt fails."""
+    limit_s = _limit_s(environment)
+    newcomer = await _in_thread(lambda: Newcomer(environment, limit_s))
+    inside.callback(newcomer.cancel)  # a thread may wait
+    while True:
+        seat = await _in_thread(newcomer.seat)
+        attempt = seat.attempt
+        try:
+            links = await meeting(seat.environment, seat.joining)
+            endpoint = endpoint_of(links, seat.environment, attempt.epoch, attempt.members)
+
+            async def admitted(attempt: GrowthAttempt = attempt, endpoint: Endpoint = endpoint) -> None:
+                if not await _in_thread(lambda: newcomer.is_admitted(attempt, lambda: endpoint.failures.any)):
+                    raise ClosedError("the ranks have gone on without this newcomer")
+
+            world = World(
+                endpoint,
+                runner,
+                links.hosts,
+                seat.joining,
+                departs=departs,
+                decisions=newcomer.decisions,
+                newcomers=Newcomers(environment, newcomer.decisions.entries, newcomer.first_size),
+                admitted=admitted,
+                freeze_s=environment.freeze_s,
+            )
+            return await _entered(world, links, inside)
+        except UsageError:
+            raise
+        except AsyncollError as error:
+            logger.info("an attempt to join the world has failed: %s", error)
+
+
+async def _in_thread(operation: Callable[[], T]) -> T:
+    return await asyncio.wrap_future(in_daemon_thread(operation))
 
 
 @contextlib.contextmanager
@@ -246,62 +305,10 @@ os.register_at_fork(after_in_child=_forget_membership)
 
 
 def _joining(environment: Environment) -> Joining:
+    return Joining(environment.rank, environment.size, _limit_s(environment))
+
+
+def _limit_s(environment: Environment) -> float:
     left_s = remaining_s()
     longest_s = START_TIMEOUT_S if environment.store is None or left_s is None else math.inf  # the program has chosen
-    limit_s = min(longest_s, environment.deadline_s, math.inf if left_s is None else left_s)
-    return Joining(environment.rank, environment.size, limit_s)
-
-
-async def _meet(environment: Environment, joining: Joining) -> PeerLinks:
-    """Meet the other ranks, in a thread.
-
-    When this is cancelled, it waits for the thread to end: nothing else would close what the thread has opened.
-    """
-    meeting = asyncio.wrap_future(in_daemon_thread(lambda: meet(environment, joining)))
-    try:
-        return await asyncio.shield(meeting)
-    except asyncio.CancelledError as error:
-        joining.cancel()
-        await to_its_end(_give_up(meeting, joining, error))
-        raise
-
-
-async def _give_up(meeting: asyncio.Future[PeerLinks], joining: Joining, error: BaseException) -> None:
-    """End joining with `error`, if the meeting has not done so.
-
-    The connections end once the others can read why, and before this rank waits for them to read it: as long as it
-    listens, they wait for its answer.
-    """
-    with contextlib.suppress(AsyncollError):
-        links = await meeting
-        await joining.fail(error)
-        if links.arena is not None:
-            links.arena.close()
-        await links.transport.close()
-        await _end_joining(links, error)
-
-
-async def _end_joining(links: PeerLinks, error: BaseException | None) -> None:
-    """Release what this rank has held until all had joined. `error` is what has prevented that.
-
-    In a thread, because rank 0 may wait for ten seconds until the others have read it; and to its end, also if this is
-    cancelled meanwhile. Raises what another rank has told before, if `error` may be a consequence of that.
-    """
-    kind = None if error is None else type(error)
-    ending = in_daemon_thread(lambda: links.until_joined.__exit__(kind, error, None))
-    await to_its_end(asyncio.wrap_future(ending))
-
-
-def _endpoint(links: PeerLinks, environment: Environment) -> Endpoint:
-    transport: Transport = links.transport
-    if links.arena is not None:
-        transport = SlottedTransport(transport, links.arena)
-    return Endpoint(
-        transport,
-        links.arena,
-        environment.deadline_s,
-        links.machines,
-        all_have_arenas=links.all_have_arenas,
-        shares_memory=environment.shares_memory,
-        membership=Membership(transport.size, links.hosts),
-    )
+    return min(longest_s, environment.deadline_s, math.inf if left_s is None else left_s)

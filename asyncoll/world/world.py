@@ -7,6 +7,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 
 from asyncoll import forks
@@ -27,10 +28,12 @@ from asyncoll.errors import (
 from asyncoll.runtime import departures, unfinished
 from asyncoll.runtime.endpoint import Endpoint
 from asyncoll.runtime.failures import WORLD, Departed, error_of
+from asyncoll.runtime.linking import NewcomerSource
 from asyncoll.runtime.member import Member
 from asyncoll.runtime.progress import TAKEOVER_S, Runner
 from asyncoll.runtime.signature import Site, place_of_end
 from asyncoll.runtime.succession import DecisionStore, Succession
+from asyncoll.transport.among_members import AmongMembers
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.messages.peer_reports import FREEZE_S
 from asyncoll.world.connecting import barrier, connect_all, group_of
@@ -43,6 +46,19 @@ _RETURN_S = 60.0
 # An agreement on the next epoch is overdue after this many times the time after which a silent rank counts as lost.
 _OVERDUE = 2.0
 _ENDED_S = 0.2  # programs of most worlds end within this time of each other: see `_part`
+
+
+async def _close_former(endpoint: Endpoint, former: Sequence[Core]) -> None:
+    """Close the connections of earlier epochs, once no rank needs them to come to that of `endpoint`.
+
+    Their memory stays: communicators of these epochs may still ring its doorbells, as they end.
+    """
+    try:
+        await barrier(endpoint, "leaving the epoch before")
+    except AsyncollError:
+        return  # a rank may be on its way, and would take the end of a connection for a loss
+    for core in former:
+        await core.member.endpoint.transport.close(flush=True)
 
 
 class World:
@@ -58,6 +74,8 @@ class World:
         *,
         departs: bool = False,
         decisions: DecisionStore | None = None,
+        newcomers: NewcomerSource | None = None,
+        admitted: Callable[[], Awaitable[None]] | None = None,
         freeze_s: float = 0.0,
     ) -> None:
         """`hosts` has the name of each rank's host; None if all ranks are in this process.
@@ -68,20 +86,24 @@ class World:
         Any other exception aborts the world, as it does where leaving is collective.
 
         `decisions` is the store of epochs; None if there is none, so that the ranks cannot go on after a death. A rank
-        without a sign of life for `freeze_s` is lost; 0: never.
+        without a sign of life for `freeze_s` is lost; 0: never. `newcomers` are those of the world, if it can have any.
+        A newcomer awaits `admitted` once it is connected: that raises if the others go on without it.
         """
         self.endpoint = endpoint  # of the newest epoch
         self._former: list[Core] = []  # the communicators of all ranks in earlier epochs
         endpoint.store_advice = HOW_TO_GET_ONE
         if decisions is not None:
             overdue_s = _OVERDUE * (freeze_s or FREEZE_S)
-            endpoint.succession = Succession(endpoint, decisions, overdue_s, self._enter)
+            endpoint.succession = Succession(endpoint, decisions, overdue_s, self._enter, newcomers)
         endpoint.standstill.program = runner
         self._runner = runner
         self._has_processes = hosts is not None
         self._joining = joining
         self._choose = choose
         self._departs = departs
+        self._admitted = admitted
+        self._moved: list[Core] = []  # of `_former`, those whose connections the newest epoch does not use
+        self._closing: set[asyncio.Task[None]] = set()  # of these
         self.has_joined = False  # so all ranks are connected
         self._unsettled: list[
             departures.CommunicatorLife
@@ -218,6 +240,13 @@ class World:
         try:
             host = self._hosts[self.endpoint.rank] if self._has_processes else ""
             await connect_all(self.endpoint, self._joining, host)
+            if self._admitted is not None:
+                try:
+                    await self._admitted()
+                except BaseException:
+                    await self.endpoint.close()
+                    raise
+                self._close_former(self.endpoint)
         except BaseException:
             await self._let_go()
             raise
@@ -225,10 +254,19 @@ class World:
         self.has_joined = True
         return Communicator(self._core, self._hosts)
 
+    def _close_former(self, endpoint: Endpoint) -> None:
+        """All ranks of an epoch with newcomers do it, which have none of their own."""
+        self._moved = list(self._former)
+        closing = asyncio.get_running_loop().create_task(_close_former(endpoint, self._moved))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
     def _enter(self, endpoint: Endpoint) -> Core:
         """Go on in a later epoch, on the runtime's loop."""
         self._former.append(self._core)
         unfinished.forget(self.endpoint)
+        if not isinstance(endpoint.transport, AmongMembers):  # but one of its own
+            self._close_former(endpoint)
         endpoint.standstill.program = self._runner
         self.endpoint, self._group = endpoint, group_of(endpoint)
         self._core = Core(Member(endpoint, self._group, self._runner), self._choose)
@@ -251,6 +289,11 @@ class World:
                 await self.endpoint.succession.close()
             for core in self._former:
                 core.member.endpoint.closed = True
+            for closing in tuple(self._closing):
+                closing.cancel()
+                await asyncio.wait([closing])
+            for core in self._moved:
+                await core.member.endpoint.transport.close(flush=True)
             await self.endpoint.close(flush=self._departs or self._failed())
 
     async def _let_go(self) -> None:
@@ -286,6 +329,9 @@ class World:
             for communicator in self._unsettled:
                 communicator.check()  # perhaps no handle of the call that has failed is left
             self.endpoint.part()
+            if self.endpoint.succession is not None:
+                with contextlib.suppress(AsyncollError):  # the store may be gone
+                    await self.endpoint.succession.over()
             with contextlib.suppress(PeerLostError):
                 await barrier(self.endpoint, "leaving the world")
         finally:

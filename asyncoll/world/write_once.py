@@ -153,44 +153,71 @@ def check(name: str, entry: bytes = b"-") -> None:
 # -- epochs in it ---------------------------------------------------------------------------------
 
 
-class Decisions:
-    """The decisions on epochs as entries of a store, one for each epoch."""
+class SealedOnce:
+    """Texts as entries of a store that are written once, sealed for their names."""
 
     def __init__(self, store: WriteOnce, key: Key) -> None:
         """`key` is one that all ranks of the job have, those that join later too, and nobody else."""
         self._store = store
         self._key = key
 
-    def decide(self, proposal: Decision) -> Decision:
-        """Write `proposal` unless its epoch is decided. Returns the decision.
+    def write(self, name: str, *texts: str) -> list[str]:
+        """Write `texts` unless there is an entry. Returns what it holds.
 
-        Raises ServiceLostError if the store does not answer, and UsageError if its entry is none of this job.
+        Raises ServiceLostError if the store does not answer, and UsageError if the entry is none of this job.
         """
-        name = _name(proposal.epoch)
-        entry = seal([str(proposal.epoch), ",".join(map(str, proposal.members))], name, self._key)
-        return self._opened(proposal.epoch, self._store.compare_and_set(name, entry))
+        return self._opened(name, self._store.compare_and_set(name, seal(texts, name, self._key)))
+
+    def read(self, name: str) -> list[str] | None:
+        """The texts of the entry; None if there is none. Raises as `write` does."""
+        entry = self._store.read(name)
+        return None if entry is None else self._opened(name, entry)
+
+    def _opened(self, name: str, entry: bytes) -> list[str]:
+        texts = unseal(entry, name, self._key) if len(entry) <= ENTRY_BYTES else None
+        if texts is None:
+            raise _foreign(name)
+        return texts
+
+
+class Decisions:
+    """The decisions on epochs as entries of a store, one for each epoch."""
+
+    def __init__(self, store: WriteOnce, key: Key) -> None:
+        """`key` is one that all ranks of the job have, those that join later too, and nobody else."""
+        self.entries = SealedOnce(store, key)
+
+    def decide(self, proposal: Decision) -> Decision:
+        """Write `proposal` unless its epoch is decided. Returns the decision. Raises as `SealedOnce.write` does."""
+        members = ",".join(map(str, proposal.members))
+        return _decision(proposal.epoch, self.entries.write(_name(proposal.epoch), str(proposal.epoch), members))
 
     def read(self, epoch: int) -> Decision | None:
         """The decision on `epoch`; None if there is none yet. Raises as `decide` does."""
-        entry = self._store.read(_name(epoch))
-        return None if entry is None else self._opened(epoch, entry)
+        texts = self.entries.read(_name(epoch))
+        return None if texts is None else _decision(epoch, texts)
 
-    def _opened(self, epoch: int, entry: bytes) -> Decision:
-        texts = unseal(entry, _name(epoch), self._key) if len(entry) <= ENTRY_BYTES else None
-        members = _members(texts[1]) if texts is not None and len(texts) == 2 and texts[0] == str(epoch) else None
-        if members is None:
-            raise UsageError(
-                f"the entry {_name(epoch)} of the store is none of this job: two jobs may have one store and one name, "
-                "or it was damaged"
-            )
-        return Decision(epoch, members)
+
+def _decision(epoch: int, texts: list[str]) -> Decision:
+    members = members_of(texts[1]) if len(texts) == 2 and texts[0] == str(epoch) else None
+    if members is None:
+        raise _foreign(_name(epoch))
+    return Decision(epoch, members)
+
+
+def _foreign(name: str) -> UsageError:
+    return UsageError(
+        f"the entry {name} of the store is none of this job: two jobs may have one store and one name, or it was "
+        "damaged"
+    )
 
 
 def _name(epoch: int) -> str:
     return f"epoch-{epoch}"
 
 
-def _members(text: str) -> tuple[int, ...] | None:
+def members_of(text: str) -> tuple[int, ...] | None:
+    """The member numbers that `text` lists in order; None if it does not."""
     numbers = text.split(",", _MEMBERS_MAX)
     if len(numbers) > _MEMBERS_MAX or not all(
         number.isascii() and number.isdecimal() and len(number) <= _NUMBER_DIGITS for number in numbers

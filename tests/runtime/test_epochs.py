@@ -23,6 +23,7 @@ from asyncoll.runtime.epochs import (
     Send,
     StoreAnswered,
     StoreSilent,
+    Unlinked,
     WantedNext,
     step,
 )
@@ -68,6 +69,14 @@ def test_the_coordinator_proposes_once_all_that_live_are_ready():
     assert actions == [Install(proposal), Send(1, proposal)]
     assert (state.epoch, state.members, state.is_changing) == (2, (0, 1), False)
     assert not state.lost
+
+
+def test_newcomers_that_live_are_members_although_this_rank_has_given_up_their_attempt():
+    state, _ = after(member(0, 2), Linked(2), WantedNext(1), Heard(1, ready(linked=[2])))
+    decision = Decision(2, (0, 1, 2))
+    state, actions = after(state, LostRank(1), Unlinked(2), StoreAnswered(decision))
+    assert Install(decision) in actions
+    assert state.lost == ranks(1)
 
 
 def test_what_the_entry_holds_counts_and_not_the_proposal():
@@ -148,8 +157,10 @@ def test_a_compare_and_set_that_was_not_answered_is_repeated():
 def test_newcomers_are_those_that_every_member_is_linked_with():
     state, _ = after(member(0), Linked(3), Linked(4), Linked(5), WantedNext(1), Heard(1, ready(linked=[3, 4])))
     state, actions = step(state, Heard(2, ready(linked=[4, 5])))
+    assert actions == []  # the others may soon be linked with all that the coordinator is linked with
+    state, actions = step(state, ChangeOverdue())
     proposal = Decision(2, (0, 1, 2, 4))
-    assert actions == [CompareAndSet(proposal)]
+    assert actions == [Read(2), CompareAndSet(proposal)]
     state, actions = step(state, StoreAnswered(proposal))
     assert [action.dest for action in actions[1:]] == [1, 2, 4]
     assert state.newcomers == (4,)
