@@ -40,7 +40,8 @@ from asyncoll import (
     UsageError,
     deadline,
 )
-from asyncoll.algorithms.rounds.wait_avoiding import Result, WaitAvoiding
+from asyncoll.algorithms.rounds.engine import Result
+from asyncoll.algorithms.rounds.wait_avoiding import WaitAvoiding
 from asyncoll.arguments import digest
 from asyncoll.runtime.executions import Executions
 from asyncoll.testing import Crash, Cut, Network, Pause, run_ranks, simulate

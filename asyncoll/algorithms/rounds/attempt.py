@@ -13,9 +13,10 @@ from asyncoll.algorithms.dense import by_size
 from asyncoll.algorithms.rounds import tally
 from asyncoll.algorithms.rounds.agent_signals import CLAIM, ranks_of, step_of
 from asyncoll.algorithms.rounds.attempts import ATTEMPTS_MAX
+from asyncoll.algorithms.rounds.engine import Parts
 from asyncoll.algorithms.rounds.host_record import RoundOutcome, Share, Taken
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.wait_avoiding import Parts, packed, unpack
+from asyncoll.algorithms.rounds.wait_avoiding import packed, unpack
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
 from asyncoll.statistics import Traffic

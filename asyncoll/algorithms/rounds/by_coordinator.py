@@ -18,9 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from asyncoll.algorithms.dense.on_lane import children
-from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, LATE, CoordinatedRound, NextRound
+from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, LATE, CoordinatedRound, NextRound, Parts, Result
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding, packed, unpack
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, WaitAvoiding, packed, unpack
 from asyncoll.errors import ProtocolError
 from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import Array
@@ -55,8 +55,7 @@ class CoordinatedRounds(WaitAvoiding):
 
     # -- contributing -----------------------------------------------------------------------------
 
-    def _arm(self) -> NextRound:
-        number = self._number
+    def _arm(self, number: int) -> NextRound:
         armed = CoordinatedRound(self.operation, number, self._group.size, self._group.rank)
         self._given: list[tuple[int, Buffer]] = []  # at the coordinator: (group rank, payload) of each contribution
         # The round before did not include these. They are sent before any later contribution, because a result tells
@@ -117,7 +116,7 @@ class CoordinatedRounds(WaitAvoiding):
             else:
                 self._combine(total, parts)
         total = total or self._neutral()
-        self._pass_on(self._number, packed([participation.reshape(-1), *total]))
+        self._pass_on(self._round.number, packed([participation.reshape(-1), *total]))
         self._finish(participation.reshape(-1), total)
 
     # -- results ----------------------------------------------------------------------------------
@@ -137,11 +136,12 @@ class CoordinatedRounds(WaitAvoiding):
             raise ProtocolError(f"a result of {self.operation} has {included} of the {len(self._sent)} sent to it")
         taken = self._sent[int(included) - 1].ticket if included >= 1 else self._latest.taken
         del self._sent[: int(included)]
+        number = self._round.number
         if not self._round.has_begun:  # as far as this rank knew: only the coordinator sees a round begin
             self._tally.began(self._port.now_s())
-        ranks, gone, weight = self._tally.count_round(self._number, self._all_ranks, participation)
-        synchronous = self.operation.is_synchronous(self._number) and not gone
-        self._end_round(Result(self._number, parts, ranks, self._all_ranks, taken, synchronous, weight), gone)
+        ranks, gone, weight = self._tally.count_round(number, self._all_ranks, participation)
+        synchronous = self.operation.is_synchronous(number) and not gone
+        self._end_round(Result(number, parts, ranks, self._all_ranks, taken, synchronous, weight), gone)
 
     def _coordinator_of(self, number: int) -> int:
         armed = self._round

@@ -21,9 +21,18 @@ import numpy as np
 from asyncoll.algorithms.dense import by_size
 from asyncoll.algorithms.rounds import wait_avoiding
 from asyncoll.algorithms.rounds.activation import edges
-from asyncoll.algorithms.rounds.engine import ARRIVED, GONE, JOINED, ActivatedRound, Instruction, NextRound
+from asyncoll.algorithms.rounds.engine import (
+    ARRIVED,
+    GONE,
+    JOINED,
+    ActivatedRound,
+    Instruction,
+    NextRound,
+    Parts,
+    Result,
+)
 from asyncoll.algorithms.rounds.operation import Operation
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Parts, Result, WaitAvoiding
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution, WaitAvoiding
 from asyncoll.errors import AsyncollError, ProtocolError
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.port import Port
@@ -83,7 +92,7 @@ class ActivatedRounds(WaitAvoiding):
         self._keep_staged()
         # A cancelled caller may be cancelled again, and may leave only when the round has ended: each cancellation is
         # swallowed here, and the caller of this method raises the first one.
-        while self._lent_to == self._number and not self._port.has_failed:
+        while self._lent_to == self._round.number and not self._port.has_failed:
             with contextlib.suppress(asyncio.CancelledError, AsyncollError), self._result_of(number) as done:
                 await done
         # The result of that round lies in the caller's memory too, and a later call may be given it.
@@ -93,8 +102,8 @@ class ActivatedRounds(WaitAvoiding):
 
     # -- signals ----------------------------------------------------------------------------------
 
-    def _arm(self) -> NextRound:
-        return ActivatedRound(self.operation, self._number, self._group.size, self._group.rank)
+    def _arm(self, number: int) -> NextRound:
+        return ActivatedRound(self.operation, number, self._group.size, self._group.rank)
 
     def _accept(self, rank: int, number: int, step: int, payload: Buffer) -> None:
         if len(payload):
@@ -102,8 +111,9 @@ class ActivatedRounds(WaitAvoiding):
         if step not in edges(self._group.size) and step not in (ARRIVED, GONE, JOINED):
             raise ProtocolError(f"signal {step} has no meaning in {self.operation}")
         # A round of all ranks ends nowhere before this rank takes part in it. A round of another group may.
-        if number > self._number + 1 and not self.operation.group_size:
-            raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
+        armed = self._round.number
+        if number > armed + 1 and not self.operation.group_size:
+            raise ProtocolError(f"a signal for round {number} of {self.operation} while round {armed} is open")
 
     # -- staying in reach -------------------------------------------------------------------------
 
@@ -112,7 +122,8 @@ class ActivatedRounds(WaitAvoiding):
 
         The rank that is furthest behind is never far ahead of another, so it goes on, and all others after it.
         """
-        return self._number > min(self._reached.values(), default=self._number) + wait_avoiding.EARLY_MAX
+        armed = self._round.number
+        return armed > min(self._reached.values(), default=armed) + wait_avoiding.EARLY_MAX
 
     def _follow(self, instructions: Sequence[Instruction]) -> None:
         self._held += instructions
@@ -131,9 +142,9 @@ class ActivatedRounds(WaitAvoiding):
         super()._publish(result)
         # Tell the ranks that signal this one how far it has come: four times in EARLY_MAX rounds, so that ranks which
         # keep pace never wait for it.
-        if self._reached and self._number % max(1, wait_avoiding.EARLY_MAX // 4) == 0:
+        if self._reached and self._round.number % max(1, wait_avoiding.EARLY_MAX // 4) == 0:
             for rank in _neighbours(self._group, -1):
-                self._port.send(rank, self._number, REACHED)
+                self._port.send(rank, self._round.number, REACHED)
         # Signals for the next round, which arrived while this one was running.
         self._handle_signals()
 
@@ -141,7 +152,7 @@ class ActivatedRounds(WaitAvoiding):
 
     async def _carry_out(self) -> None:
         # No await up to the reduction: the contribution, its number and its participation are of one moment.
-        number, port = self._number, self._port
+        number, port = self._round.number, self._port
         contributes, taken = int(self._staged is not None), self._submitted
         weight = self._staged_weight if contributes else 0.0
         if not self.operation.group_size:  # contributions add up until a round takes them

@@ -18,12 +18,13 @@ import numpy as np
 from asyncoll._core import NativeCore
 from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.directory import AtOnce
+from asyncoll.algorithms.rounds.engine import Delivery, Parts, result_of
 from asyncoll.algorithms.rounds.one_sided import OneSidedCall, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation, Rule
 from asyncoll.algorithms.rounds.reduction import SLOTS, Reduction
 from asyncoll.algorithms.rounds.round_cells import NONE, Kept
 from asyncoll.algorithms.rounds.round_record import SHORT_BYTES, RoundRecord
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, delivery_of, result_of
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution
 from asyncoll.algorithms.seam.ways import Shape, Way, begin
 from asyncoll.runtime.event_kinds import What
 from asyncoll.runtime.group import Group
@@ -243,9 +244,7 @@ class CompiledRounds(OneSidedRounds):
         fields = (number, own, ranks, members, ended.taken, synchronous, ended.weight, deserted, lent, averaged, block)
         result = result_of(fields)
         kept = self._with_owed([Kept(*old) for old in missed] if missed else (), number)
-        told = self._engine.deliver(ended.ticket, result, kept)
-        results = (*map(self._result, told.missed), result) if told.missed else (result,)
-        return delivery_of((results, told.included, told.skipped, told.lag))
+        return self._engine.deliver(ended.ticket, (*map(self._result, kept), result) if kept else (result,))
 
 
 class PromptRounds(CompiledRounds):

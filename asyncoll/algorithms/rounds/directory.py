@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol
 
+from asyncoll.algorithms.rounds.engine import Delivery, Result
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import Reduction
 from asyncoll.algorithms.rounds.tally import OperationStatistics
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Result
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution
 from asyncoll.algorithms.seam.backend import Backend
 from asyncoll.errors import MismatchError
 from asyncoll.runtime.member import Member

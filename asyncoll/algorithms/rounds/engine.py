@@ -22,8 +22,9 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import itemgetter
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from asyncoll.algorithms.rounds import rules
 from asyncoll.algorithms.rounds.activation import OPEN, REDUCE, ActivationStep, activation, edges, heard, synchronous
@@ -31,35 +32,42 @@ from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.policies import check_rank
 from asyncoll.algorithms.rounds.round_cells import AIM, ENGINE_CELLS, LAGS, STALE, first_missed
 from asyncoll.algorithms.rounds.tally import OperationStatistics
+from asyncoll.tensors.reductions import Array
+
+Parts = list[Array]  # a contribution or a result: one flat array for each entry of the operation's layout
 
 
-class Answer(Protocol):
-    """The result of a round as one rank has it, in whatever form."""
+class Result(NamedTuple):
+    """The result of a round. `parts` do not change any more, until their memory is used again."""
 
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def taken(self) -> int:
-        """The ticket of this rank's newest contribution when the round took the staged one."""
-
-
-R = TypeVar("R", bound=Answer)
-
-
-class Told(NamedTuple, Generic[R]):
-    """What a call tells its caller beside its own result."""
-
-    included: bool  # whether the contribution of the call is in the result
-    missed: Sequence[R]  # results of rounds before, oldest first
-    skipped: int  # rounds before that it has no results of
-    lag: int  # rounds from the one that the call aimed at to the one of its result
+    number: int
+    parts: Parts
+    ranks: tuple[int, ...]  # those with a contribution in it, in order; ranks of the communicator, as `members`
+    members: tuple[int, ...]  # the ranks that reduced together
+    taken: int  # the ticket of this rank's newest contribution when the round took the staged one
+    synchronous: bool
+    weight: float  # the sum of the weights of its contributions, if the operation is weighted
+    deserted: bool = False  # the round was synchronous, and all ranks were gone: no rank makes calls any more
+    lent: bool = False  # `parts` are the memory of the caller that waits for the round
+    averaged: bool = False  # `parts` are divided already, if the reduction is an average
+    block: int = 0  # in memory: the block that has `parts`; 0: none
 
 
+class Delivery(NamedTuple):
+    """The answer to one call."""
+
+    results: tuple[Result, ...]  # that of the call comes last, after those that it has missed, oldest first
+    included: bool  # whether the contribution of the call is in the result of the call
+    skipped: int  # rounds before that one that the caller is given no result of
+    lag: int  # rounds from the one that the call aimed at to that one
+
+
+# `Result(...)` goes through a function of Python. This makes the same of all fields in a third of its time.
+result_of = partial(tuple.__new__, Result)
 _TOO_OLD = -1  # the newest one of owed rounds that can only count as skipped
 
 
-class Engine(Generic[R]):
+class Engine:
     """The calls of one rank on one operation, one after another. `take_back` may be called at any moment."""
 
     def __init__(self, operation: Operation) -> None:
@@ -104,9 +112,9 @@ class Engine(Generic[R]):
         """The oldest round that the call under way is told of as missed, when `latest` is the newest of them."""
         return first_missed(self.aim, latest, self._operation.history)
 
-    def deliver(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
-        """The call with contribution `ticket` is given `result`, and `missed` of the rounds from its aim to that."""
-        told = self._tell(ticket, result, missed)
+    def deliver(self, ticket: int, results: tuple[Result, ...]) -> Delivery:
+        """The call with contribution `ticket` is given `results`, of rounds from its aim on; its own comes last."""
+        told = self.tell(ticket, results)
         if told.lag < ENGINE_CELLS - LAGS:
             self.cells[LAGS + told.lag] += 1
         else:
@@ -125,17 +133,15 @@ class Engine(Generic[R]):
         self.step_back()
         return latest >= self.aim
 
-    def conclude(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
-        """All ranks have joined, `result` is the newest round, and it is news. No call ends, so none is counted."""
-        return self._tell(ticket, result, missed)
-
-    def _tell(self, ticket: int, result: Answer, missed: Sequence[R]) -> Told[R]:
+    def tell(self, ticket: int, results: tuple[Result, ...]) -> Delivery:
+        """The same without a call that is counted: of one that joins, if the newest round is news."""
+        newest = results[-1]
         # Gradients add up until a round takes them. In groups a model that another has replaced is in no round.
-        included = ticket == result.taken if self._replaces else ticket <= result.taken
-        lag = result.number - self.cells[AIM]
-        self.cells[AIM] = result.number + 1
-        skipped = lag - len(missed) + self._skip_owed()
-        return tuple.__new__(Told, (included, missed, skipped, lag))  # in half the time of `Told(...)`
+        included = ticket == newest.taken if self._replaces else ticket <= newest.taken
+        lag = newest.number - self.cells[AIM]
+        self.cells[AIM] = newest.number + 1
+        skipped = lag + 1 - len(results) + self._skip_owed()
+        return tuple.__new__(Delivery, (results, included, skipped, lag))  # in half the time of `Delivery(...)`
 
     def end(self) -> tuple[int, int]:
         """All ranks have joined, and there is no news: the newest round that was told, and how many are skipped."""
@@ -176,12 +182,12 @@ class Accounted:
 
     begin: Any = None
     at_once: Any = None
-    _engine: Engine[Any]
+    _engine: Engine
 
     def end(self) -> tuple[int, int]:
         return self._engine.end()
 
-    def take_back(self, delivery: Any) -> None:
+    def take_back(self, delivery: Delivery) -> None:
         self._engine.take_back(delivery.results[-1].number, delivery.lag, len(delivery.results) + delivery.skipped)
 
 

@@ -12,13 +12,13 @@ from typing import Any, TypeVar
 
 from asyncoll.algorithms.rounds.agent import Agent
 from asyncoll.algorithms.rounds.agent_signals import AGENTS, END
-from asyncoll.algorithms.rounds.engine import LATE
+from asyncoll.algorithms.rounds.engine import LATE, Delivery, Parts, Result
 from asyncoll.algorithms.rounds.host_record import HostRecord, RoundOutcome, Taken
 from asyncoll.algorithms.rounds.one_sided import OneSidedCall, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.round_cells import NONE
 from asyncoll.algorithms.rounds.round_record import RoundRecord
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution
 from asyncoll.runtime.hosts import Hosts
 from asyncoll.runtime.port import Port
 from asyncoll.tensors.reductions import fill_neutral

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asyncoll.algorithms.rounds.engine import Accounted, Engine
+from asyncoll.algorithms.rounds.engine import Accounted, Delivery, Engine, Parts, Result, result_of
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
 from asyncoll.algorithms.rounds.tally import OperationStatistics
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution
 from asyncoll.runtime import deadlines
 from asyncoll.runtime.progress import Runner
 from asyncoll.runtime.trace import Trace
@@ -45,7 +45,7 @@ class LoneRounds(Accounted):
         self._trace = trace
         self.describe = describe
         self._now_s = deadlines.clock()
-        self._engine: Engine[Result] = Engine(operation)
+        self._engine = Engine(operation)
         self._lock = threading.Lock()  # calls may come from several threads
         self._latest = 0
         self._kept: deque[_KeptRound] = deque(maxlen=operation.history + 1)  # as many as `history`, and the newest one
@@ -82,8 +82,7 @@ class LoneRounds(Accounted):
             result = self._result(_KeptRound(number, parts, contribution.weight))
             # Copied now: after the call the caller's memory is divided, and the caller's own.
             self._kept.append(_KeptRound(number, [part.copy() for part in parts], contribution.weight))
-            told = self._engine.deliver(number, result, missed)
-        return delivery_of(((*told.missed, result), told.included, told.skipped, told.lag))
+            return self._engine.deliver(number, (*missed, result))
 
     def _at_once(self, array: Array) -> Coroutine[Any, Any, Reduction] | None:
         """A whole call of one array, or None. The array is the result as it is, also of an average of one rank."""
@@ -111,8 +110,7 @@ class LoneRounds(Accounted):
         if self.operation.group_size or not self._engine.has_news(self._latest):
             return None
         result = self._result(self._kept[-1])
-        told = self._engine.conclude(result.number, result, self._missed(self._latest - 1))
-        return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
+        return self._engine.tell(result.number, (*self._missed(self._latest - 1), result))
 
     def release(self, delivery: Delivery) -> None:
         """Without effect: the results that are kept are copies."""

@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 from asyncoll.algorithms.rounds.block_layout import BlockLayout
 from asyncoll.algorithms.rounds.call_order import CallOrder
-from asyncoll.algorithms.rounds.engine import Accounted, Engine, Told
+from asyncoll.algorithms.rounds.engine import Accounted, Delivery, Engine, Parts, Result, result_of
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.round_cells import LENT, NONE, Kept
 from asyncoll.algorithms.rounds.round_record import Chunk, Memory, RoundRecord, StagedCells
 from asyncoll.algorithms.rounds.tally import OperationStatistics
-from asyncoll.algorithms.rounds.wait_avoiding import Contribution, Delivery, Parts, Result, delivery_of, result_of
+from asyncoll.algorithms.rounds.wait_avoiding import Contribution
 from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.reductions import combiner, reducer, storage
 from asyncoll.transport.control_block import checkpoint, until
@@ -83,7 +83,7 @@ class OneSidedRounds(Accounted):
         self._views: dict[int, Parts] = {}  # of blocks, by address
         self._unused: deque[int] = deque()  # blocks of results that have been read, to be dropped under the next lock
         self._all_ranks = tuple(range(group.size))
-        self._engine: Engine[Kept] = Engine(operation)
+        self._engine = Engine(operation)
         self._order = CallOrder()
 
     def _record(self) -> RoundRecord:
@@ -162,9 +162,9 @@ class OneSidedRounds(Accounted):
             latest = rounds.latest
             if not engine.has_news(latest):
                 return None
-            *missed, newest = rounds.keep(min(engine.first_missed(latest - 1), latest), latest)
+            kept = rounds.keep(min(engine.first_missed(latest - 1), latest), latest)
             ticket = rounds.staged().ticket
-        return self._answer(engine.conclude(ticket, newest, missed), newest)
+        return engine.tell(ticket, tuple(map(self._result, kept)))
 
     def _mark_joined(self) -> None:
         with self._control_block:
@@ -428,7 +428,7 @@ class OneSidedRounds(Accounted):
     def _deliver(self, call: OneSidedCall) -> Delivery:
         assert call.kept is not None
         missed = self._with_owed(call.missed, call.kept.number)
-        return self._answer(self._engine.deliver(call.ticket, call.kept, missed), call.kept)
+        return self._engine.deliver(call.ticket, tuple(map(self._result, (*missed, call.kept))))
 
     def _with_owed(self, missed: Sequence[Kept], number: int) -> Sequence[Kept]:
         """`missed` of the call that is given round `number`, after the results of an answer taken back as it waited."""
@@ -438,10 +438,6 @@ class OneSidedRounds(Accounted):
             return missed
         with self._control_block:
             return [*self._rounds.keep(engine.first_missed(number - 1), aim - 1), *missed]
-
-    def _answer(self, told: Told[Kept], kept: Kept) -> Delivery:
-        results = tuple(map(self._result, (*told.missed, kept)))
-        return delivery_of((results, told.included, told.skipped, told.lag))
 
     def _result(self, kept: Kept) -> Result:
         """The result that `kept` records. Its parts are the block itself, not a copy."""

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from asyncoll.algorithms.rounds.directory import Rounds, RoundsBackend
+from asyncoll.algorithms.rounds.engine import Delivery, Result
 from asyncoll.algorithms.rounds.operation import Operation, RoundCall
 from asyncoll.algorithms.rounds.policies import PolicyError
 from asyncoll.algorithms.rounds.reduction import Reduction, reduction_of
 from asyncoll.algorithms.rounds.repeats import NO_REPEAT, NoRepeat, Repeat
 from asyncoll.algorithms.rounds.tally import OperationStatistics
-from asyncoll.algorithms.rounds.wait_avoiding import Delivery, Result
 from asyncoll.algorithms.seam.arrival import Arrival, to_its_end
 from asyncoll.errors import UsageError, text_of
 from asyncoll.runtime import deadlines

@@ -25,8 +25,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -37,11 +36,13 @@ from asyncoll.algorithms.rounds.engine import (
     LATE,
     Accounted,
     Begin,
+    Delivery,
     Engine,
     Instruction,
     NextRound,
+    Parts,
+    Result,
     Tell,
-    Told,
 )
 from asyncoll.algorithms.rounds.operation import Operation
 from asyncoll.algorithms.rounds.tally import OperationStatistics, Tally
@@ -51,8 +52,6 @@ from asyncoll.tensors.reductions import Array, combiner, fill_neutral, storage
 from asyncoll.transport.wire import Buffer
 
 EARLY_MAX = 1 << 16  # rounds that another rank may be ahead of this one; bounds the signals that are kept for later
-
-Parts = list[Array]  # a contribution or a result: one flat array for each entry of the operation's layout
 
 
 class Contribution(Protocol):
@@ -72,36 +71,6 @@ class Contribution(Protocol):
         """Make the memory of `lend` the contribution. Before, it is not multiplied by the weight."""
 
 
-class Result(NamedTuple):
-    """The result of a round. `parts` do not change any more, until their memory is used again."""
-
-    number: int
-    parts: Parts
-    ranks: tuple[int, ...]  # those with a contribution in it, in order; ranks of the communicator, as `members`
-    members: tuple[int, ...]  # the ranks that reduced together
-    taken: int  # the ticket of this rank's newest contribution when the round took the staged one
-    synchronous: bool
-    weight: float  # the sum of the weights of its contributions, if the operation is weighted
-    deserted: bool = False  # the round was synchronous, and all ranks were gone: no rank makes calls any more
-    lent: bool = False  # `parts` are the memory of the caller that waits for the round
-    averaged: bool = False  # `parts` are divided already, if the reduction is an average
-    block: int = 0  # in memory: the block that has `parts`; 0: none
-
-
-class Delivery(NamedTuple):
-    """The answer to one call."""
-
-    results: tuple[Result, ...]  # that of the call comes last, after those that it has missed, oldest first
-    included: bool  # whether the contribution of the call is in the result of the call
-    skipped: int  # rounds before that one that the caller is given no result of
-    lag: int  # rounds from the one that the call aimed at to that one
-
-
-# `Result(...)` goes through a function of Python. These make the same of all fields in a third of its time.
-result_of = partial(tuple.__new__, Result)
-delivery_of = partial(tuple.__new__, Delivery)
-
-
 class WaitAvoiding(Accounted, ABC):
     """A persistent operation at one rank: its calls, its staged contribution, its results. On the runtime's loop."""
 
@@ -119,7 +88,7 @@ class WaitAvoiding(Accounted, ABC):
         self._staged_weight = 0.0  # of `staged`; undefined without it
         self._spare: Parts | None = None  # arrays that are free to be used again
         self._submitted = 0  # contributions staged here so far
-        self._engine: Engine[Result] = Engine(operation)
+        self._engine = Engine(operation)
         self._history: deque[Result] = deque(maxlen=operation.history)  # before the latest
         self._latest = Result(0, [], (), (), 0, synchronous=False, weight=0.0)
         self._taken_back: tuple[Result | None, Parts] = None, []  # the newest lent result that was, and a copy
@@ -129,7 +98,7 @@ class WaitAvoiding(Accounted, ABC):
         self._is_over = False  # the same holds of all ranks
         self._joining: asyncio.Future[None] | None = None  # the caller that waits for that
         self._early: dict[int, list[tuple[int, int, Buffer]]] = {}  # signals by round: (group rank, step, payload)
-        self._round = self._arm()
+        self._round = self._arm(1)  # the round that is armed or running here
 
     def serve(self) -> None:
         # Handles the signals that have arrived already. Then a rank that has left takes part.
@@ -164,14 +133,14 @@ class WaitAvoiding(Accounted, ABC):
                 self._own()
                 result = self._latest
             self._tally.returned(next_has_begun=self._round.has_begun)
-            return _delivery(self._engine.deliver(ticket, result, self._missed(result)), result)
+            return self._engine.deliver(ticket, self._up_to(result))
         finally:
             self._turn.release()
 
-    def _missed(self, result: Result) -> list[Result]:
-        """The results that history has of the rounds from the aim of this call to `result`."""
+    def _up_to(self, result: Result) -> tuple[Result, ...]:
+        """The results that history has of the rounds from the aim of this call on, and `result`."""
         self._engine.step_back()
-        return [old for old in self._history if self._engine.aim <= old.number < result.number]
+        return (*[old for old in self._history if self._engine.aim <= old.number < result.number], result)
 
     async def join(self) -> Delivery | None:
         """Contribute no more, and wait until no rank does. Returns the rounds that this rank was not told of, if any.
@@ -193,7 +162,7 @@ class WaitAvoiding(Accounted, ABC):
             result = self._latest
             if not self._engine.has_news(result.number):
                 return None
-            return _delivery(self._engine.conclude(self._submitted, result, self._missed(result)), result)
+            return self._engine.tell(self._submitted, self._up_to(result))
 
     async def _wait(self, number: int) -> Result:
         """The caller waits for round `number`; its contribution is staged."""
@@ -289,11 +258,6 @@ class WaitAvoiding(Accounted, ABC):
     # -- a round ----------------------------------------------------------------------------------
 
     @property
-    def _number(self) -> int:
-        """The round that is armed or running here."""
-        return self._latest.number + 1
-
-    @property
     def _is_gone(self) -> bool:
         """Whether this rank makes no more calls."""
         return self._has_joined or self._port.departed
@@ -311,7 +275,7 @@ class WaitAvoiding(Accounted, ABC):
         self._retire(self._latest)
         self._latest = result
         # At once, whether or not a caller waits: this rank takes part in the next round in any case.
-        self._round = self._arm()
+        self._round = self._arm(result.number + 1)
         # These signals came too late, and have no effect any more.
         self._early.pop(result.number, None)
         waiter = self._waiting.get(result.number)
@@ -347,11 +311,12 @@ class WaitAvoiding(Accounted, ABC):
 
     def _follow(self, instructions: Sequence[Instruction]) -> None:
         """Carry out the instructions of the armed round."""
+        number = self._round.number
         if self._round.is_opener and Begin() in instructions:
-            self._port.trace.opened(self.operation, self._number)  # before any other rank is told
+            self._port.trace.opened(self.operation, number)  # before any other rank is told
         for instruction in instructions:
             if isinstance(instruction, Tell):
-                self._port.send(instruction.rank, self._number, instruction.step, self._payload(instruction.step))
+                self._port.send(instruction.rank, number, instruction.step, self._payload(instruction.step))
             else:
                 self._tally.began(self._port.now_s())
                 self._port.spawn(self._carry_out())
@@ -361,17 +326,18 @@ class WaitAvoiding(Accounted, ABC):
 
         Its fields are untrusted; raises ProtocolError.
         """
-        if number > self._number + EARLY_MAX:
-            raise ProtocolError(f"a signal for round {number} of {self.operation} while round {self._number} is open")
-        if number >= self._number:
+        armed = self._round.number
+        if number > armed + EARLY_MAX:
+            raise ProtocolError(f"a signal for round {number} of {self.operation} while round {armed} is open")
+        if number >= armed:
             self._accept(rank, number, step, payload)
             self._early.setdefault(number, []).append((rank, step, payload))
             self._handle_signals()
 
     def _handle_signals(self) -> None:
         """Handle the signals for the armed round that have arrived."""
-        # `_number` is read anew each time: a signal may end the round, and the signals of the next one may be here.
-        while signals := self._early.get(self._number):
+        # The number is read anew each time: a signal may end the round, and the signals of the next one may be here.
+        while signals := self._early.get(self._round.number):
             self._handle(*signals.pop(0))
 
     def _handle(self, rank: int, step: int, payload: Buffer) -> None:
@@ -381,8 +347,8 @@ class WaitAvoiding(Accounted, ABC):
     # -- supplied by a carrier --------------------------------------------------------------------
 
     @abstractmethod
-    def _arm(self) -> NextRound:
-        """Prepare round `_number`."""
+    def _arm(self, number: int) -> NextRound:
+        """Prepare round `number`."""
 
     @abstractmethod
     def _accept(self, rank: int, number: int, step: int, payload: Buffer) -> None:
@@ -398,10 +364,6 @@ class WaitAvoiding(Accounted, ABC):
 
     async def _reclaim(self, number: int) -> None:
         """The caller stops waiting for round `number`: return when no round uses its memory any more."""
-
-
-def _delivery(told: Told[Result], result: Result) -> Delivery:
-    return Delivery((*told.missed, result), told.included, told.skipped, told.lag)
 
 
 def packed(arrays: Iterable[Array]) -> bytes:

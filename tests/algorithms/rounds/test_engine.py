@@ -19,7 +19,6 @@ from asyncoll.algorithms.rounds.engine import (
     CoordinatedRound,
     Engine,
     Tell,
-    Told,
 )
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 
@@ -43,11 +42,16 @@ def calls(history=0):
 
 def deliver(engine, number, missed=()):
     """The result of round `number`, which includes the contribution of the call."""
-    return engine.deliver(1, Result(number), list(missed))
+    return shown(engine.deliver(1, (*missed, Result(number))))
+
+
+def shown(delivery):
+    *missed, _ = delivery.results
+    return missed, *delivery[1:]
 
 
 def told(missed=(), skipped=0, lag=None):
-    return Told(True, list(missed), skipped, len(missed) + skipped if lag is None else lag)
+    return list(missed), True, skipped, len(missed) + skipped if lag is None else lag
 
 
 def no():
@@ -154,26 +158,26 @@ def test_every_round_is_reported_once_although_answers_are_lost():
     engine, reported = calls(history=3), []
     for number, missed in [(1, []), (3, results(2)), (4, results(2, 3))]:
         engine.step_back()
-        answer = deliver(engine, number, missed)
+        before, _, skipped, lag = deliver(engine, number, missed)
         if number == 3:
-            engine.take_back(number, answer.lag, rounds=2 + answer.skipped)
+            engine.take_back(number, lag, rounds=2 + skipped)
         else:
-            reported += [*(result.number for result in answer.missed), number]
+            reported += [*(result.number for result in before), number]
     assert reported == [1, 2, 3, 4]
 
 
 def test_a_contribution_is_included_if_it_was_taken():
     gradients, models = calls(), Engine(operation(group_size=2))
-    assert gradients.deliver(2, Result(1, taken=3), []).included, "contributions add up"
-    assert not gradients.deliver(4, Result(2, taken=3), []).included
-    assert models.deliver(3, Result(1, taken=3), []).included
-    assert not models.deliver(2, Result(2, taken=3), []).included, "a model that was replaced is in no round"
+    assert gradients.deliver(2, (Result(1, taken=3),)).included, "contributions add up"
+    assert not gradients.deliver(4, (Result(2, taken=3),)).included
+    assert models.deliver(3, (Result(1, taken=3),)).included
+    assert not models.deliver(2, (Result(2, taken=3),)).included, "a model that was replaced is in no round"
 
 
 def test_calls_are_counted_by_their_lag_and_by_their_inclusion():
     engine = calls()
-    engine.deliver(1, Result(1, taken=1), [])
-    engine.deliver(2, Result(4, taken=1), [])
+    engine.deliver(1, (Result(1, taken=1),))
+    engine.deliver(2, (Result(4, taken=1),))
     totals = engine.statistics(rounds=4, active={2: 3, 1: 1}, waits_s=[0.5, 0.0], late_s=[0.0, 0.25])
     assert (totals.rounds, totals.calls, totals.lag, totals.stale) == (4, 2, {0: 1, 2: 1}, 0.5)
     assert (list(totals.active), totals.waits_s, totals.late_s) == ([1, 2], (0.5, 0.0), (0.0, 0.25))
@@ -331,7 +335,7 @@ def test_the_last_answer_tells_the_rounds_since_the_last_call():
     deliver(engine, 1)
     assert not engine.has_news(1)
     assert engine.has_news(4)
-    assert engine.conclude(1, Result(4), results(2, 3)) == told(results(2, 3))
+    assert shown(engine.tell(1, (*results(2, 3), Result(4)))) == told(results(2, 3))
     assert not engine.has_news(4)
     assert engine.statistics(4, {}, [], []).calls == 1, "it ends no call"
 
@@ -341,7 +345,7 @@ def test_the_last_answer_tells_the_newest_round_again_if_it_was_lost():
     deliver(engine, 2, results(1))
     engine.take_back(newest=2, lag=1, rounds=2)
     assert engine.has_news(2)
-    assert engine.conclude(1, Result(2), results(1)) == told(results(1))
+    assert shown(engine.tell(1, (*results(1), Result(2)))) == told(results(1))
 
 
 def test_a_lost_round_before_one_that_was_told_is_no_news():

@@ -15,13 +15,13 @@ from asyncoll import AVG, AVG_ACTIVE, MAX, SUM, _core
 from asyncoll.algorithms.rounds import compiled_rounds as compiled_module
 from asyncoll.algorithms.rounds import operation as operation_module
 from asyncoll.algorithms.rounds.compiled_rounds import DECLARED, CompiledRounds, rounds_in_memory
+from asyncoll.algorithms.rounds.engine import Delivery
 from asyncoll.algorithms.rounds.lone_rounds import LoneRounds
 from asyncoll.algorithms.rounds.one_sided import LENT_MIN_BYTES, OneSidedRounds, Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.repeats import Repeat
 from asyncoll.algorithms.rounds.round_record import Memory
-from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.errors import AsyncollError
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.progress import SharedLoop

@@ -19,13 +19,13 @@ import pytest
 from asyncoll import SUM, AbortedError, _core
 from asyncoll.algorithms.rounds import round_record
 from asyncoll.algorithms.rounds.compiled_rounds import rounds_in_memory
+from asyncoll.algorithms.rounds.engine import Delivery
 from asyncoll.algorithms.rounds.one_sided import Setting
 from asyncoll.algorithms.rounds.operation import Opening, Operation
 from asyncoll.algorithms.rounds.operation_registry import OperationRegistry
 from asyncoll.algorithms.rounds.round_cells import Head, RankCells, kept_rounds
 from asyncoll.algorithms.rounds.round_record import Memory
 from asyncoll.algorithms.rounds.unpublished import unpublished, whole_results
-from asyncoll.algorithms.rounds.wait_avoiding import Delivery
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.trace import Trace
 from asyncoll.tensors.operands import bundle
