@@ -21,8 +21,7 @@ from asyncoll.rpc.segments import SegmentCarrier
 from asyncoll.runtime.group import Group
 from asyncoll.runtime.interruption import may_interrupt
 from asyncoll.runtime.router import Router
-from asyncoll.transport import settle
-from asyncoll.transport.wire import Buffer
+from asyncoll.transport import Buffer, settle, wire
 
 _DIRECT_BYTES = 1 << 13  # payloads that the caller's thread sends; ZeroMQ copies as many into one frame
 
@@ -62,20 +61,21 @@ class MessageCarrier(SegmentCarrier):
     def post(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
         if self._is_closed:
             return
+        frames: list[Buffer] = [wire.encode(wire.SIGNAL, self._epoch, self._context, number, kind), payload]
         if (
             self._posted == self._sent  # else it would overtake them
             and len(payload) <= _DIRECT_BYTES
             and not may_interrupt()  # a message must not be sent in part
-            and self._router.signal_directly(dest, self._epoch, self._context, number, kind, payload)
+            and self._router.send_directly(dest, frames)
         ):
             return
         self._posted += 1
-        self._post_to_runtime(partial(self._send_posted, dest, kind, number, payload))
+        self._post_to_runtime(partial(self._send_posted, dest, frames))
 
-    def _send_posted(self, dest: int, kind: int, number: int, payload: Buffer) -> None:
+    def _send_posted(self, dest: int, frames: list[Buffer]) -> None:
         """Send a segment on the runtime's loop."""
         try:
-            self._router.signal(dest, self._epoch, self._context, number, kind, 0, payload)
+            self._router.send(dest, frames)
         finally:
             self._sent += 1
 

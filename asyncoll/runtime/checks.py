@@ -13,9 +13,6 @@ from collections.abc import Callable, Iterable
 from typing import Protocol, TypeVar
 
 CHECK_S = 0.1  # far more than a message takes: calls of ranks that are all there send none
-_KEPT_MAX = 256  # executions that are not open here: a rank may be checked for one that it has long forgotten
-
-Key = tuple[int, int]  # context and number
 
 
 class Waiting(Protocol):
@@ -32,7 +29,7 @@ W = TypeVar("W", bound=Waiting)
 
 
 class Checks:
-    """The checks of one rank, on the runtime's loop. In: `waits`, `keep` and `kept`. Out: `check`."""
+    """The checks of one rank, on the runtime's loop. In: `waits`. Out: `check`."""
 
     def __init__(self, executions: Callable[[], Iterable[W]], check: Callable[[W, int], None]) -> None:
         """`executions` gives those of this rank, in order, and `check(execution, rank)` sends a CHECK to `rank`."""
@@ -40,7 +37,6 @@ class Checks:
         self._check = check
         self._timer: asyncio.TimerHandle | None = None
         self._last = 0  # the newest execution at the last look
-        self._kept: dict[Key, dict[int, int]] = {}  # fingerprints by source
 
     def waits(self) -> None:
         """An execution begins to wait."""
@@ -60,13 +56,3 @@ class Checks:
                 else:
                     execution.checked.add(rank)
                     self._check(execution, rank)
-
-    def keep(self, key: Key, source: int, fingerprint: int) -> None:
-        """World rank `source` checks for an execution that is not open here."""
-        self._kept.setdefault(key, {})[source] = fingerprint
-        if len(self._kept) > _KEPT_MAX:
-            del self._kept[next(iter(self._kept))]
-
-    def kept(self, key: Key) -> dict[int, int]:
-        """The fingerprints of those that have checked for this execution, by source, which are forgotten."""
-        return self._kept.pop(key, {}) if self._kept else {}

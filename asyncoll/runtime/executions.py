@@ -43,7 +43,9 @@ from asyncoll.transport.wire import SEGMENT_BYTES
 
 WINDOW_BYTES = 64 * SEGMENT_BYTES  # short arrays from one rank to another that the receiver has not consumed
 _MESSAGE_COST = 64  # bytes that a message takes of the window beside its payload: bounds empty messages, too
-_RECENT_MAX = 256  # finished executions that can still be named in a mismatch
+# Finished executions that can still be named in a mismatch; others for which a CHECK has come: a rank may be checked
+# for one that it has long forgotten.
+_RECENT_MAX = 256
 _MARK = 0xFFFFFFFF << 32
 
 
@@ -91,7 +93,7 @@ class EarlyExecution:
 class Execution:
     """One execution of one operation that is open at this rank."""
 
-    __slots__ = ("checked", "granted", "identity", "is_undone", "mailbox", "piggyback", "serial", "waits")
+    __slots__ = ("beside", "checked", "granted", "identity", "is_undone", "mailbox", "piggyback", "serial", "waits")
 
     def __init__(
         self,
@@ -102,7 +104,8 @@ class Execution:
     ) -> None:
         """`serial` is the order in which executions became known here: that of `early`, if it was known before."""
         self.identity = identity
-        self.piggyback = piggyback  # sent with every message; holds the maximum of all that have come
+        self.piggyback = piggyback  # holds the maximum of all that have come
+        self.beside: list[Buffer] = [] if piggyback is None else [piggyback.view(np.uint8)]  # goes with every array
         self.serial = serial
         self.is_undone = early is not None and early.is_undone
         self.mailbox = Mailbox() if early is None else early.mailbox
@@ -138,6 +141,13 @@ class _FlowControl:
             return True
 
 
+class _Links(dict[int, _FlowControl]):
+    """Flow control with each peer. From any thread: `setdefault` is one atomic step."""
+
+    def __missing__(self, peer: int) -> _FlowControl:
+        return self.setdefault(peer, _FlowControl())
+
+
 class Executions:
     """The executions of one rank. Everything but `send_directly` runs on the runtime's loop.
 
@@ -157,7 +167,7 @@ class Executions:
         self._early: dict[tuple[int, int], EarlyExecution] = {}
         self._finished: dict[tuple[int, int], Identity] = {}  # the last _RECENT_MAX
         self._abandoned: dict[tuple[int, int], int] = {}  # ended by an exception: their communicators
-        self._links: dict[int, _FlowControl] = {}
+        self._links = _Links()
         # Executions that callers have carried out in their threads, until the runtime's loop needs to know of them.
         self._sent_directly: deque[Identity] = deque(maxlen=_RECENT_MAX)
         # By context, for executions that this class does not keep (rounds): a function that returns the world ranks of
@@ -168,6 +178,7 @@ class Executions:
         # By context: called after each message that comes before its execution is open.
         self.on_early: dict[int, Callable[[], None]] = {}
         self._checks = Checks(self._open.values, self._check)
+        self._checked: dict[tuple[int, int], dict[int, int]] = {}  # executions not open here: fingerprints by source
         failures.on_failure(WORLD, self._break_off)
 
     def open(self, identity: Identity, piggyback: Array | None = None) -> Execution:
@@ -193,7 +204,7 @@ class Executions:
                 if early.fingerprints[source] == identity.fingerprint:
                     self._merge_piggyback(source, execution, its)
         # Peers that asked about this execution before it was open here are answered now, if the calls differ.
-        for source, fingerprint in self._checks.kept(key).items():
+        for source, fingerprint in self._checked.pop(key, {}).items():
             if fingerprint != identity.fingerprint:
                 self._dispute(source, identity)
         return execution
@@ -224,7 +235,7 @@ class Executions:
             if execution.is_undone:
                 return
             if early:
-                self._link(source).early_bytes -= sum(map(cost_of, early))
+                self._links[source].early_bytes -= sum(map(cost_of, early))
                 _check_whole(receive)
         except ProtocolError as error:
             self._failures.broken(source, error)
@@ -257,9 +268,9 @@ class Executions:
         The transport copies the data. This path has no coroutine, because most messages are short and the window is
         wide.
         """
-        if data.nbytes > SEGMENT_BYTES or not self._link(dest).outstanding(data.nbytes + _MESSAGE_COST):
+        if data.nbytes > SEGMENT_BYTES or not self._links[dest].outstanding(data.nbytes + _MESSAGE_COST):
             return False
-        self._router.send(dest, _data_frames(execution, step, data.view(np.uint8)))
+        self._router.send(dest, _frames(wire.DATA, execution.identity, step, data.view(np.uint8), *execution.beside))
         return True
 
     def send_directly(self, identity: Identity, dest: int, data: Array) -> bool:
@@ -272,14 +283,13 @@ class Executions:
         cost = data.nbytes + _MESSAGE_COST
         if self._failures.any:
             return False
-        link = self._link(dest)
+        link = self._links[dest]
         if not link.outstanding(cost):
             return False
         # Noted first, because a Dispute may come before `send_directly` returns. If the transport refuses, the note
         # does no harm: the same execution is opened on the loop.
         self._sent_directly.append(identity)
-        header = wire.encode(wire.DATA, identity.epoch, identity.context, identity.number, 0, identity.fingerprint)
-        sent = self._router.send_directly(dest, [header, data.view(np.uint8)])
+        sent = self._router.send_directly(dest, _frames(wire.DATA, identity, 0, data.view(np.uint8)))
         # The window was charged first: the loop may send to this peer between the two steps.
         if not sent:
             link.outstanding(-cost)
@@ -311,30 +321,23 @@ class Executions:
         execution.granted.discard((dest, step))
         raw = data.view(np.uint8)
         for start in range(0, raw.size, SEGMENT_BYTES):
-            self._router.send(dest, _data_frames(execution, step, raw[start : start + SEGMENT_BYTES]))
+            segment = raw[start : start + SEGMENT_BYTES]
+            self._router.send(dest, _frames(wire.DATA, execution.identity, step, segment, *execution.beside))
             # The transport copies what it queues. Without this wait it would have a copy of the whole array.
             await self._transport.drain(dest)
 
     async def offer(self, execution: Execution, dest: int, step: int) -> None:
         """Announce a long array to world rank `dest`, and return once its receive is posted: `send` follows."""
         if (dest, step) not in execution.granted:
-            identity = execution.identity
-            self._failures.check(identity.communicator)
-            header = wire.encode(
-                wire.OFFER, identity.epoch, identity.context, identity.number, step, identity.fingerprint
-            )
-            self._router.send(dest, [header])
+            self._failures.check(execution.identity.communicator)
+            self._router.send(dest, _frames(wire.OFFER, execution.identity, step))
         await self._wait_for_grant(execution, dest, step)
 
     def grant(self, execution: Execution, source: int, step: int) -> None:
         """Tell world rank `source` that this rank takes `step`, before it posts the receive of a long array."""
         # Otherwise the array has been granted already.
         if not execution.is_undone:
-            identity = execution.identity
-            header = wire.encode(
-                wire.GRANT, identity.epoch, identity.context, identity.number, step, identity.fingerprint
-            )
-            self._router.send(source, [header])
+            self._router.send(source, _frames(wire.GRANT, execution.identity, step))
 
     async def _wait_for_credit(self, execution: Execution, dest: int) -> None:
         identity = execution.identity
@@ -342,7 +345,7 @@ class Executions:
         # Not among the waits of the execution, about which `checks` asks: the window is shared by all calls, and the
         # peer may fail to consume another one.
         with self._failures.watch(identity.communicator, what) as future:
-            self._link(dest).waiters.append(future)
+            self._links[dest].waiters.append(future)
             await future
 
     async def _wait_for_grant(self, execution: Execution, dest: int, step: int) -> None:
@@ -431,7 +434,7 @@ class Executions:
             return
         if execution.is_undone:
             return
-        link = self._link(source)
+        link = self._links[source]
         link.early_bytes += cost_of(payload)
         # A peer that keeps the rules waits for credit before it has sent so much. Another one must not fill the memory.
         if link.early_bytes > WINDOW_BYTES:
@@ -459,7 +462,7 @@ class Executions:
 
         Raises ProtocolError if that is more than this rank has sent.
         """
-        link = self._link(source)
+        link = self._links[source]
         if amount > link.outstanding_bytes:
             raise ProtocolError(f"a credit of {amount} bytes, but only {link.outstanding_bytes} are outstanding")
         link.outstanding(-amount)
@@ -510,7 +513,7 @@ class Executions:
 
         A credit for each array would double the number of short messages.
         """
-        link = self._link(source)
+        link = self._links[source]
         link.earned_bytes += amount
         if link.earned_bytes >= WINDOW_BYTES // 4:
             self._router.send(source, [wire.encode(wire.CREDIT, self._membership.epoch, number=link.earned_bytes)])
@@ -520,11 +523,7 @@ class Executions:
 
     def _check(self, execution: Execution, rank: int) -> None:
         """Ask world rank `rank`, which `execution` waits for, whether it is in the same call."""
-        identity = execution.identity
-        header = wire.encode(
-            wire.CHECK, identity.epoch, identity.context, identity.number, fingerprint=identity.fingerprint
-        )
-        self._router.send(rank, [header])
+        self._router.send(rank, _frames(wire.CHECK, execution.identity))
 
     def checked(self, source: int, header: wire.Header) -> None:
         """A CHECK message: world rank `source` waits for this rank in an execution."""
@@ -534,7 +533,9 @@ class Executions:
         identity = self._identity(key)
         # This rank may come to the call later, and compares then.
         if identity is None:
-            self._checks.keep(key, source, header.fingerprint)
+            self._checked.setdefault(key, {})[source] = header.fingerprint
+            if len(self._checked) > _RECENT_MAX:
+                del self._checked[next(iter(self._checked))]
         elif identity.fingerprint != header.fingerprint:
             self._dispute(source, identity)
 
@@ -553,7 +554,7 @@ class Executions:
         for key in [key for key, early in self._early.items() if early.is_of(communicator)]:
             early = self._early.pop(key)
             for source, payload in early.mailbox.early() if not early.is_undone else ():
-                self._link(source).early_bytes -= cost_of(payload)
+                self._links[source].early_bytes -= cost_of(payload)
                 self._earn(source, cost_of(payload))
 
     def answer(self, source: int, dispute: wire.Dispute) -> None:
@@ -567,10 +568,6 @@ class Executions:
         theirs, ours = (self._membership.numbers[rank] for rank in (source, self._router.rank))
         text = f"rank {theirs} {_did(dispute.description)}, but rank {ours} {_did(mine)}"
         self._failures.mismatch(dispute.communicator, members, text)
-
-    def _link(self, peer: int) -> _FlowControl:
-        """Flow control with world rank `peer`. From any thread: `setdefault` is one atomic step."""
-        return self._links.get(peer) or self._links.setdefault(peer, _FlowControl())
 
     def last_call(self, source: int) -> str:
         """The description of the execution of the last message of `source`; empty if there is none."""
@@ -587,10 +584,9 @@ class Executions:
         return execution.identity if execution is not None else self._finished.get(key)
 
 
-def _data_frames(execution: Execution, step: int, payload: Buffer) -> list[Buffer]:
-    identity = execution.identity
-    header = wire.encode(wire.DATA, identity.epoch, identity.context, identity.number, step, identity.fingerprint)
-    return [header, payload] if execution.piggyback is None else [header, payload, execution.piggyback.view(np.uint8)]
+def _frames(kind: int, identity: Identity, step: int = 0, *more: Buffer) -> list[Buffer]:
+    """A message of the execution `identity`."""
+    return [wire.encode(kind, identity.epoch, identity.context, identity.number, step, identity.fingerprint), *more]
 
 
 def _check_whole(receive: Receive) -> None:

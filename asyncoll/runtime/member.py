@@ -35,6 +35,7 @@ class Member:
         self.is_closed = False  # this rank makes no more calls
         self.ports = 0  # open ones of operations in which the runtime takes part for the other ranks
         self.watch = partial(endpoint.failures.watch, self.communicator)  # a future that a failure of it ends
+        self.post = runner.post  # schedules a callback on the runtime's loop
         self._aborted: str | None = None  # the reason for which this rank has aborted the communicator
         self._forget: list[Callable[[], object]] = []
 
@@ -114,10 +115,6 @@ class Member:
         self.check_caller()
         if self.endpoint.departed:
             raise ClosedError("the program of this rank has ended: a task or function that outlives it sends nothing")
-
-    def post(self, callback: Callable[[], None]) -> None:
-        """Schedule `callback` on the runtime's loop."""
-        self.runner.post(callback)
 
     def lane(self, call: Signature, context: int) -> Lane:
         """The lane of `call`, which is execution `call.number` of `context`."""

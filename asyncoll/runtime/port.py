@@ -13,7 +13,7 @@ from asyncoll.errors import ProtocolError
 from asyncoll.runtime.group import Group, Lane
 from asyncoll.runtime.member import Member
 from asyncoll.tensors.reductions import Array
-from asyncoll.transport.wire import Buffer
+from asyncoll.transport import Buffer, wire
 
 Heard = Callable[[int, int, int, Buffer], None]  # source (a rank of the group), number, step, payload
 
@@ -80,9 +80,10 @@ class Port:
             self._departed()
 
     def send(self, dest: int, number: int, step: int, payload: Buffer = b"") -> None:
-        """Send a signal to group rank `dest`, with `payload`. Returns at once."""
-        rank = self.group.ranks[dest]
-        self._endpoint.router.signal(rank, self.group.epoch, self._context, number, step, self._fingerprint, payload)
+        """Send a signal to group rank `dest`, with `payload`, of at most one segment. Returns at once."""
+        group = self.group
+        header = wire.encode(wire.SIGNAL, group.epoch, self._context, number, step, self._fingerprint)
+        self._endpoint.router.send(group.ranks[dest], [header, payload])
 
     def lane(self, group: Group, number: int, describe: Callable[[], str], piggyback: Array | None = None) -> Lane:
         """A lane between the ranks of `group` for the reduction of round `number`.

@@ -404,7 +404,9 @@ class SharedLoop(Runner):
 async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
     """Wait for `task`. Cancelling the waiter cancels `task`, waits until it has stopped, and calls `discarded`."""
     try:
-        return await _shielded(task)
+        if not task.done():
+            await asyncio.wait([task])  # not the task itself, which a cancellation of the waiter would cancel at once
+        return task.result()
     except asyncio.CancelledError:
         # Later than the first step of the task, which is already scheduled.
         asyncio.get_running_loop().call_soon(task.cancel)
@@ -418,13 +420,6 @@ async def _join(task: asyncio.Task[T], discarded: Callable[[], None]) -> T:
         raise
 
 
-def _shielded(future: asyncio.Future[T]) -> asyncio.Future[T]:
-    """`asyncio.shield`, without a warning if the waiter is cancelled in the turn in which the future fails."""
-    shield = asyncio.shield(future)
-    shield.add_done_callback(see)
-    return shield
-
-
 def see(future: asyncio.Future[Any]) -> None:
     """Mark the exception of `future` as seen: nothing may wait for it any more."""
     if not future.cancelled():
@@ -435,7 +430,7 @@ async def _settled(future: asyncio.Future[Any]) -> None:
     """Wait until `future` is done, with any outcome. Cancelling the waiter does not end the wait."""
     while not future.done():
         with contextlib.suppress(BaseException):
-            await _shielded(future)
+            await asyncio.wait([future])
     see(future)
 
 

@@ -27,8 +27,8 @@ class Router:
     """The messages of one rank, on the runtime's loop. Every message that it sends counts in `traffic`.
 
     In, from the endpoint (messages of peers): `signalled` and `told`. In, from all parts of the runtime and the
-    operations: `send`, `signal`, `tell`, `on_signal` and `on_control`. In, from any thread: `send_directly` and
-    `signal_directly`. Out: `Transport.send` and `send_directly`, and the registered handlers.
+    operations: `send`, `tell`, `on_signal` and `on_control`. In, from any thread: `send_directly`. Out: the transport,
+    and the registered handlers.
     """
 
     def __init__(self, transport: Transport, traffic: Traffic, membership: Membership) -> None:
@@ -67,19 +67,6 @@ class Router:
             self._traffic.messages_sent += 1
             self.sent_to[dest] += 1
             self._traffic.bytes_sent += nbytes
-
-    def signal(
-        self, dest: int, epoch: int, context: int, number: int, step: int, fingerprint: int, payload: Buffer = b""
-    ) -> None:
-        """Send a signal to the handler of `context` at world rank `dest`. `epoch` is that of the group.
-
-        The payload is at most one segment (wire.SEGMENT_BYTES) and needs no credit.
-        """
-        self.send(dest, [wire.encode(wire.SIGNAL, epoch, context, number, step, fingerprint), payload])
-
-    def signal_directly(self, dest: int, epoch: int, context: int, number: int, step: int, payload: Buffer) -> bool:
-        """Send a signal in this thread, if the transport can do so at once; returns whether it has."""
-        return self.send_directly(dest, [wire.encode(wire.SIGNAL, epoch, context, number, step, 0), payload])
 
     def tell(self, dest: int, message: wire.Control) -> None:
         """Send a control message to the world rank `dest`."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from asyncoll.rpc.message_carrier import MessageCarrier
+from asyncoll.transport import Buffer, wire
 
 SHORT, LONG = b"x", bytes(1 << 14)
 
@@ -24,14 +25,12 @@ class Router:
     def on_signal(self, context: int, handler: Any) -> None:
         pass
 
-    def signal(
-        self, dest: int, epoch: int, context: int, number: int, step: int, fingerprint: int, payload: bytes
-    ) -> None:
-        self.sent.append((number, False))
+    def send(self, dest: int, frames: list[Buffer]) -> None:
+        self.sent.append((wire.decode(frames).number, False))
 
-    def signal_directly(self, dest: int, epoch: int, context: int, number: int, step: int, payload: bytes) -> bool:
+    def send_directly(self, dest: int, frames: list[Buffer]) -> bool:
         if self.takes:
-            self.sent.append((number, True))
+            self.sent.append((wire.decode(frames).number, True))
         return self.takes
 
 

@@ -42,6 +42,7 @@ from asyncoll.rpc.service import Method
 from asyncoll.rpc.stub import Proxy
 from asyncoll.runtime.deadlines import expiry, remaining_s
 from asyncoll.testing import Crash, Network, run_ranks, simulate
+from asyncoll.transport import wire
 from tests.support.cases import SIZES, looped
 from tests.support.processes import DEBUG, PATIENCE_S
 
@@ -1380,9 +1381,8 @@ def test_invalid_segments_end_the_world(segment):
         assert comm.rpc
         kind, number, payload = segment
         if comm.rank == 0:
-            comm._core.member.endpoint.router.signal(
-                1, 1, digest(comm._core.member.group.communicator, "rpc"), number, kind, 0, payload
-            )
+            header = wire.encode(wire.SIGNAL, 1, digest(comm._core.member.group.communicator, "rpc"), number, kind)
+            comm._core.member.endpoint.router.send(1, [header, payload])
         await comm.rpc.call(comm.rank, "asyncoll.methods")
         await asyncio.sleep(1)
         await comm.barrier()
