@@ -49,12 +49,9 @@ class Packing:
         Yields before each part of at most _PIECE: whether it is the last one.
         """
         memory.data[: len(self._table)] = self._table
-        starts = ((array, first, start) for array, first in self._placed for start in range(0, array.nbytes, _PIECE))
-        part = next(starts, None)
-        while part is not None:
-            array, first, start = part
-            part = next(starts, None)
-            yield part is None
+        parts = [(array, first, start) for array, first in self._placed for start in range(0, array.nbytes, _PIECE)]
+        for number, (array, first, start) in enumerate(parts, 1):
+            yield number == len(parts)
             piece = array[start : start + _PIECE]
             memory[first + start : first + start + piece.nbytes] = piece
 

@@ -60,7 +60,7 @@ class _Partial:
     def __init__(self, head: bytes, arrays: list[Array]) -> None:
         self.head = head
         self.arrays = arrays
-        self._empty = deque(array for array in arrays if array.size)  # arrays that are not full yet
+        self._empty = deque([array for array in arrays if array.size])  # that are not full yet
         self._filled = 0  # bytes of the first of them
 
     def room(self, nbytes: int) -> memoryview | None:
@@ -111,23 +111,18 @@ class SegmentCarrier(ABC):
 
     def send_nowait(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> bool:
         """Send a message if it is short and the window of `dest` has room for it; returns whether it was done."""
-        peer = self._peers[dest]
-        nbytes = _TABLE.size + len(head)
-        if arrays:
-            nbytes += sum(array.size + _SIZE for array in arrays)
-            if nbytes > _SHORT_BYTES:
-                return False
-        if peer.outstanding + nbytes + _COST > WINDOW_BYTES:
+        peer, first = self._peers[dest], _begin(head, arrays)
+        nbytes = sum([len(first), *[array.size for array in arrays]])
+        if nbytes > _SHORT_BYTES or peer.outstanding + nbytes + _COST > WINDOW_BYTES:
             return False
         peer.outstanding += nbytes + _COST
-        self.post(dest, _WHOLE, 0, _joined(_begin(head, arrays), arrays))
+        self.post(dest, _WHOLE, 0, _joined(first, arrays))
         return True
 
     async def send(self, dest: int, head: bytes, arrays: Sequence[Array] = ()) -> None:
         """Send a message in segments, as the window of `dest` has room. The caller may change `arrays` afterwards."""
-        first, nbytes = _begin(head, arrays), sum(array.size for array in arrays)
-        peer = self._peers[dest]
-        if len(first) + nbytes <= _SHORT_BYTES:
+        peer, first = self._peers[dest], _begin(head, arrays)
+        if sum([len(first), *[array.size for array in arrays]]) <= _SHORT_BYTES:
             await self._post(peer, dest, _WHOLE, 0, _joined(first, arrays))
             return
         # The receiver allocates the whole message at its first segment, so it allows few of them at a time.
@@ -234,7 +229,7 @@ def _begin(head: bytes, arrays: Sequence[Array]) -> bytes:
     """The begin of a message: the number and the sizes of its arrays, and its head."""
     if not arrays:
         return _TABLE.pack(0, len(head)) + head
-    return _TABLE.pack(len(arrays), len(head)) + struct.pack(f"<{len(arrays)}Q", *(a.size for a in arrays)) + head
+    return _TABLE.pack(len(arrays), len(head)) + struct.pack(f"<{len(arrays)}Q", *[a.size for a in arrays]) + head
 
 
 def _joined(first: bytes, arrays: Sequence[Array]) -> bytes:

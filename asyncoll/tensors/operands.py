@@ -351,7 +351,7 @@ def _strided_operand(x: torch.Tensor, dtype: str) -> Operand:
 class Single:
     """A caller's tensor that needs no packing: it is reduced as the dtype that it has. Methods as of `Bundle`."""
 
-    __slots__ = ("_dtype", "_factor", "_flat", "_operand", "given", "layout", "weight")
+    __slots__ = ("_dtype", "_factor", "_flat", "_operand", "given", "layout", "staged", "weight")
 
     boundaries = ""
 
@@ -363,11 +363,7 @@ class Single:
         self._flat = flat
         self._dtype = dtype
         self._operand = operand
-
-    @property
-    def staged(self) -> Sequence[Staged]:
-        operand = self._operand
-        return () if operand is None or operand.staged is None else (operand.staged,)
+        self.staged: Sequence[Staged] = () if operand is None or operand.staged is None else (operand.staged,)
 
     def read(self, into: Iterable[Array]) -> None:
         (part,) = into

@@ -30,17 +30,14 @@ class Waiter:
         return self._woken
 
     def wake_from_any_thread(self) -> None:
-        if _running_loop() is self.loop:
+        try:
+            is_here = asyncio.get_running_loop() is self.loop
+        except RuntimeError:
+            is_here = False
+        if is_here:
             settle(self._woken)
         else:
             settle_from_any_thread(self._woken)
-
-
-def _running_loop() -> asyncio.AbstractEventLoop | None:
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 class TurnQueue:
@@ -113,7 +110,7 @@ class Doorbell:
             self._closing()
 
     def _has_waiters(self, loop: asyncio.AbstractEventLoop) -> bool:
-        return any(waiter.loop is loop for waiter in tuple(self.waiters))
+        return loop in [waiter.loop for waiter in tuple(self.waiters)]
 
     def _read(self) -> None:
         """Reset the eventfd and wake all waiters, on whichever loop this runs.
