@@ -46,7 +46,7 @@ def walk(call, transport, *, until=()):
 
 @pytest.mark.parametrize(
     ("call", "transport", "functions", "files"),
-    [("broadcast", "shm", 30, 12), ("broadcast", "messages", 37, 16), ("allreduce", "messages", 38, 17)],
+    [("broadcast", "shm", 30, 12), ("broadcast", "messages", 35, 15), ("allreduce", "messages", 36, 16)],
 )
 def test_a_call_comes_to_its_algorithm_in_few_steps(call, transport, functions, files):
     recorded = walk(call, transport, until=tuple(f"{name}.{call}" for name in ALGORITHMS))
@@ -57,8 +57,8 @@ def test_a_call_comes_to_its_algorithm_in_few_steps(call, transport, functions, 
 @pytest.mark.parametrize(
     ("call", "transport", "functions", "files"),
     [
-        ("allreduce", "messages", 87, 26),
-        ("solo", "messages", 118, 29),
+        ("allreduce", "messages", 84, 26),
+        ("solo", "messages", 113, 29),
         pytest.param("solo", "shm", 8, 5, marks=pytest.mark.skipif(_core.native is None, reason="the compiled way")),
     ],
 )

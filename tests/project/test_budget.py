@@ -28,21 +28,21 @@ LINES = {
     "algorithms/dense": 2_595,  # the patience of waits, a way that needs the core, and plans that say who reduces
     "algorithms/gossip": 320,
     # Operations as arguments describe them, which the communicator had; and the last round of a lost rank.
-    "algorithms/rounds": 3_747,  # what survivors of a death read: how many contributions of each rank rounds have
+    "algorithms/rounds": 3_741,  # what survivors of a death read: how many contributions of each rank rounds have
     "algorithms/seam": 333,  # the ways of the program, which are checked; ways that need the core; plans of two kinds
     "algorithms/sparse": 1_024,  # algorithms of the program, whose answers are checked, and words of thresholds
     "bench": 996,  # rows that are shown as they come, JSON of all tables, what Ctrl-C leaves, and ranks that load torch
     "launch": 1_955,  # a job that goes on after deaths: which is the root cause, and a store for ranks of other hosts
     "ray": 390,
-    "rpc": 3_090,  # how a stub declares a stream, and functions that go on in the next epoch
+    "rpc": 3_080,  # how a stub declares a stream, and functions that go on in the next epoch
     # The agreement on the next epoch, how a rank goes on in it, what needs it, how the news of a loss spreads, events
     # at one place, and how members connect to newcomers.
-    "runtime": 4_620,
-    "tensors": 1_310,  # results whose elements overlap are refused, in numpy as in torch, for any strides
+    "runtime": 4_594,
+    "tensors": 1_285,  # results whose elements overlap are refused, in numpy as in torch, for any strides
     "testing": 6_107,  # worlds that go on after deaths, the explorer, deaths at each step of a record, words of faults
     "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten
     "training": 2_600,  # trainings of five kinds that go on after deaths, and data that is dealt anew
-    "transport": 6_425,  # a transport of one epoch, ended processes, silent ranks; errors of keys that say what to do
+    "transport": 6_424,  # a transport of one epoch, ended processes, silent ranks; errors of keys that say what to do
     "world": 2_320,  # newcomers, the store that decides on epochs, how a rank enters one, and deaths as it leaves
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`

@@ -12,7 +12,7 @@ from tests.support.walking import Walk
 
 # By the elements of a float32 tensor: the functions and the files, also where a rank sleeps meanwhile. A long tensor is
 # lent, or sent in pieces.
-LIMITS = {64: (90, 22), 100_000: (125, 25)}
+LIMITS = {64: (88, 22), 100_000: (120, 25)}
 
 
 @pytest.mark.parametrize("elements", LIMITS)
