@@ -71,12 +71,14 @@ def _zmq(hosts: Sequence[object]) -> Iterator[Carriers]:
 def _shm(hosts: Sequence[object], natives: Sequence[NativeCore | None] = (_core.native,)) -> Iterator[Carriers]:
     with zeromq.local_world(len(hosts)) as transports, contextlib.ExitStack() as opened:
         arenas = _by_rank(hosts, lambda ranks: opened.enter_context(arena.local_world(len(ranks), natives, ranks)))
+        for each in arenas:
+            each.never_poll()
         yield list(map(SlottedTransport, transports, arenas)), arenas
 
 
-def _by_rank(hosts: Sequence[object], open_arenas: Callable[[Sequence[int]], Sequence[Arena]]) -> list[Arena]:
+def _by_rank(hosts: Sequence[object], open_arenas: Callable[[Sequence[int]], Sequence[T]]) -> list[T]:
     """The arena of each rank. `open_arenas` makes those of the ranks of one host."""
-    arenas: dict[int, Arena] = {}
+    arenas: dict[int, T] = {}
     for host in dict.fromkeys(hosts):
         ranks = [rank for rank, its in enumerate(hosts) if its == host]
         arenas |= zip(ranks, open_arenas(ranks), strict=True)

@@ -39,10 +39,10 @@ LINES = {
     # at one place, and how members connect to newcomers.
     "runtime": 4_594,
     "tensors": 1_285,  # results whose elements overlap are refused, in numpy as in torch, for any strides
-    "testing": 6_107,  # worlds that go on after deaths, the explorer, deaths at each step of a record, words of faults
+    "testing": 6_109,  # worlds that go on after deaths, the explorer, deaths in a record, no polls on one loop
     "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten
     "training": 2_600,  # trainings of five kinds that go on after deaths, and data that is dealt anew
-    "transport": 6_424,  # a transport of one epoch, ended processes, silent ranks; errors of keys that say what to do
+    "transport": 6_427,  # a transport of one epoch, ended processes, silent ranks; worlds on one loop do not poll
     "world": 2_320,  # newcomers, the store that decides on epochs, how a rank enters one, and deaths as it leaves
 }
 BACKEND_MEMBERS = 8  # beside those of `CommunicatorPart`

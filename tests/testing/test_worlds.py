@@ -34,6 +34,17 @@ async def test_worlds_run_inside_a_running_loop_too():
     await asyncio.sleep(0)  # the outer loop still runs
 
 
+def test_ranks_on_one_loop_do_not_poll():
+    """No other rank acts meanwhile."""
+
+    async def main(comm):
+        looks, arena = [], comm._core.member.endpoint.arena
+        arena.look(lambda: looks.append(comm.rank), patience=10)
+        return arena.polls, len(looks)
+
+    assert run_ranks(2, main, "shm") == [(0, 1)] * 2
+
+
 @pytest.mark.asyncio
 async def test_errors_come_out_of_the_inner_world():
     async def fail(comm):

@@ -108,7 +108,7 @@ class CompiledCalls:
             (segment.ctypes.data, segment.size, arena.locate(segment) or 0),
             arena.polls,
             # With fewer cores than ranks the others come later, and each wake-up through a loop keeps a core from them.
-            _SLEEP_NS * -(-area.size // arena.cores),
+            _SLEEP_NS * -(-area.size // arena.cores) if arena.polls else 0,
             CALLS_PER_TURN,
             general=general,
             rest=self,

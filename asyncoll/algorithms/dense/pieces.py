@@ -106,7 +106,7 @@ def _performer(area: RendezvousArea, rendezvous: Rendezvous, operand: Summand, s
         operand.kernel,
         operand.divisor,
         operand.is_wanted,
-        _POLLS,
+        _POLLS if area.arena.polls else 0,
     )
     perform: Perform = pieces.perform
     return perform

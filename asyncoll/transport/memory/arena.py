@@ -263,6 +263,11 @@ class HostArena:
 
     wake_futex = staticmethod(futex.wake_all)
 
+    def never_poll(self) -> None:
+        """For a world on one loop: no other rank acts while this one polls, or sleeps without the loop."""
+        self.polls = 0
+        self._no_polling_until_s = float("inf")
+
     async def wait(
         self, wait: Wait, check: Callable[[], None], describe: Callable[[], str], *, yielding: bool = False
     ) -> None:
