@@ -109,9 +109,10 @@ def without_delays(errors: str) -> str:
 def children(process: int | str = "self") -> set[str]:
     """The numbers of the processes that `process` has started and not waited for."""
     found = set()
-    for task in Path(f"/proc/{process}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # that thread has ended
-            found |= set(task.read_text().split())
+    threads = f"/proc/{process}/task"
+    for thread in os.listdir(threads):  # `glob` of pathlib would take three times as long, in every test
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError), open(f"{threads}/{thread}/children") as file:
+            found |= set(file.read().split())  # or that thread has ended
     return found
 
 

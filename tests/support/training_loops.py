@@ -121,10 +121,14 @@ def network(seed: int = 1) -> nn.Sequential:
         return nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
+@cache
+def _batch(rank: int, round_: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng((rank, round_)).normal(size=(4, 5)).astype("f4"))
+
+
 def loss(model: nn.Module, rank: int, round_: int) -> Tensor:
     """The loss of a batch that belongs to this rank and round."""
-    x = torch.from_numpy(np.random.default_rng((rank, round_)).normal(size=(4, 5)).astype("f4"))
-    result: Tensor = model(x).square().mean()
+    result: Tensor = model(_batch(rank, round_)).square().mean()
     return result
 
 
@@ -148,8 +152,13 @@ def quadratic_slope(rank: int, x: Any, step: int) -> Any:
 
 def straggle(seed: int, comm: asyncoll.Communicator, round_: int) -> float:
     """Seconds that a step takes: mostly one, sometimes as long as five rounds."""
-    draw = np.random.default_rng((seed, comm.rank, round_)).random()
+    draw = _drawn(seed, comm.rank, round_)
     return 1.0 + 4.5 * (draw < 0.15) + 0.5 * draw
+
+
+@cache
+def _drawn(*seed: int) -> float:
+    return np.random.default_rng(seed).random()
 
 
 @cache  # shared by ranks of one process

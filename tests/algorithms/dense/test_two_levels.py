@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -25,8 +26,13 @@ JITTERY = Network(jitter_s=1e-4)
 COUNTS = (0, 1, 17, 5000)
 
 
+@functools.cache  # each rank needs those of all
+def drawn(rank, count):
+    return torch.randint(0, 4, (count,), generator=torch.Generator().manual_seed(count + rank))
+
+
 def values(rank, count, dtype):
-    return torch.randint(0, 4, (count,), generator=torch.Generator().manual_seed(count + rank)).to(dtype)
+    return drawn(rank, count).to(dtype)
 
 
 async def every_call(comm, counts=COUNTS):
