@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -897,13 +898,24 @@ def test_every_law_of_training_is_broken_by_a_fault():
 @pytest.mark.parametrize("transport", [SIMULATED, MEMORY, HOSTS])
 def test_the_drawn_trainings_recover_with_metrics_and_cancelled_steps(transport):
     """Of one late rank, of several, and of all but one."""
-    stories = [tell(draw(TRAINING, size, seed), transport) for size in (2, 3, 5) for seed in range(12)]
-    recovering = [sum(any(done.recovered for done in part.done) for part in story.parts) for story in stories]
-    assert 1 in recovering
-    assert any(late >= len(story.parts) - 1 > 1 for late, story in zip(recovering, stories, strict=True))
-    assert any(done.metrics for story in stories for part in story.parts for done in part.done if done.recovered)
-    assert any(len(part.made) >= len(part.done) for story in stories for part in story.parts)
-    assert {story.program.partial for story in stories} == {"solo", "majority", "quorum"}
+    missing = {"one rank", "all but one", "metrics", "cancelled", "solo", "majority", "quorum"}
+    for seed, size in itertools.product(range(12), (2, 3, 5)):
+        missing -= what_trainings_show(tell(draw(TRAINING, size, seed), transport))
+        if not missing:
+            break
+    assert not missing
+
+
+def what_trainings_show(story):
+    late = sum(any(done.recovered for done in part.done) for part in story.parts)
+    shown = {
+        "one rank": late == 1,
+        "all but one": late >= len(story.parts) - 1 > 1,
+        "metrics": any(done.recovered and done.metrics for part in story.parts for done in part.done),
+        "cancelled": any(len(part.made) >= len(part.done) for part in story.parts),
+        story.program.partial: True,
+    }
+    return {what for what, is_there in shown.items() if is_there}
 
 
 async def leaves_at_once(truth, departures, reason):
