@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import os
 import secrets
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-from asyncoll.errors import AsyncollError, UsageError
+from asyncoll.errors import AsyncollError, ServiceLostError, UsageError
 from asyncoll.runtime.endpoint import Endpoint, NextEpoch
 from asyncoll.runtime.linking import GrowthAttempt
 from asyncoll.transport.joining import Joining
@@ -30,7 +31,7 @@ from asyncoll.world.environment import Environment
 from asyncoll.world.epoch_stores import decisions_of
 from asyncoll.world.host_attempt import newest_attempt
 from asyncoll.world.rank_links import end_joining, endpoint_of, meeting
-from asyncoll.world.write_once import SealedOnce, members_of
+from asyncoll.world.write_once import Decisions, SealedOnce, members_of
 
 _LINK_S = 10.0  # for an attempt: all of its ranks run, and wait for nothing else
 _OVER = "over"  # the entry of a world that has ended
@@ -95,6 +96,8 @@ class Newcomers:
                 links.arena.close()
             raise
         links.until_joined.close()
+        if endpoint.rank == 0:  # all are connected; of an attempt that has failed, the others read why
+            shutil.rmtree(seat.environment.folder, ignore_errors=True)
         return endpoint
 
     def end(self) -> None:
@@ -130,52 +133,67 @@ class Newcomers:
 
 
 class Newcomer:
-    """A process that waits to join a world of its job. Its methods block."""
+    """A process that waits to join the newest world of its job. Its methods block."""
+
+    decisions: Decisions  # of that world
 
     def __init__(self, environment: Environment, limit_s: float) -> None:
-        """Of the newest world in the folder of `environment`. It has `limit_s` to become a member.
-
-        Raises UsageError if no such job runs, or it has no world.
-        """
-        self._environment = environment
-        job = Path(environment.folder)
-        key, world = read_key(job / "job"), newest_attempt(job)
-        if not world:
-            raise UsageError(f"ASYNCOLL_JOIN: no world has begun in {job} yet")
-        decisions = decisions_of(environment, str(world), key)
-        assert decisions is not None, "a job with a folder has a store"
-        self.decisions = decisions
+        """It has `limit_s` to become a member. Raises UsageError if there is no such job."""
         self.first_size = 0  # known with the first attempt
-        self._attempts = 0  # those that have been read
+        self._environment = environment
+        self._job = Path(environment.folder)
+        self._key = read_key(self._job / "job")
+        self._world = 0  # none yet
+        self._attempts = 0  # those of this world that have been read
         self._wait = Joining(0, 1, limit_s)
 
     def seat(self) -> Seat:
         """Register, and wait for an attempt. Raises WorldOverError, DeadlineError, and ClosedError after `cancel`."""
-        entries = self.decisions.entries
-        own = [str(os.getpid()), version("asyncoll"), _carrier(self._environment), secrets.token_hex(8)]
-        index = next(index for index in itertools.count() if entries.write(_registration(index), *own) == own)
-        try:
-            return self._await_seat(entries, index)
-        except AsyncollError:
-            entries.write(_withdrawal(index), "-")
-            raise
+        while True:
+            self._enter_newest_world()
+            if (seat := self._await_seat()) is not None:
+                return seat
 
     def cancel(self) -> None:
         """End the wait. In any thread."""
         self._wait.cancel()
 
-    def _await_seat(self, entries: SealedOnce, index: int) -> Seat:
-        while True:
-            while (found := _read_attempt(entries, self._attempts)) is not None:
-                self._attempts += 1
-                attempt, self.first_size = found
-                if (number := self.first_size + index) in attempt.members:
-                    return seat_of(attempt, number, self._environment)
-            if (refusal := entries.read(_refusal(index))) is not None:
-                raise UsageError(*refusal)
-            if entries.read(_OVER) is not None:
-                raise WorldOverError("the world has ended")
-            self._pause("the ranks have not connected to this process: all call `waiting`, or `grow`")
+    def _enter_newest_world(self) -> None:
+        while not (world := self._newest_world()):
+            self._pause("the job has no world yet")
+        if world != self._world:
+            decisions = decisions_of(self._environment, str(world), self._key)
+            assert decisions is not None, "a job with a folder has a store"
+            self.decisions, self._world, self._attempts = decisions, world, 0
+
+    def _newest_world(self) -> int:
+        try:
+            return newest_attempt(self._job)
+        except FileNotFoundError:
+            raise WorldOverError("the job has ended") from None
+
+    def _await_seat(self) -> Seat | None:
+        """None if another world begins: this one was not formed, or is over."""
+        entries = self.decisions.entries
+        own = [str(os.getpid()), version("asyncoll"), _carrier(self._environment), secrets.token_hex(8)]
+        index = next(index for index in itertools.count() if entries.write(_registration(index), *own) == own)
+        try:
+            while self._newest_world() == self._world:
+                while (found := _read_attempt(entries, self._attempts)) is not None:
+                    self._attempts += 1
+                    attempt, self.first_size = found
+                    if (number := self.first_size + index) in attempt.members:
+                        return seat_of(attempt, number, self._environment)
+                if (refusal := entries.read(_refusal(index))) is not None:
+                    raise UsageError(*refusal)
+                if entries.read(_OVER) is not None:
+                    raise WorldOverError("the world has ended")
+                self._pause("the ranks have not connected to this process: all call `waiting`, or `grow`")
+        except AsyncollError:
+            with contextlib.suppress(ServiceLostError):
+                entries.write(_withdrawal(index), "-")
+            raise
+        return None
 
     def is_admitted(self, attempt: GrowthAttempt, has_failed: Callable[[], bool]) -> bool:
         """Wait for the decision on the epoch of `attempt`. False if it is another, or `has_failed` comes before it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import pytest
 import asyncoll
 from asyncoll.runtime.epochs import Decision
 from asyncoll.testing import run_ranks, simulate
+from asyncoll.transport.joining import in_daemon_thread
 from asyncoll.transport.keys import Key, write_key
 from asyncoll.world.environment import Environment
 from asyncoll.world.newcomers import Newcomer, Newcomers, WorldOverError
@@ -79,8 +81,10 @@ def test_a_job_without_a_world_has_no_newcomers(tmp_path):
     with pytest.raises(asyncoll.UsageError, match="cannot read the key"):
         newcomer(tmp_path)
     write_key(tmp_path / "job")
-    with pytest.raises(asyncoll.UsageError, match="no world has begun"):
-        newcomer(tmp_path)
+    one = newcomer(tmp_path)
+    one.cancel()
+    with pytest.raises(asyncoll.ClosedError):
+        one.seat()
 
 
 @pytest.fixture
@@ -134,6 +138,7 @@ def test_one_that_has_given_up_is_in_no_attempt(job):
 
 def test_a_newcomer_is_told_that_the_world_is_over_or_refuses_it(job):
     late, refused = newcomer(job), newcomer(job)
+    late._enter_newest_world()
     late.decisions.entries.write("refusal-0", "install the same")
     with pytest.raises(asyncoll.UsageError, match="install the same"):
         refused.seat()
@@ -142,8 +147,29 @@ def test_a_newcomer_is_told_that_the_world_is_over_or_refuses_it(job):
         late.seat()
 
 
+def test_a_newcomer_of_a_job_that_ends_meanwhile(job):
+    one = newcomer(job)
+    shutil.rmtree(job)
+    with pytest.raises(WorldOverError, match="the job has ended"):
+        one.seat()
+
+
+def test_a_newcomer_joins_the_newest_world_of_its_job(job):
+    """Its ranks have left the first one, or could not form it."""
+    one = newcomer(job)
+    waits = in_daemon_thread(one.seat)
+    while one._world != 1 or one.decisions.entries.read("newcomer-0") is None:
+        pass
+    (job / "2").mkdir()
+    second = newcomer(job)
+    second._enter_newest_world()
+    second.decisions.entries.write("attempt-0", "2", "0,1,2", "2")
+    assert waits.result(PATIENCE_S).attempt.members == (0, 1, 2)
+
+
 def test_a_newcomer_waits_for_the_decision_on_its_attempt(job):
     one = newcomer(job)
+    one._enter_newest_world()
     entries = one.decisions.entries
     entries.write("attempt-0", "2", "0,1,2", "2")
     attempt = one.seat().attempt
@@ -159,6 +185,7 @@ def test_a_newcomer_waits_for_the_decision_on_its_attempt(job):
 
 def test_a_process_that_comes_too_late_ends_in_good_order(job):
     late = newcomer(job)
+    late._enter_newest_world()
     members(job, late.decisions.entries).end()
     env = os.environ | LIGHT | {"ASYNCOLL_JOIN": "1", "ASYNCOLL_FOLDER": str(job)}
     command = [sys.executable, SCRIPTS / "world" / "grows.py", "+1"]
