@@ -51,9 +51,9 @@ def test_survivors_go_on(tmp_path, transport, size, deaths):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_survivors_go_on_without_an_event_loop(tmp_path, transport):
-    done, _ = launch(4, transport, "shrinks_without_a_loop.py", report=tmp_path / "report")
-    assert (done.returncode, done.stdout.count("went on")) == (0, 3), done.stderr
+def test_survivors_and_a_newcomer_go_on_without_an_event_loop(tmp_path, transport):
+    done, _ = launch(4, transport, "goes_on_without_a_loop.py", report=tmp_path / "report")
+    assert (done.returncode, done.stdout.count("went on")) == (0, 4), done.stderr
 
 
 @pytest.mark.slow
