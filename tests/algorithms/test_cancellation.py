@@ -24,7 +24,7 @@ from asyncoll.testing import Network, run_ranks, simulate
 from asyncoll.transport.joining import Joining
 from asyncoll.transport.messages import inproc
 from asyncoll.transport.virtual_time import VirtualTimeLoop
-from asyncoll.world import join
+from asyncoll.world import rank_links
 from asyncoll.world.world import World
 from tests.support.cancelling import cancelled_in_turn, interrupt, nothing_is_pending
 from tests.support.cases import case
@@ -238,7 +238,7 @@ def test_a_rank_that_is_cancelled_again_while_it_meets_the_others_closes_its_con
         return SimpleNamespace(until_joined=until_joined, arena=None, transport=SimpleNamespace(close=close))
 
     async def main():
-        meeting = asyncio.create_task(join._meet(None, Joining(0, 2)))
+        meeting = asyncio.create_task(rank_links.meeting(None, Joining(0, 2)))
         for _ in range(times):
             await asyncio.sleep(0)
             meeting.cancel()
@@ -247,7 +247,7 @@ def test_a_rank_that_is_cancelled_again_while_it_meets_the_others_closes_its_con
         await asyncio.wait([meeting])
         assert meeting.cancelled()
 
-    monkeypatch.setattr(join, "meet", meet)
+    monkeypatch.setattr(rank_links, "meet", meet)
     asyncio.run(main())
     assert closed == ["transport", "until joined"]
 

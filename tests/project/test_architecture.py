@@ -298,7 +298,7 @@ REPLACED = {
         "between_processes.name": "shorter arrays",
         "between_processes.rows_of": "fewer launches of several hosts: each loads torch",
     },
-    "algorithms/test_cancellation.py": {"join.meet": "the moment at which the ranks have met"},
+    "algorithms/test_cancellation.py": {"rank_links.meet": "the moment at which the ranks have met"},
     "algorithms/dense/test_collectives.py": {
         "by_size.allreduce": "the size of the array chooses the algorithm; each runs at all sizes"
     },

@@ -11,7 +11,7 @@ import pytest
 from asyncoll.errors import AbortedError, ClosedError, DeadlineError, PeerLostError, UsageError
 from asyncoll.runtime.progress import SharedLoop
 from asyncoll.transport.joining import Joining
-from asyncoll.world import join, meeting
+from asyncoll.world import join, meeting, rank_links
 from asyncoll.world.environment import Environment
 from tests.support.processes import PATIENCE_S
 
@@ -151,7 +151,7 @@ async def one_gives_up(store, cancelled):
     """Rank `cancelled` of two is cancelled as all have met, and the other one hears of it."""
 
     async def give_up():
-        await join._meet(Environment.of_store(store, cancelled, 2, {}), CancelledAsItHasMet(cancelled, 2))
+        await rank_links.meeting(Environment.of_store(store, cancelled, 2, {}), CancelledAsItHasMet(cancelled, 2))
 
     giving_up = asyncio.create_task(give_up())
     with pytest.raises(PeerLostError) as lost:
@@ -224,7 +224,7 @@ def test_an_error_in_the_last_step_of_a_meeting_closes_all_connections(opened):
 
     async def main():
         ranks = [Environment.of_store(store, rank, 2, {}) for rank in range(2)]
-        meetings = [join._meet(environment, FailsAtItsEnd(environment.rank, 2)) for environment in ranks]
+        meetings = [rank_links.meeting(environment, FailsAtItsEnd(environment.rank, 2)) for environment in ranks]
         errors = await asyncio.gather(*meetings, return_exceptions=True)
         failed = [rank for rank, error in enumerate(errors) if isinstance(error, UsageError)]
         assert failed
