@@ -27,7 +27,7 @@ from asyncoll.launch.rank_environment import reserve_port
 from asyncoll.transport import joining
 from asyncoll.transport.memory import arena, fd_passing
 from asyncoll.transport.messages import shared_payloads, zeromq
-from asyncoll.world import meeting, sealed_store, store, world
+from asyncoll.world import connecting, meeting, sealed_store, store
 
 HERE = tempfile.gettempdir()
 LIMIT_S = 60  # for a case that hangs
@@ -42,7 +42,7 @@ PHASES = {  # in their order: where a rank is when it enters this function
     "slots": (shared_payloads.SlottedTransport, "start"),
     "start": (zeromq.ZeroMQTransport, "start"),
     "lock": (arena.HostArena, "_open_control_block"),
-    "barrier": (world.World, "_barrier"),
+    "barrier": (connecting, "barrier"),
 }
 
 
