@@ -1269,7 +1269,7 @@ class Communicator(Uncopied):
 
     @property
     def epoch(self) -> int:
-        """The membership of the world that this communicator is of: 1, and more after a `shrink`."""
+        """The membership of the world that this communicator is of: 1, and more after a `shrink` or `grow`."""
         return self._epoch
 
     async def shrink(self) -> Communicator:
@@ -1284,9 +1284,7 @@ class Communicator(Uncopied):
         that of its survivors; other ones are made by `split` anew. Tensors of `empty` stay valid, and the functions
         that are registered with `rpc` stay registered, until others get their names. The survivors agree through a
         store that outlives them (page Failures). A collective that was under way at the death may be over at some
-        survivors and have failed at others.
-
-        Cancelling it stops the wait only; a later call goes on.
+        survivors and have failed at others. Cancelling `shrink` stops the wait only; a later call goes on.
 
         Returns:
             The communicator of the survivors, whose calls go by message.
@@ -1308,32 +1306,23 @@ class Communicator(Uncopied):
 
     @property
     def waiting(self) -> int:
-        """The number of processes that wait to join the world, as far as this rank knows: it is connected to them.
+        """The number of processes that wait to join the world, and that this rank is connected to: share it.
 
-        A hint, which ranks get at different moments: share it, as by an `allreduce` of its minimum, before a `grow`.
-        From its first use on, rank 0 looks for such processes, so all ranks use it. Raises UsageError if the ranks have
-        no store of epochs.
+        Rank 0 looks for them from its first use on. Raises UsageError if the ranks have no store of epochs.
         """
         return self._core.waiting
 
     async def grow(self) -> Communicator:
         """Go on with the processes that wait to join the world: make a communicator with them, in a new epoch.
 
-        Collective: every rank calls it, at any moment that all agree on. Ranks that are lost are left out, as by
-        `shrink`; then no process joins, until the next `grow`. The ranks keep their order, and newcomers come after
-        them. Without newcomers the ranks are the same in the new epoch.
-
-        A process joins that `asyncoll.run` or `asyncoll.connect` has started with ASYNCOLL_JOIN=1, and with
-        ASYNCOLL_FOLDER as the ranks have it; its communicator is of the same epoch. So far ranks of `asyncoll launch`
-        on one host have newcomers, in jobs of two ranks or more.
-
-        All else, cancellation and errors included, is as for `shrink`. With newcomers the ranks share memory again,
-        if they can; without, calls go by message.
+        Collective: every rank calls it, at a moment that all agree on. Newcomers come after the ranks, which keep their
+        order; without any, the ranks are the same. If a rank is lost, it is left out, and no process joins. A
+        communicator made by `split` gets none. With newcomers the ranks share memory again, if they can. All else,
+        cancellation and errors included, is as for `shrink`. `asyncoll.run` says how a process joins.
 
         Example:
 
-            waiting = await comm.allreduce(torch.tensor(comm.waiting), op=asyncoll.MIN)
-            if waiting:
+            if await comm.allreduce(torch.tensor(comm.waiting), op=asyncoll.MIN):
                 comm = await comm.grow()
         """
         return self._in(await self._core.next_epoch("grow", grows=True))
@@ -1342,11 +1331,8 @@ class Communicator(Uncopied):
         """This communicator in a later epoch."""
         before = self._core.member.endpoint.membership.numbers
         names = dict(zip((before[rank] for rank in self._core.member.group.ranks), self.hosts, strict=True))
-        membership = core.member.endpoint.membership
-        hosts = (
-            names.get(membership.numbers[rank]) or membership.process(rank).host for rank in core.member.group.ranks
-        )
-        return self._renewed(core, tuple(hosts))
+        now, ranks = core.member.endpoint.membership, core.member.group.ranks
+        return self._renewed(core, tuple(names.get(now.numbers[rank]) or now.process(rank).host for rank in ranks))
 
     def _renewed(self, core: Core, hosts: tuple[str, ...]) -> Communicator:
         return type(self)(core, hosts)

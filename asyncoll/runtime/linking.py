@@ -66,9 +66,8 @@ class Linking:
         self._connecting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()  # of attempts, and of ends of endpoints
         self._settled: asyncio.Future[None] | None = None  # of the newest attempt
-        self._endpoints: dict[
-            GrowthAttempt, Endpoint
-        ] = {}  # until an epoch is installed: a decision may name their members
+        # Until an epoch is installed: a decision may name the members of one that was given up.
+        self._endpoints: dict[GrowthAttempt, Endpoint] = {}
 
     @property
     def is_linked(self) -> bool:

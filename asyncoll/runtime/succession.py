@@ -123,7 +123,7 @@ class Succession(Generic[C]):
 
     async def over(self) -> None:
         """All ranks leave the world in good order: newcomers that wait learn it."""
-        if self.newcomers is not None and self._watching is not None and not self.endpoint.rank:
+        if self.newcomers is not None and not self.endpoint.rank:
             await offload(self.newcomers.end)
 
     async def close(self) -> None:

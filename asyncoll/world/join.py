@@ -12,6 +12,7 @@ import secrets
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 from asyncoll import forks
@@ -45,6 +46,10 @@ def run(main: Callable[..., Coroutine[Any, Any, T]], *args: Any) -> T:
 
     The environment is torchrun's (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT); `asyncoll launch` sets it, too. Without
     it the world has one rank. Every rank of the world calls `run`. It joins, and leaves, as `connect` does.
+
+    With ASYNCOLL_JOIN=1, and ASYNCOLL_FOLDER as the ranks of a running job have it (`asyncoll launch -n`, two ranks or
+    more), this process joins their world as all of them call `grow`. If the world ends first, the process does, too,
+    with exit code 0.
 
     If `main` raises, the exception leaves `run`, and the pending and later calls of the other ranks raise AbortedError
     with its text as the reason. Ctrl-C cancels `main`, and `run` raises KeyboardInterrupt. Under torchrun it is also
@@ -120,8 +125,8 @@ async def connect() -> AsyncIterator[Communicator]:
 
     Raises:
         UsageError: this process is in a world already; it inherits the environment of a rank that has started it; or
-            the environment describes no possible world. Leaving raises it, and aborts the world, if a training has
-            ended without `finish()` or `discard()`.
+            the environment describes no possible world, or one that is over, for a newcomer. Leaving raises it, and
+            aborts the world, if a training has ended without `finish()` or `discard()`.
         PeerLostError: a rank has died, or is frozen, before all ranks had joined, or before all had left.
         DeviceError: a result has not reached its tensor on a device. Leaving raises it.
         DeadlineError: a rank has not joined in time; or, on leaving, a collective of a communicator made by `split`,
@@ -253,10 +258,6 @@ async def _admitted(
             links = await meeting(seat.environment, seat.joining)
             endpoint = endpoint_of(links, seat.environment, attempt.epoch, attempt.members)
 
-            async def admitted(attempt: GrowthAttempt = attempt, endpoint: Endpoint = endpoint) -> None:
-                if not await _in_thread(lambda: newcomer.is_admitted(attempt, lambda: endpoint.failures.any)):
-                    raise ClosedError("the ranks have gone on without this newcomer")
-
             world = World(
                 endpoint,
                 runner,
@@ -265,7 +266,7 @@ async def _admitted(
                 departs=departs,
                 decisions=newcomer.decisions,
                 newcomers=Newcomers(environment, newcomer.decisions.entries, newcomer.first_size),
-                admitted=admitted,
+                admitted=partial(_await_admission, newcomer, attempt, endpoint),
                 freeze_s=environment.freeze_s,
             )
             return await _entered(world, links, inside)
@@ -273,6 +274,12 @@ async def _admitted(
             raise
         except AsyncollError as error:
             logger.info("an attempt to join the world has failed: %s", error)
+
+
+async def _await_admission(newcomer: Newcomer, attempt: GrowthAttempt, endpoint: Endpoint) -> None:
+    """Raises ClosedError if the ranks go on without this newcomer."""
+    if not await _in_thread(lambda: newcomer.is_admitted(attempt, lambda: endpoint.failures.any)):
+        raise ClosedError("the ranks have gone on without this newcomer")
 
 
 async def _in_thread(operation: Callable[[], T]) -> T:

@@ -39,7 +39,7 @@ LINES = {
     # at one place, and how members connect to newcomers.
     "runtime": 4_594,
     "tensors": 1_285,  # results whose elements overlap are refused, in numpy as in torch, for any strides
-    "testing": 6_109,  # worlds that go on after deaths, the explorer, deaths in a record, no polls on one loop
+    "testing": 6_117,  # worlds that go on after deaths, the explorer with attempts given up, no polls on one loop
     "torch": 2_873,  # `discard` of the states of hooks, and their policies; errors that name what was forgotten
     "training": 2_600,  # trainings of five kinds that go on after deaths, and data that is dealt anew
     "transport": 6_427,  # a transport of one epoch, ended processes, silent ranks; worlds on one loop do not poll

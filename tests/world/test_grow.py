@@ -159,7 +159,7 @@ def test_a_newcomer_joins_the_newest_world_of_its_job(job):
     one = newcomer(job)
     waits = in_daemon_thread(one.seat)
     while one._world != 1 or one.decisions.entries.read("newcomer-0") is None:
-        pass
+        assert not waits.done()
     (job / "2").mkdir()
     second = newcomer(job)
     second._enter_newest_world()

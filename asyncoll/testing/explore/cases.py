@@ -25,7 +25,8 @@ class ExploredWorld(NamedTuple):
         parts = [f"epochs: {program.size} ranks", f"{self.deaths} deaths"]
         parts += [f"{program.candidates} candidates"] if program.candidates else []
         parts += ["no death is certain"] if not program.is_certain else []
-        others = [*["false suspicions"] * program.suspects, *["answers that the store owes"] * program.fails]
+        others = ["false suspicions"] * program.suspects + ["answers that the store owes"] * program.fails
+        others += ["attempts that a member gives up"] * program.unlinks
         return ", ".join(parts + ([f"{self.others} {' or '.join(others)}"] if others else []))
 
 
@@ -37,11 +38,13 @@ SHORT = (
     ExploredWorld(AgreementProgram(3, is_certain=False), 2),
     ExploredWorld(AgreementProgram(3, fails=True), 2, 1),
     ExploredWorld(AgreementProgram(3, candidates=1), 0),
+    ExploredWorld(AgreementProgram(2, candidates=1, unlinks=True), 2, 1),
 )
 LONG = (
     ExploredWorld(AgreementProgram(2, candidates=1, fails=True), 2, 1),
     ExploredWorld(AgreementProgram(2, candidates=2), 1),
     ExploredWorld(AgreementProgram(3, candidates=1), 2),
+    ExploredWorld(AgreementProgram(3, candidates=1, unlinks=True), 1, 1),
     ExploredWorld(AgreementProgram(4), 3),
     ExploredWorld(AgreementProgram(4, is_certain=False), 2),
     ExploredWorld(AgreementProgram(4, fails=True), 2, 1),

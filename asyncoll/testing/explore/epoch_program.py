@@ -29,6 +29,7 @@ from asyncoll.runtime.epochs import (
     Send,
     StoreAnswered,
     StoreSilent,
+    Unlinked,
     WantedNext,
 )
 from asyncoll.testing.explore.channels import Nodes, Outcome
@@ -54,6 +55,7 @@ class AgreementProgram:
     is_certain: bool = True  # who notices a death knows it for certain
     suspects: bool = False  # fault: a rank takes a living one for lost
     fails: bool = False  # fault: an answer of the store does not come
+    unlinks: bool = False  # fault: a member counts no more on its connection to a candidate, which stays open
     step: Rule = epochs.step
 
     @property
@@ -112,8 +114,7 @@ class AgreementProgram:
                     raise BrokenError(what, f"rank {state.rank} is evicted twice, or by a decision that names it")
         return after, sent
 
-    @staticmethod
-    def _check_install(state: Agreement, decision: Decision, what: str) -> None:
+    def _check_install(self, state: Agreement, decision: Decision, what: str) -> None:
         if decision.epoch <= state.epoch:
             raise BrokenError(what, f"rank {state.rank} goes back from epoch {state.epoch} to {decision.epoch}")
         if state.rank not in decision.members:
@@ -121,7 +122,7 @@ class AgreementProgram:
         if state.is_evicted:
             raise BrokenError(what, f"rank {state.rank} installs epoch {decision.epoch} after it was evicted")
         strange = set(decision.members) - set(state.members) - state.linked - state.lost
-        if strange and not state.is_candidate:
+        if strange and not state.is_candidate and not self.unlinks:
             rule = f"rank {state.rank} installs epoch {decision.epoch}, and is not linked with {_list(strange)}"
             raise BrokenError(what, rule)
 
@@ -140,6 +141,8 @@ class AgreementProgram:
             for rank in range(self.size, self._store):
                 if nodes[rank] is not None and nodes[rank].is_candidate and rank not in state.linked:
                     yield Linked(rank), False
+                if self.unlinks and rank in state.linked:
+                    yield Unlinked(rank), True
         # One that shows nothing new may as well come later: otherwise there are eight times as many states.
         if state.is_changing and (
             len(nodes[self._store]) >= state.epoch or len(self.step(state, ChangeOverdue())[1]) > 1
@@ -209,6 +212,8 @@ def _words(rank: int, event: Any) -> str:
             return f"rank {rank} takes rank {other} for {'dead' if is_dead else 'lost'}"
         case Linked(other):
             return f"rank {rank} is linked with candidate {other}"
+        case Unlinked(other):
+            return f"rank {rank} counts no more on candidate {other}"
         case WantedNext(epoch):
             return f"the program of rank {rank} wants the epoch after {epoch}"
         case Heard(source, message):

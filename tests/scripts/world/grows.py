@@ -28,7 +28,7 @@ def start(count: int, done: int) -> list[subprocess.Popen[bytes]]:
     return [subprocess.Popen(command, env=env | {"ASYNCOLL_JOIN": "1"}) for _ in range(count)]
 
 
-async def use(comm: asyncoll.Communicator, functions: bool) -> None:
+async def use(comm: asyncoll.Communicator) -> None:
     size, total = comm.size, comm.size * (comm.size + 1) / 2
     for count in (SHORT, LONG):
         x = torch.full((count,), float(comm.rank + 1))
@@ -36,9 +36,8 @@ async def use(comm: asyncoll.Communicator, functions: bool) -> None:
         assert x.unique().tolist() == [total]
         await comm.solo_allreduce(torch.ones(count), name=f"solo{count}", sync_every=1)
     half = await comm.split(comm.rank % 2)
-    assert await half.allgather(torch.tensor(comm.rank)) is not None
-    if functions:
-        assert await comm.rpc.call((comm.rank + 1) % size, "twice", comm.rank) == 2 * comm.rank
+    assert (await half.allgather(torch.tensor(comm.rank))).tolist() == list(range(comm.rank % 2, size, 2))
+    assert await comm.rpc.call((comm.rank + 1) % size, "twice", comm.rank) == 2 * comm.rank
     await comm.barrier()
 
 
@@ -89,7 +88,7 @@ async def lose_one_as_a_newcomer_comes(comm: asyncoll.Communicator, done: int) -
 async def main(comm: asyncoll.Communicator) -> None:
     steps, done = sys.argv[1].split(), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     comm.rpc.register(lambda value: 2 * value, name="twice")
-    await use(comm, functions=True)
+    await use(comm)
     for step in steps[done:]:
         done += 1
         if step.startswith("+"):
@@ -106,7 +105,7 @@ async def main(comm: asyncoll.Communicator) -> None:
                 await comm.barrier()  # the others wait for the deaths
                 os.kill(os.getpid(), signal.SIGKILL)
             comm = await survive(comm)
-        await use(comm, functions=True)
+        await use(comm)
     print(f"epoch {comm.epoch}, {comm.size} ranks: grown")
 
 
